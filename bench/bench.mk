@@ -30,5 +30,5 @@ start_bench: build/bench/warm build/bench/cold/bin/gpushare-runtime
 ROUNDS ?= 40
 
 .PHONY: bench-start
-bench-start: root build start_bench ## measure what a start costs, in ROUNDS (40); RUNTIME=/path/to/wrapper: another wrapper too
-	@ROUNDS="$(ROUNDS)" RUNTIME="$(RUNTIME)" $(VENV_PYTHON) -m bench.start
+bench-start: root build start_bench ## measure what a start costs, in ROUNDS (40); RUNTIME=/path/to/wrapper: another wrapper too; BEFORE=/other/build: compare with it
+	@ROUNDS="$(ROUNDS)" RUNTIME="$(RUNTIME)" BEFORE="$(BEFORE)" $(VENV_PYTHON) -m bench.start

@@ -2,8 +2,8 @@
 begins a round as often as the others do, so that what else the machine does falls on all alike. What a way adds is the
 difference from plain runc in the same round.
 
-`make bench-start` measures this alone, with ROUNDS=400 for what is published; `RUNTIME=/path/to/wrapper make
-bench-start` another wrapper beside it.
+`make bench-start` measures this alone, with ROUNDS=400 for what is published. `RUNTIME=/path/to/wrapper` measures
+another wrapper beside it. `BEFORE=/other/tree/build` compares this build with another one instead, in pairs.
 """
 
 from __future__ import annotations
@@ -138,12 +138,36 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
     return {**found, "hook.added_ms": found["start.hook_added_ms"]}
 
 
+def change_ms(directory: Path, before: Path) -> dict[str, list[float]]:
+    """What each way takes more (or, negative, less) than with the programs of the build directory `before`."""
+    simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30)
+    nodes = {name: host.Node(directory / f"node-{name}", simulated) for name in ("before", "after")}
+    ways: dict[str, dict[str, Any]] = {}
+    for name, build in (("before", before), ("after", host.BUILD)):
+        runtime = runtime_in(build, nodes[name])
+        hook = nodes[name].hook()._replace(program=build / "bin" / "gpushare-hook")
+        ways[f"runtime_{name}"] = {"env": SHARE, "runtime": runtime}
+        ways[f"hook_{name}"] = {"env": SHARE, "hook": hook}
+        ways[f"nongpu_{name}"] = {"runtime": runtime}
+    try:
+        costs = rounds(directory, ways)
+    finally:
+        for node in nodes.values():
+            node.close()
+    pairs = {way: zip(costs[f"{way}_before"], costs[f"{way}_after"]) for way in ("runtime", "hook", "nongpu")}
+    return {f"start.{way}_change_ms": [after.ms - old.ms for old, after in found] for way, found in pairs.items()}
+
+
 def main() -> int:
     from bench import bench
 
-    host.enter_private_mounts()
+    before = os.environ.get("BEFORE", "")
+    host.enter_private_mounts(for_other_users=not before)  # that hides other trees
     with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
-        measured = added_ms(Path(work), os.environ.get("RUNTIME", ""))
+        if before:
+            measured = change_ms(Path(work), Path(before).resolve())
+        else:
+            measured = added_ms(Path(work), os.environ.get("RUNTIME", ""))
     bench.show({key: bench.figure(values, "ms") for key, values in measured.items()})
     return 0
 

@@ -71,13 +71,13 @@ $(AARCH64)/stress: tests/shim/stress.c tests/shim/families.h tests/packages/robu
 	$(AARCH64_CC) -O2 -rdynamic -Wall -Wextra -Werror -I$(CUDA_INCLUDE) -o $@ $(filter %.c %.so.1,$^) -ldl
 
 # Packages of 0.1.0, for the upgrade from them: from a clone of this repository, kept
-BEFORE := 461939a
-build/before/build/packages/.$(BEFORE):
+FIRST_VERSION := 461939a
+build/before/build/packages/.$(FIRST_VERSION):
 	rm -rf build/before
-	git clone --quiet --no-checkout . build/before && git -C build/before checkout --quiet $(BEFORE)
+	git clone --quiet --no-checkout . build/before && git -C build/before checkout --quiet $(FIRST_VERSION)
 	$(MAKE) --no-print-directory -C build/before packages
 	@touch $@
 
-test-packages: root build packages build/before/build/packages/.$(BEFORE) $(PACKAGES_SETUP) $(AARCH64)/stress ## install, use, upgrade and remove each package; build all of them twice
+test-packages: root build packages build/before/build/packages/.$(FIRST_VERSION) $(PACKAGES_SETUP) $(AARCH64)/stress ## install, use, upgrade and remove each package; build all of them twice
 	@$(VENV_PYTHON) -m tests.packages.cleanroot
 	@$(VENV_PYTHON) -m pytest -o python_files='check_*.py' tests/packages $(PYTEST_ARGS)

@@ -40,18 +40,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return turns.scheduler(config, log)
 
 
-TURNS = turns.Turns()
+SEATS = turns.Seats()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Wait before the test's time limit begins: the wait for other tests must not count."""
-    company = turns.company_of(item.nodeid)
-    TURNS.enter(company, os.environ.get("PYTEST_XDIST_WORKER"))
+    """Wait for a seat before the test's time limit begins, so that waiting does not count."""
+    kind = turns.kind_of(item.nodeid)
+    SEATS.enter(kind, os.environ.get("PYTEST_XDIST_WORKER"))
     try:
         return (yield)
     finally:
-        TURNS.leave(company, turns.company_of(nextitem.nodeid) if nextitem else None)
+        SEATS.leave(kind, turns.kind_of(nextitem.nodeid) if nextitem else None)
 
 
 @pytest.hookimpl(trylast=True)

@@ -82,7 +82,7 @@ def text() -> str:
     return HEAD + "\n".join(section(row) for row in registry.ROWS)
 
 
-TRIGGERS = '''"""What a start must know of dialects/registry.py, which is loaded only when one of these occurs. Written
+TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. Written
 from it by `make docs`; a test compares. Start path."""
 
 # Beginnings of variables that ask for something

@@ -1,5 +1,5 @@
-/* The command line of an OCI runtime. gpushare/programs/commandline.py has the rules, and the
- * tables come from there. */
+/* Parse the command line of an OCI runtime. gpushare/programs/commandline.py has the rules, and the
+ * tables are generated from it. */
 
 #include <string.h>
 
@@ -7,7 +7,7 @@
 #include "launcher_tables.h"
 
 struct flag {
-    const char *name; /* not ended: `length` bytes */
+    const char *name; /* without a NUL: `length` bytes */
     size_t length;
     const char *value; /* NULL: no `=` */
 };
@@ -30,8 +30,7 @@ bool args_listed(const char *const *list, const char *word, size_t length) {
     return false;
 }
 
-/* One flag at `*words`, which moves on behind it and its value. False: not known, or without its
- * value. */
+/* Parse one flag at `*words` and move past it and its value. False: unknown flag, or no value. */
 static bool take(const char *const **words, const char *const *with_value, const char *const *bare,
                  struct flag *flag) {
     const char *word = *(*words)++;
@@ -90,7 +89,7 @@ static void parse_command(const char *const *words, struct call *call) {
             call->unknown = true;
             return;
         } else if (!is_delete && flag.value) {
-            /* of two bundles the last one counts: commandline.py knows */
+            /* the last of two bundles counts: commandline.py handles it */
             const char **field = is(flag, "b") || is(flag, "bundle")   ? &call->bundle
                                  : is(flag, "f") || is(flag, "config") ? &call->config_name
                                                                        : NULL;

@@ -1,10 +1,9 @@
-/* The programs in libexec/ of the bundle (packaging/gpushare.spec): start Python from _internal/
- * and nothing else.
+/* The programs in libexec/ of the bundle (packaging/gpushare.spec): start Python from _internal/.
  *
- * Static, and the interpreter comes with its own loader and C library, so the host needs neither
- * Python nor a certain libc. Not one variable reaches loader or interpreter (they know too many:
- * LD_*, GLIBC_TUNABLES, PYTHON*): the whole environment goes into a file, and gpushare/bundled.py
- * hands it to who shall have it. */
+ * This program is static, and the interpreter has its own loader and C library, so the host needs
+ * no Python and no particular libc. No variable reaches the loader or the interpreter, which act on
+ * too many of them (LD_*, GLIBC_TUNABLES, PYTHON*). The whole environment goes into a file, and
+ * gpushare/bundled.py passes it on. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,7 +21,7 @@ static int fail(const char *what) {
     return 127;
 }
 
-/* A descriptor of the environment, as in /proc/<pid>/environ; < 0 when that fails. */
+/* Return a descriptor with the environment, as in /proc/<pid>/environ; < 0 on failure. */
 static int keep_environment(void) {
     int file = memfd_create("environment", 0);
     for (char **variable = environ; file >= 0 && *variable; variable++) {
@@ -47,7 +46,7 @@ int main(int argc, char **argv) {
     self[length] = '\0';
     int folder = (int)(strrchr(self, '/') - self);
     snprintf(directory, sizeof directory, "%.*s/_internal", folder, self);
-    if (strpbrk(directory, ":;")) { /* they part a list of directories */
+    if (strpbrk(directory, ":;")) { /* they separate a list of directories */
         fprintf(stderr, "gpushare: '%s' has a colon or semicolon; install elsewhere\n", directory);
         return 127;
     }

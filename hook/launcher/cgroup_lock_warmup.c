@@ -1,14 +1,15 @@
-/* While Python works out the share, the kernel gets ready for what the low-level runtime does next:
- * it moves the container's first process into its cgroup. For that the kernel takes a lock which
- * every fork and exit of the machine reads (cgroup_threadgroup_rwsem), and the first to take it
- * after a while waits for an RCU grace period, 10 to 20 ms with two processors and HZ=250, more
- * than Python's whole part. Who comes soon after somebody else does not wait (rcu_sync). So a
- * process of ours asks the kernel to move a process that has ended, and does so again until the
- * runtime is through. The lock is taken for that, and nobody is moved, wherever it asks: what is
- * at /sys/fs/cgroup may be the host's while our names are those of a cgroup namespace.
+/* Warm up the kernel's cgroup lock while Python works.
  *
- * It only ever saves time: where it may not write, nothing happens. On a kernel without that wait
- * (cgroup2 mounted with favordynmods) its writes return at once. */
+ * The low-level runtime moves the container's first process into its cgroup. For that the kernel
+ * takes a lock that every fork and exit of the machine reads (cgroup_threadgroup_rwsem). The first
+ * writer after a pause waits for an RCU grace period: 10 to 20 ms with two processors and HZ=250,
+ * which is longer than all of Python's work. A writer soon after another one does not wait
+ * (rcu_sync). So a process of ours asks the kernel, again and again, to move a process that has
+ * exited, until the runtime has finished. The kernel takes the lock, and no process is moved, in
+ * whatever cgroup: /sys/fs/cgroup may be the host's while our names are of a cgroup namespace.
+ *
+ * This only saves time. Without permission to write, nothing happens. On a kernel without the wait
+ * (cgroup2 mounted with favordynmods) the writes return at once. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -24,11 +25,11 @@
 #include "launcher.h"
 #include "launcher_tables.h"
 
-#define AGAIN_MS 5 /* a grace period takes two ticks at the least: 8 ms with HZ=250 */
+#define AGAIN_MS 5 /* a grace period takes at least two ticks: 8 ms with HZ=250 */
 #define TIMES 16
 
-/* A descriptor of cgroup.procs of the cgroup that a line of /proc/self/cgroup names; < 0: none that
- * we may write. `line`: "5:devices:/a", or "0::/a" for the unified hierarchy. */
+/* Open cgroup.procs of the cgroup that a line of /proc/self/cgroup names; < 0: not writable.
+ * `line`: "5:devices:/a", or "0::/a" for the unified hierarchy. */
 static int open_cgroup(char *line) {
     char path[2 * PATH_MAX], *controllers = strchr(line, ':');
     char *cgroup = controllers ? strchr(controllers + 1, ':') : NULL;
@@ -58,10 +59,11 @@ static int open_own_cgroup(void) {
     return fd;
 }
 
-/* A child that has ended and is not waited for, so nobody else gets its number; < 0: none. */
+/* Return a child that has exited and is not reaped, so that its pid is not used again; < 0: none.
+ */
 static pid_t make_zombie(void) {
     siginfo_t ended;
-    signal(SIGCHLD, SIG_DFL); /* ignored, as by an engine, it would leave none */
+    signal(SIGCHLD, SIG_DFL); /* if an engine ignores it, no zombie would remain */
     pid_t child = fork();
     if (child == 0)
         _exit(0);
@@ -70,8 +72,8 @@ static pid_t make_zombie(void) {
     return -1;
 }
 
-/* Until `start` ends, which becomes Python and then the low-level runtime. Of several that start at
- * once one asks for all: the lock is also in their way. */
+/* Repeat until the process `start` ends, which becomes Python and then the low-level runtime. One
+ * process serves all concurrent starts, because the lock delays them too. */
 static void ask_while_alive(pid_t start, const char *state_dir) {
     char path[PATH_MAX], number[16];
     snprintf(path, sizeof path, "%s/%s", state_dir, LAUNCHER_FILE);
@@ -89,7 +91,7 @@ static void ask_while_alive(pid_t start, const char *state_dir) {
 void warm_up_cgroup_lock(const char *state_dir) {
     pid_t self = getpid(), child = fork();
     if (child == 0) {
-        /* No child of the process that becomes the runtime, which would not wait for it, and with
+        /* Not a child of the process that becomes the runtime, which would not reap it, and with
          * none of its files: an engine reads them until they are closed */
         if (fork() == 0 && syscall(SYS_close_range, 0, ~0U, 0) == 0 && chdir("/") == 0)
             ask_while_alive(self, state_dir);

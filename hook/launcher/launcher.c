@@ -12,7 +12,7 @@
 #include "launcher.h"
 #include "launcher_tables.h"
 
-#ifndef PYTHON_PROGRAM /* where it is: the directory of this one, its name */
+#ifndef PYTHON_PROGRAM /* its directory relative to this program, and its name */
 #define PYTHON_PROGRAM "%s/../libexec/%s"
 #define SNAPSHOT "%s/../libexec/snapshot"
 #endif
@@ -22,9 +22,9 @@ static int fail(const char *what) {
     return 127;
 }
 
-/* An engine may hand a hook the variables of an image (CVE-2025-23266), and loader and interpreter
- * know too many of them. What is kept says where a user without rights has his state, and is
- * checked there (rootless.py). */
+/* An engine may pass an image's variables to a hook (CVE-2025-23266), and loader and interpreter
+ * act on too many of them. The variables kept here locate the state of a rootless user, and
+ * rootless.py checks them. */
 static char **environment_of_hook(void) {
     static const char kept[] = "XDG_RUNTIME_DIR=";
     static char *variables[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -35,8 +35,8 @@ static char **environment_of_hook(void) {
     return variables;
 }
 
-/* The Python program of the same name, from the snapshot where there is one. That becomes argv[0]
- * itself where it must. */
+/* Execute the Python program of the same name, from the snapshot if there is one. The snapshot
+ * executes argv[0] itself if it has to. */
 static int python(const char *name, char **argv) {
     char self[PATH_MAX], snapshot[2 * PATH_MAX];
     static char path[2 * PATH_MAX];
@@ -69,7 +69,8 @@ static bool may_ask(const struct call *call) {
     char path[PATH_MAX];
     const char *bundle = call->bundle && *call->bundle ? call->bundle : ".";
     const char *name = call->config_name && *call->config_name ? call->config_name : "config.json";
-    bool usual = strcmp(name, "config.json") == 0; /* crun: any other is not of the bundle */
+    bool usual =
+        strcmp(name, "config.json") == 0; /* crun: a file of another name is not in the bundle */
     int length = snprintf(path, sizeof path, "%s%s%s", usual ? bundle : "", usual ? "/" : "", name);
     return length >= (int)sizeof path || scan_may_ask(path, call->cri);
 }
@@ -80,7 +81,7 @@ static bool is_called_cri(const char *name) {
     return strcmp(slash ? slash + 1 : name, CRI_NAME) == 0;
 }
 
-/* Python does not see the name: it is given the flag instead. */
+/* Python does not see the name, so pass the flag. */
 static char **with_flag(char **argv, int count) {
     char **words = calloc((size_t)count + 2, sizeof *words);
     if (words) {
@@ -105,7 +106,7 @@ static int runtime(char **argv, int count) {
         ours = is_known_container(&call);
     bool known = call.config[0] == '/' && call.state_dir[0] == '/' && !call.unknown &&
                  known_runtime(call.state_dir, call.config, low);
-    char **words = (char **)call.rest - 1; /* there is at least our own name before it */
+    char **words = (char **)call.rest - 1; /* at least our own name is before it */
     if (known && !ours) {
         words[0] = low;
         execv(low, words);
@@ -115,7 +116,7 @@ static int runtime(char **argv, int count) {
     return python("gpushare-runtime", argv);
 }
 
-/* Reads all of standard input and puts it back there, for Python. */
+/* Read all of standard input and put it back, for Python. */
 static char *read_state(size_t *size) {
     static char text[MAX_STATE_BYTES + 1];
     size_t have = 0;
@@ -143,7 +144,8 @@ static char *read_state(size_t *size) {
     return got == 0 ? text : NULL;
 }
 
-/* crun sends this output to a file that an image chose: write nothing there, nor let Python. */
+/* crun sends this output to a file that an image chose: neither this program nor Python may write.
+ */
 static void be_silent(void) {
     int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (null < 0 || dup2(null, 1) < 0 || dup2(null, 2) < 0)

@@ -1,6 +1,6 @@
-/* STATE_DIR/launcher: the low-level runtime, as gpushare/config/oci_runtime.py found it. It counts
- * only while the configuration file is what it was then, and only if nobody but us could have
- * written it. */
+/* Read STATE_DIR/launcher: the low-level runtime that gpushare/config/oci_runtime.py found. It is
+ * valid only while the configuration file is unchanged, and only if no other user could write it.
+ */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -19,7 +19,7 @@ bool known_config_exists(const char *config) {
     return stat(config, &status) == 0;
 }
 
-/* As oci_runtime.identity. */
+/* The same as oci_runtime.identity. */
 static void identity(const char *config, char *text, size_t size) {
     struct stat status;
     if (stat(config, &status) != 0)
@@ -47,8 +47,8 @@ static bool read_file(const char *path, char text[MAX_FILE]) {
     return true;
 }
 
-/* The rest of the line that begins with `key` and a space; NULL when there is none. Cuts the text
- * there. */
+/* Return the rest of the line that begins with `key` and a space, and end the text there; NULL:
+ * none. */
 static const char *value_of(char *text, const char *key, char **after) {
     size_t length = strlen(key);
     char *end = strchr(text, '\n');

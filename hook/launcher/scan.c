@@ -1,5 +1,5 @@
-/* Looks for words in the text of a config.json, without parsing it: every word that Python could
- * find in the parsed values stands in the text, either letter by letter or with JSON escapes of its
+/* Search trigger words in the text of a config.json without parsing it. Every word that Python
+ * could find in the parsed values is in the text, either literally or with JSON escapes of its
  * letters. */
 
 #define _GNU_SOURCE
@@ -22,8 +22,9 @@ static int hex(char c) {
                                   : -1;
 }
 
-/* Whether the text spells a character of our words with an escape: \u00XX, or \/. Others (\n,
- * \u003c, which Go writes for <) cannot be part of one. */
+/* Return whether the text has an escape of a character of trigger words: \u00XX, or \/. Other
+ * escapes
+ * (\n, \u003c, which Go writes for <) cannot be part of one. */
 bool scan_has_hidden_letters(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
@@ -44,19 +45,19 @@ static bool holds(const char *text, size_t size, const char *word) {
     return memmem(text, size, word, strlen(word)) != NULL;
 }
 
-/* Whether this is the sandbox of a pod, which asks for nothing whatever annotations of its pod it
- * has; the caller knows that the engine is a CRI. Quotes inside of a JSON string are escaped, so
- * this text is a member of an object, spelled as containerd spells it, and only annotations and
- * sysctls can have such a name (no runtime takes such a sysctl). One that has an edit of ours is
- * not what it should be, and one of which another engine says what it is may be a container whose
- * pod carries that annotation. */
+/* Return whether this is the sandbox of a pod, which requests nothing whatever annotations of its
+ * pod it has. The caller knows that the engine is a CRI. Quotes inside a JSON string are escaped,
+ * so this text is a member of an object, as containerd writes it, and only annotations and sysctls
+ * can have such a name (no runtime accepts such a sysctl). Return false if the text has an edit of
+ * ours, or the annotation of another engine: then it may be a container whose pod has this
+ * annotation. */
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, APPLIED) &&
            !holds(text, size, SANDBOX_TOO) && !holds(text, size, HOOK_STDOUT) &&
            !holds(text, size, HOOK_STDERR) && !scan_has_hidden_letters(text, size);
 }
 
-/* Whether a device may be NVIDIA's by its numbers, whatever it is called: "major" : 195. */
+/* Return whether a device may be NVIDIA's by its number, whatever its name: "major" : 195. */
 static bool has_major(const char *text, size_t size) {
     static const char key[] = "\"major\"", number[] = NVIDIA_MAJOR;
     const char *end = text + size;
@@ -70,10 +71,10 @@ static bool has_major(const char *text, size_t size) {
     return false;
 }
 
-/* A device rule, as far as it has been read. */
+/* A device rule, parsed so far. */
 struct rule {
     const char *at, *end;
-    unsigned seen; /* members, by their place in KEYS */
+    unsigned seen; /* bits of members, by their index in KEYS */
     bool allows, is_block, is_character, only_makes_nodes, is_below;
 };
 
@@ -86,12 +87,12 @@ static bool take(struct rule *rule, char wanted) {
 }
 
 struct value {
-    const char *text; /* not ended, without quotes */
+    const char *text; /* without NUL and quotes */
     size_t length;
     bool is_text;
 };
 
-/* A text without escapes, a number or a word. */
+/* Parse a string without escapes, a number or a literal. */
 static bool take_value(struct rule *rule, struct value *value) {
     value->is_text = take(rule, '"');
     value->text = rule->at;
@@ -117,7 +118,7 @@ static bool is_below_nvidia(struct value value) {
     return number < NVIDIA_MAJOR_NUMBER;
 }
 
-/* One `"key": value`; false when it is not what engines write. */
+/* Parse one `"key": value`; false if engines do not write it so. */
 static bool take_member(struct rule *rule) {
     static const char *const KEYS[] = {"allow", "type", "major", "minor", "access"};
     static const bool IS_TEXT[] = {false, true, false, false, true};
@@ -148,8 +149,8 @@ static bool take_member(struct rule *rule) {
     return true;
 }
 
-/* Whether the object at rule->at could open NVIDIA's devices, as injected.reaches of Python says,
- * which decides. One that is not written as engines write it could. */
+/* Return whether the object at rule->at could open NVIDIA's devices, like cdi_devices.reaches in
+ * Python, which decides. A rule in an unusual format counts as one that could. */
 static bool rule_reaches(struct rule rule) {
     if (!take(&rule, '{'))
         return true;
@@ -173,7 +174,7 @@ static size_t count_rules(const char *text, size_t size) {
     return found;
 }
 
-/* Whether a device rule anywhere in the text could open NVIDIA's devices. */
+/* Return whether any device rule in the text could open NVIDIA's devices. */
 static bool rules_reach(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text;
@@ -196,7 +197,7 @@ bool scan_text_may_ask(char *text, size_t size, bool cri) {
     for (size_t at = 0; at < size; at++)
         text[at] = (char)(text[at] >= 'A' && text[at] <= 'Z' ? text[at] + 'a' - 'A' : text[at]);
     if (count_rules(text, size) != rules)
-        return true; /* a rule that begins otherwise: runc obeys it, and Python refuses it */
+        return true; /* an unusual rule: runc applies it, and Python refuses it */
     for (const char *const *trigger = TRIGGERS; *trigger; trigger++) {
         char word[64];
         size_t length = strlen(*trigger);
@@ -226,7 +227,7 @@ bool scan_may_ask(const char *path, bool cri) {
             got = read(fd, text + size, MAX_TEXT + 1 - size);
             size += got > 0 ? (size_t)got : 0;
         }
-        asks = got != 0 || scan_text_may_ask(text, size, cri); /* not 0: an error, or too much */
+        asks = got != 0 || scan_text_may_ask(text, size, cri); /* not 0: an error, or too large */
         free(text);
     }
     close(fd);

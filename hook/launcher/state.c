@@ -1,6 +1,6 @@
-/* The bundle and the id in an OCI state. Only the top level is looked at: an annotation may well
- * be called "bundle". Whatever is unusual (a second bundle, an escape in a name or in the
- * path, anything that is not JSON) is left to Python. */
+/* Parse the bundle and the id of an OCI state. Only the top level counts, since an annotation may
+ * be called "bundle". Everything unusual (a second bundle, an escape in a name or in the path,
+ * invalid JSON) is left to Python. */
 
 #include <string.h>
 
@@ -17,7 +17,7 @@ static char peek(struct text *t) {
     return t->at < t->end ? *t->at : '\0';
 }
 
-/* A string: false when it does not end; `plain` when it has no escape. */
+/* Parse a string; false if it does not end. `plain`: it has no escape. */
 static bool string(struct text *t, const char **begin, size_t *length, bool *plain) {
     if (peek(t) != '"')
         return false;
@@ -34,7 +34,7 @@ static bool string(struct text *t, const char **begin, size_t *length, bool *pla
     return true;
 }
 
-/* Goes past one value of any kind. */
+/* Skip one value of any type. */
 static bool skip(struct text *t) {
     const char *begin;
     size_t length;
@@ -53,7 +53,7 @@ static bool skip(struct text *t) {
             t->at++;
         } else if (c && (depth > 0 || !strchr(",:", c))) {
             t->at++;
-            if (!strchr(",:", c)) /* a number or a word, to its end */
+            if (!strchr(",:", c)) /* a number or a literal */
                 while (t->at < t->end && !strchr(",:]}[{\" \t\r\n", *t->at))
                     t->at++;
         } else {
@@ -69,7 +69,7 @@ static bool is(const char *text, size_t length, const char *name) {
     return length == strlen(name) && memcmp(text, name, length) == 0;
 }
 
-/* A text without escapes; "" when it is too long. */
+/* Copy a string without escapes; "" if it is too long. */
 static bool plain_text(struct text *t, char *field, size_t room) {
     const char *value;
     size_t length;
@@ -82,7 +82,7 @@ static bool plain_text(struct text *t, char *field, size_t room) {
     return true;
 }
 
-/* As oci.check_id. */
+/* The same as oci.check_id. */
 bool state_is_id(const char *id) {
     static const char letters[] =
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
@@ -91,7 +91,8 @@ bool state_is_id(const char *id) {
            strcmp(id, ".") != 0 && strcmp(id, "..") != 0;
 }
 
-/* Whether an annotation sends what hooks print into a file; as hookoutput.is_redirected. */
+/* Return whether an annotation sends the output of hooks to a file; like hookoutput.is_redirected.
+ */
 static bool redirects(const char *name, size_t length, bool plain, struct text value) {
     const char *begin;
     if (!plain)
@@ -102,7 +103,7 @@ static bool redirects(const char *name, size_t length, bool plain, struct text v
            !(string(&value, &begin, &length, &plain) && plain && is(begin, length, OWN_STDERR));
 }
 
-/* What stands behind a value in an object. */
+/* Move to what follows a value in an object. */
 static bool next_member(struct text *t) {
     if (peek(t) == ',')
         t->at++;
@@ -130,7 +131,7 @@ static bool annotations(struct text *t, struct state *state) {
     return true;
 }
 
-/* One value. False: leave it to Python. */
+/* Parse one value. False: leave it to Python. */
 static bool take(struct text *t, const char *name, size_t length, struct state *state) {
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
         return !*state->bundle && plain_text(t, state->bundle, sizeof state->bundle) &&
@@ -138,7 +139,7 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     if (is(name, length, "id")) {
         const char *begin = t->at;
         if (!plain_text(t, state->id, sizeof state->id) || !state_is_id(state->id))
-            *state->id = '\0'; /* the last one counts */
+            *state->id = '\0'; /* the last value counts */
         t->at = begin;
         return skip(t);
     }

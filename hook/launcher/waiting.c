@@ -1,5 +1,5 @@
-/* The hook that a start left waiting (gpushare/programs/waiting.py): it is given the state, as on
- * standard input, and what it says comes back: that it has begun, its lines, its exit code. */
+/* Call the hook that a start left waiting (gpushare/programs/waiting.py): send the state, as on
+ * standard input, and receive that it has begun, its lines, and its exit code. */
 
 #define _GNU_SOURCE
 #include <errno.h>

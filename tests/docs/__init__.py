@@ -1,1 +1,1 @@
-"""What README.md and docs/ say to type is typed."""
+"""Run the commands of README.md and docs/."""

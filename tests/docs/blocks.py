@@ -28,7 +28,7 @@ class Command(NamedTuple):
     line: int  # of the command, from 1
     text: str
     output: tuple[str, ...]
-    shown: bool  # it has a "$ "
+    shown: bool  # has a "$ "
 
     @property
     def place(self) -> str:
@@ -40,8 +40,8 @@ def pages() -> list[str]:
 
 
 def blocks(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, its lines without indent). Empty lines do not end one, as in Markdown; what continues
-    the text of a list is none."""
+    """(number of the first line, the lines without indent) of each block. As in Markdown, empty lines do not end a
+    block, and an indented continuation of a list item is none."""
     block: list[str] = []
     first, before, in_list, fence = 0, "", False, None
     for number, line in enumerate([*text.splitlines(), "end"], 1):
@@ -87,7 +87,7 @@ def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
 
 
 def _typed(line: str) -> list[str]:
-    """A command without what is said of it behind two spaces or "#"; `make` stands several times in a line."""
+    """A command without its comment behind two spaces or "#"; a line may have several `make` commands."""
     parts = [part.strip() for part in re.split(r"\s+# |\s{2,}", line)]
     known = [part for part in parts if part.split(" ")[0] in PROGRAMS]
     return known if line.startswith("make ") else [part for part in parts[:1] if part in known]

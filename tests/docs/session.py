@@ -1,4 +1,4 @@
-"""A shell in the playground, one command after the other."""
+"""A shell in the playground that runs one command after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 from tests.support.host import TREE
 
 _END = "--end of the command--"
-# What differs from run to run or from host to host, and what stands for it
+# Text that differs between runs or hosts, and its replacement
 _MASKS = (
     (r"\b[0-9a-f]{64}\b|\b[0-9a-f]{12}\b", "ID"),
     (r"(?<![\w.])(?:/[\w.+-]+)+", "PATH"),
@@ -26,11 +26,11 @@ _MASKS = (
 
 class Done(NamedTuple):
     code: int
-    out: str  # standard output and standard error, as a person sees them
+    out: str  # standard output and standard error, interleaved as on a terminal
 
 
 class Session:
-    """A `with` block: all of it is gone at its end."""
+    """A `with` block; its end removes everything."""
 
     def __init__(self, *options: str) -> None:
         self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Session:
         )
 
     def run(self, command: str) -> Done:
-        """AssertionError when the shell is gone. A test's own time limit ends one that hangs."""
+        """Raises AssertionError when the shell has exited. A test's time limit ends a shell that hangs."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{{ {command}\n}} </dev/null 2>&1; printf '\\n{_END} %d\\n' $?\n")
         self._process.stdin.flush()
@@ -61,11 +61,11 @@ class Session:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        self._process.communicate()  # its input ends, so it ends
+        self._process.communicate()  # end of input ends the shell
 
 
 def masked(line: str, sizes: bool = False) -> str:
-    """`sizes`: whole GiB stay as they are; nothing else that is a limit has this form."""
+    """`sizes`: keep whole GiB; only limits have this form."""
     if sizes:
         line = re.sub(r"(?<![\d.])(\d+) GiB", lambda found: "gib" * int(found[1]), line)
     for pattern, word in _MASKS:
@@ -74,7 +74,7 @@ def masked(line: str, sizes: bool = False) -> str:
 
 
 def agrees(output: str, written: tuple[str, ...], sizes: bool) -> bool:
-    """Is it what the page shows, but for figures (see `masked`), ids, paths and columns?"""
+    """Whether the output matches the page, except for figures (see `masked`), ids, paths and columns."""
     pattern = ""
     for line in written:
         pattern += "(?:.*\n)*?" if line == "..." else re.escape(masked(line, sizes)).replace(r"\.\.\.", ".*") + "\n"

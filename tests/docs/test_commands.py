@@ -1,4 +1,4 @@
-"""Every command on every page: it is run, or what it says is understood, or there is a reason why neither."""
+"""Every command on every page is run, or parsed, or listed with the reason why it is neither."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.docs.test_tour import TOUR, TYPED
 from tests.support.host import TREE
 from tests.unit import pure
 
-# Beginning of a command -> the test that does it, or why nobody does
+# Beginning of a command -> the test that runs it, or the reason why no test does
 ELSEWHERE = {
     "docker build": "it needs a registry; tests/integration/test_installer.py",
     "docker exec": "tests/docs/test_tour.py",
@@ -40,21 +40,21 @@ def of(program: str) -> list[Command]:
 
 
 def words(command: Command) -> list[str]:
-    """As a shell would split it: what another command prints is an id, and `...` nothing."""
+    """Split like a shell: the output of an inner command is an id, and `...` is empty."""
     text = re.sub(r"\$\([^)]*\)", "ID", command.text)
     text = re.sub(r"\s\.\.\.$", "", text).replace("GPU-<uuid>", "GPU-0")
     return shlex.split(re.sub(r"\s[<>]\S+$", "", text))
 
 
-def test_pages_are_read() -> None:
-    """A change of style must not make the tests below look at nothing."""
+def test_pages_have_commands() -> None:
+    """A change of style must not make the tests below find no commands."""
     assert len(ALL) > 100
     assert {one.page for one in ALL} >= {"README.md", "docs/tour.md", "docs/cli.md", "docs/docker.md", "docs/podman.md"}
 
 
 @pytest.mark.parametrize("one", of("gpushare"), ids=lambda one: one.place)
-def test_gpushare_understands(one: Command) -> None:
-    """Its commands, options and values are known; nothing is done."""
+def test_gpushare_command_parses(one: Command) -> None:
+    """Commands, options and values are known; nothing is run."""
     command: click.Command = group
     arguments = words(one)[1:]
     context = command.make_context("gpushare", arguments)
@@ -66,23 +66,23 @@ def test_gpushare_understands(one: Command) -> None:
 
 
 @pytest.mark.parametrize("page", blocks.pages())
-def test_commands_within_the_text_exist(page: str) -> None:
-    """`gpushare mps stop --device …`: its command and options, whatever the values."""
-    for said in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
+def test_inline_gpushare_commands_exist(page: str) -> None:
+    """`gpushare mps stop --device …`: its command and options exist, whatever the values."""
+    for text in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
         command: click.Command = group
         context = click.Context(group)
-        for word in said.split(" -- ")[0].split():
+        for word in text.split(" -- ")[0].split():
             if word.startswith("-"):
                 known = [name for one in command.get_params(context) for name in one.opts]
                 known += [name for one in group.get_params(context) for name in one.opts]
-                assert word.split("=")[0].strip(",.") in known, f"{page}: gpushare {said}"
+                assert word.split("=")[0].strip(",.") in known, f"{page}: gpushare {text}"
             elif isinstance(command, click.Group) and not word.startswith("/"):
                 found = [command.get_command(context, name) for name in word.split("|")]
-                assert all(found) or word in ("...", "…", "COMMAND"), f"{page}: gpushare {said}"
+                assert all(found) or word in ("...", "…", "COMMAND"), f"{page}: gpushare {text}"
                 command = found[0] or command
 
 
-# Verb of kubectl and an option that names something: what it must be, in packaging/kubernetes
+# Verb of kubectl and an option with a name: the kind of file that it must be, in packaging/kubernetes
 APPLIES: dict[tuple[str, str], Callable[[Path], bool]] = {
     ("apply", "-f"): Path.is_file,  # with the fields of its API: test_kubernetes.py
     ("apply", "-k"): lambda folder: (folder / "kustomization.yaml").is_file(),  # and what that names: test_packaging.py
@@ -90,22 +90,22 @@ APPLIES: dict[tuple[str, str], Callable[[Path], bool]] = {
 SHOWS = ("describe pod",)
 
 
-def test_kubectl_finds_what_it_is_told() -> None:
+def test_kubectl_arguments_exist() -> None:
     inline = [
-        (page, said) for page in blocks.pages() for said in re.findall(r"`(kubectl [^`]*)`", (TREE / page).read_text())
+        (page, text) for page in blocks.pages() for text in re.findall(r"`(kubectl [^`]*)`", (TREE / page).read_text())
     ]
     todo = [*((one.place, one.text) for one in of("kubectl")), *inline]
     assert len(todo) > 6
     for place, text in todo:
-        _, verb, *said = shlex.split(text)
+        _, verb, *arguments = shlex.split(text)
         if text.startswith(tuple(f"kubectl {show}" for show in SHOWS)):
             continue
-        assert said and len(said) % 2 == 0, f"{place}: {text}"
-        for option, name in zip(said[::2], said[1::2]):
+        assert arguments and len(arguments) % 2 == 0, f"{place}: {text}"
+        for option, name in zip(arguments[::2], arguments[1::2]):
             assert APPLIES[verb, option](TREE / "packaging/kubernetes" / name), f"{place}: {text}"
 
 
-def test_make_has_the_targets() -> None:
+def test_make_targets_exist() -> None:
     files = [TREE / "Makefile", *TREE.glob("*/*.mk"), *TREE.glob("*/*/*.mk")]
     targets = {name for path in files for name in re.findall(r"^([\w-]+):", path.read_text(), re.MULTILINE)}
     for one in of("make"):
@@ -115,20 +115,20 @@ def test_make_has_the_targets() -> None:
 
 
 @pytest.mark.parametrize("one", [*of("docker"), *of("podman")], ids=lambda one: one.place)
-def test_containers_ask_for_what_there_is(one: Command) -> None:
-    """Through us, and with requests that make sense."""
+def test_container_commands_request_valid_shares(one: Command) -> None:
+    """The container runs under gpushare, and its request is valid."""
     if one.text.startswith(tuple(ELSEWHERE)):
         return
     ours = ("--runtime gpushare", "--device gpushare.io/share=", "podman run", "docker ps", "docker inspect")
     assert any(way in one.text for way in ours), one.place
-    said = words(one)
-    env = [value for flag, value in zip(said, said[1:]) if flag == "-e"]
+    arguments = words(one)
+    env = [value for flag, value in zip(arguments, arguments[1:]) if flag == "-e"]
     if any(line.startswith("GPUSHARE_") for line in env):
         assert request.resolve(pure.bundle(*env), pure.node(allowed_backends=("shim", "mps"))), one.place
 
 
-def test_others_are_done_elsewhere() -> None:
-    """Each reason is needed, and the test that it names is there."""
+def test_other_commands_are_tested_elsewhere() -> None:
+    """Every reason is needed, and the test that it names exists."""
     rest = [one for one in ALL if one.text.split(" ")[0] not in ("gpushare", "make", "podman", "source")]
     rest = [
         one for one in rest if not one.text.startswith(("docker run", "docker compose", "docker ps", "docker inspect"))
@@ -140,21 +140,21 @@ def test_others_are_done_elsewhere() -> None:
         assert (TREE / why.rpartition(" ")[2]).is_file(), why
 
 
-def test_who_starts_containers_is_typed() -> None:
-    """Nothing that starts one is only understood, but where the reason is here."""
+def test_pages_starting_containers_are_run() -> None:
+    """Every command that starts a container is run, except for the reasons listed here."""
     starts = {one.page for one in ALL if one.text.startswith(("docker run", "podman run"))}
     assert starts - set(TYPED) == {"README.md", "README.zh-CN.md", TOUR, "docs/mps.md"}
-    assert (TREE / "tests/integration/test_mps_daemon.py").is_file()  # docs/mps.md: it needs a driver's own daemon
+    assert (TREE / "tests/integration/test_mps_daemon.py").is_file()  # docs/mps.md needs a real driver's daemon
 
 
-def test_both_readmes_have_the_same_commands() -> None:
+def test_readmes_have_same_commands() -> None:
     readme, chinese = ([one.text for one in ALL if one.page == page] for page in ("README.md", "README.zh-CN.md"))
     assert readme == chinese
 
 
 @pytest.mark.parametrize("page", blocks.pages())
-def test_links_lead_somewhere(page: str) -> None:
-    """Files, and headings in them."""
+def test_link_targets_exist(page: str) -> None:
+    """Links to files, and to headings in them."""
     text = (TREE / page).read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target or target.startswith("mailto:"):
@@ -168,15 +168,15 @@ def test_links_lead_somewhere(page: str) -> None:
             assert heading in anchors, f"{page} -> {target}"
 
 
-def test_names_of_variables_exist() -> None:
-    """GPUSHARE_... on any page is one that somebody reads."""
+def test_documented_variables_exist() -> None:
+    """Every GPUSHARE_... on a page is a known variable."""
     known = {value for key, value in vars(constants).items() if key.startswith("ENV_")} | {"GPUSHARE_LOG"}
     for page in blocks.pages():
         for word in re.findall(r"\bGPUSHARE_[A-Z_]+\b", (TREE / page).read_text()):
             assert word in known or word in SEEN_BY_OTHERS, f"{page}: {word}"
 
 
-# Of our own tests and tools
+# Variables of the tests and tools
 SEEN_BY_OTHERS = (
     "GPUSHARE_CONFORMANCE_LIB", "GPUSHARE_RACES", "GPUSHARE_CDI_", "GPUSHARE_", "GPUSHARE_EVERY_POINT",
 )  # fmt: skip

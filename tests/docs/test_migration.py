@@ -1,4 +1,4 @@
-"""docs/migration.md: what was there before and what comes after are the same share, as `gpushare explain` says."""
+"""docs/migration.md: `gpushare explain` shows the same limits before and after each migration."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(no_leaks: None) -> None:
-    """Neither mounts nor processes."""
+def _no_leftovers(no_leaks: None) -> None:
+    """No mount or process is left."""
 
 
 class Side(NamedTuple):
-    """Environment of a container, and keys of the node's configuration."""
+    """The environment of a container, and keys of the node's configuration."""
 
     env: dict[str, str]
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class Step(NamedTuple):
 
 
 def side(text: str) -> Side:
-    """The first block of `text`: lines NAME=VALUE, the rest YAML."""
+    """The first block of `text`: NAME=VALUE lines; the other lines are YAML."""
     _, lines = next(blocks.blocks(text))
     env = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z_0-9]+=", line))
     rest = "\n".join(line for line in lines if not re.match(r"[A-Z_0-9]+=", line))
@@ -59,7 +59,7 @@ def steps() -> list[Step]:
     return found
 
 
-def test_all_systems_are_there() -> None:
+def test_page_covers_all_systems() -> None:
     assert [one.name for one in steps()] == [
         "From NVIDIA's time-slicing",
         "From HAMi",
@@ -68,7 +68,7 @@ def test_all_systems_are_there() -> None:
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
-def test_before_and_after(
+def test_limits_are_equal_before_and_after(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, step: Step
 ) -> None:
     for name, one in (("before", step.before), ("after", step.after)):
@@ -81,6 +81,6 @@ def test_before_and_after(
 
 
 def shares(explained: dict[str, Any]) -> list[tuple[int, int]]:
-    """(memory, compute) of each device, as they would be written into the container's limits."""
+    """(memory, compute) of each device, as the container's limits file would have them."""
     (limits,) = [op for op in explained["plan"]["ops"] if op["op"] == "WriteLimits"]
     return [(share["memory_limit_bytes"], share["compute_percent"]) for share in limits["shares"]]

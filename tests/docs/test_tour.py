@@ -1,5 +1,5 @@
-"""README.md, docs/tour.md and the pages of engines, typed into the playground, with docker, podman and docker-compose.
-GOLDEN_WRITE=1 writes what is printed into the tour."""
+"""README.md, docs/tour.md and the pages of engines, run in the playground, with docker, podman and docker-compose.
+GOLDEN_WRITE=1 writes the output into the tour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools import pictures
 
 TOUR = "docs/tour.md"
 WRITE = bool(os.environ.get("GOLDEN_WRITE"))
-# What README.md says -> what is typed here
+# Text of README.md -> the command that runs here
 INSTEAD = {
     " --profile workstation": "",  # the playground has a configuration, which names the simulated driver
     " IMAGE ": " demo ",
@@ -27,7 +27,7 @@ UNDO = (
     "docker rm -f $(docker ps -aq); gpushare runtime configure docker --undo; gpushare runtime configure podman --undo"
 )
 IMPORT = "podman import ${DOCKER_CONFIG%/client}/image.tar demo"
-# Pages of which every command in a block is typed, and what is typed before them
+# Pages whose every command runs, and the commands before them
 TYPED = {
     "docs/docker.md": "true",
     "docs/podman.md": IMPORT,
@@ -35,12 +35,12 @@ TYPED = {
     "docs/run.md": "true",
     "docs/engines.md": IMPORT,
 }
-# What they say -> what is typed
+# Command on a page -> the command that runs
 HERE = {
     r" IMAGE( nvidia-smi)?$": " demo nvidia-smi",
     r" ID\b": " $(docker ps -q)",
     r" python train\.py$": " build/sim/nvidia-smi",
-    r"^gpushare uninstall$": "gpushare uninstall --yes",  # there is nobody to ask
+    r"^gpushare uninstall$": "gpushare uninstall --yes",  # no user can answer the question
     r"^podman run (--rm )?": "podman run --rm --pull never ",
 }
 COMPANY = """
@@ -52,8 +52,8 @@ begin train 6Gi 60% && begin serve 4Gi 30%
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(no_leaks: None) -> None:
-    """Neither mounts nor processes."""
+def _no_leftovers(no_leaks: None) -> None:
+    """No mount or process is left."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def playground() -> Iterator[Session]:
 
 
 def judge(command: Command, done: Done) -> None:
-    """It prints what the page shows, and fails only with a message of ours that is on the page."""
+    """The output matches the page; a failure prints a gpushare message that is on the page."""
     page = "\n".join(command.output)
     assert done.code == 0 or "gpushare: " in page, f"{command.place}: exit code {done.code}\n{done.out}"
     assert WRITE or agrees(done.out, command.output, sizes=command.page == TOUR), (
@@ -71,8 +71,8 @@ def judge(command: Command, done: Done) -> None:
     )
 
 
-def test_the_readme(playground: Session) -> None:
-    """What it shows of docker and of `gpushare`; where its other commands are tried is in test_commands.py."""
+def test_readme_commands_print_shown_output(playground: Session) -> None:
+    """Runs the docker and `gpushare` commands of the page; test_commands.py lists where the others are tested."""
     wanted = ("gpushare runtime", "docker run", "gpushare list", "gpushare devices", "gpushare limit")
     todo = [one for one in commands("README.md") if one.text.startswith(wanted)]
     assert len(todo) == len(wanted)
@@ -98,7 +98,7 @@ def test_the_readme(playground: Session) -> None:
 
 
 def typed(one: Command) -> str:
-    """What is typed for it here."""
+    """The command that runs here for it."""
     text = one.text
     for pattern, here in HERE.items():
         text = re.sub(pattern, here, text)
@@ -106,8 +106,8 @@ def typed(one: Command) -> str:
 
 
 @pytest.mark.parametrize("page", TYPED)
-def test_the_page(playground: Session, page: str) -> None:
-    """Each command succeeds, and what it starts has the memory that it asks for."""
+def test_page_commands_succeed(playground: Session, page: str) -> None:
+    """Each command succeeds, and the container that it starts gets the requested memory."""
     todo = commands(page)
     assert len(todo) > 0
     before = playground.run(TYPED[page])
@@ -122,8 +122,8 @@ def test_the_page(playground: Session, page: str) -> None:
         playground.run(UNDO)
 
 
-def test_the_compose_file(playground: Session, tmp_path: Path) -> None:
-    """docker-compose: a service of that file has its share."""
+def test_compose_service_gets_its_share(playground: Session, tmp_path: Path) -> None:
+    """docker-compose: a service of that file gets its share."""
     page = (TREE / "docs/docker.md").read_text()
     (lines,) = (lines for _, lines in blocks(page) if lines[0] == "services:")
     path = tmp_path / "compose.yaml"
@@ -134,7 +134,7 @@ def test_the_compose_file(playground: Session, tmp_path: Path) -> None:
     assert done.code == 0 and "/    4096MiB" in done.out, done.out
 
 
-def test_the_tour(playground: Session) -> None:
+def test_tour_commands_print_shown_output(playground: Session) -> None:
     todo = [one for one in commands(TOUR) if one.shown]
     assert len(todo) > 15
     done = {one.line: playground.run(one.text) for one in todo}
@@ -144,13 +144,13 @@ def test_the_tour(playground: Session) -> None:
         judge(one, done[one.line])
 
 
-def test_the_picture_of_top() -> None:
-    """That of the demo is compared in tests/integration/test_demo.py, which runs it anyway."""
+def test_picture_of_top_is_up_to_date() -> None:
+    """tests/integration/test_demo.py compares the picture of the demo, which it runs anyway."""
     assert pictures.texts(pictures.draw("top")) == pictures.drawn("top"), "run `make pictures`"
 
 
 def write(todo: list[Command], done: dict[int, Done]) -> None:
-    """Into the page, but where somebody has written `...`."""
+    """Write the outputs into the page, except where it has `...`."""
     lines = (TREE / TOUR).read_text().splitlines()
     for one in reversed(todo):
         if not any("..." in line for line in one.output):

@@ -1,4 +1,4 @@
-"""The walk of docs/internals/start.md from config.json to a refused allocation names functions that exist."""
+"""The walk of docs/internals/start.md from config.json to a refused allocation names existing files and functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def walk() -> str:
     return text[text.index("runc create\n") : text.index("`tests/docs/test_walk.py`")]
 
 
-def test_the_files_and_functions_are_there() -> None:
+def test_named_files_and_functions_exist() -> None:
     modules = {path.stem: path for path in HOOK.rglob("*.py")}
     functions = re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", walk())
     python = [(module, name) for module, name in functions if module in modules and name not in ("json", "py")]
@@ -25,7 +25,7 @@ def test_the_files_and_functions_are_there() -> None:
         assert (SHIM / name).exists() or (TREE / "hook" / name).exists(), name
 
 
-def test_each_step_of_the_shim_leads_to_the_next() -> None:
+def test_shim_functions_exist_and_call_next_step() -> None:
     sources = {str(path.relative_to(SHIM)): path.read_text() for path in SHIM.glob("*/*.c")}
     names = re.findall(r"\bgs_\w+\b", walk())
     assert len(names) >= 5

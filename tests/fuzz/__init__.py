@@ -1,1 +1,1 @@
-"""Fuzzing: targets.py is the table, c/ and the modules beside it the targets, corpus/ what they start from."""
+"""Fuzzing: targets.py is the table of targets, c/ and the other modules implement them, and corpus/ has their seeds."""

@@ -24,7 +24,7 @@ WORK = PROGRAMS / "work"
 
 
 def fuzz(targets: Sequence[Target], seconds: float, console: Console) -> list[Outcome]:
-    """As many at once as there are processors; a line for each that is done."""
+    """Run targets in parallel, one per processor, and print a line for each that ends."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total}"))
     outcomes = []
     with (

@@ -1,4 +1,4 @@
-"""What is put into somebody else's text and taken out again: nothing else changes, and nothing is left."""
+"""Edits of configuration files of other software: an undo leaves no entry and changes nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpushare.inject import spec_record, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
 
-from tests.fuzz.readers import refusing
+from tests.fuzz.readers import only_one_line_errors
 from tests.support.host import BUILD
 
 HOOK = ("/opt/bin/gpushare-hook", "--state", "/s")
@@ -46,7 +46,7 @@ PLAN = Plan(
 
 
 def same(one: Any, other: Any) -> bool:
-    """As JSON: a NaN is one."""
+    """Compare as JSON, where NaN equals NaN."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -66,16 +66,16 @@ def _nonce(spec: dict[str, Any]) -> str:
 
 
 def spec(data: bytes) -> None:
-    """config.json: edit, strip gives back what was there; a second edit is like the first."""
+    """config.json: removing an edit restores the original, and a second edit equals the first."""
     fd = os.memfd_create("fuzz")
     try:
         os.write(fd, data)
-        with refusing():
+        with only_one_line_errors():
             found = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
             before = spec_record.stripped(found)
             text = json.dumps(before)
             edited = _edited(before)
-            assert json.dumps(before) == text, "the argument was changed"
+            assert json.dumps(before) == text, "the argument was modified"
             assert same(spec_record.stripped(edited), before)
             again = _edited(spec_record.stripped(edited))
             assert json.dumps(again).replace(_nonce(again), _nonce(edited)) == json.dumps(edited)
@@ -86,11 +86,11 @@ def spec(data: bytes) -> None:
 def json_text(data: bytes) -> None:
     """daemon.json of an engine."""
     text = data.decode("utf-8", "surrogateescape")
-    with refusing():
+    with only_one_line_errors():
         value = jsontext.check(text, "f.json")
         place = value.get(KEYS[0])
         if place is not None and not isinstance(place, dict):
-            return  # what the engine's module refuses
+            return  # the engine's module refuses it
         changed = jsontext.put(text, KEYS, VALUE)
         assert same(json.loads(changed), {**value, KEYS[0]: {**(place or {}), KEYS[1]: VALUE}})
         rest = {key: inner for key, inner in (place or {}).items() if key != KEYS[1]}
@@ -105,7 +105,7 @@ def json_text(data: bytes) -> None:
 def toml_text(data: bytes) -> None:
     """config.toml of an engine."""
     text = data.decode("utf-8", "surrogateescape")
-    with refusing():
+    with only_one_line_errors():
         before = tomltext.check(text, "f.toml")
         changed = tomltext.put(text, {TABLE: TABLE_VALUE}, "f.toml")
         assert tomltext.at(tomltext.check(changed, "f.toml"), TABLE) == TABLE_VALUE

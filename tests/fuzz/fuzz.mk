@@ -1,15 +1,15 @@
-# Fuzz targets in C: build/fuzz/NAME is tests/fuzz/c/NAME.c with what it tests, libFuzzer, AddressSanitizer and UBSan.
-# build/fuzz/liblauncher.so: the launcher's readers, for the targets that compare them with Python's.
+# Fuzz targets in C: build/fuzz/NAME is tests/fuzz/c/NAME.c with the tested sources, libFuzzer, AddressSanitizer and UBSan.
+# build/fuzz/liblauncher.so: the launcher's parsers, for the targets that compare them with Python's.
 
 FUZZ_CC := clang
-# No function is called by what it only seems to be; float-cast-overflow: what does not fit is undefined as well.
+# `undefined` also checks that an indirect call matches the function's type; float-cast-overflow adds conversions out of range.
 FUZZ_SANITIZE := -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all
 FUZZ_CFLAGS := -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-unused-variable -Wno-unused-const-variable \
 	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE)
 FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
 FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
 
-# target: what it is linked with, besides what it includes
+# target: the objects to link, besides the sources that it includes
 FUZZ_WITH_image := $(addprefix shim/code/,image.c lz4.c ptx.c) $(FUZZ_FILES)
 FUZZ_WITH_ptx := shim/code/ptx.c
 FUZZ_WITH_lz4 := shim/code/lz4.c
@@ -26,7 +26,7 @@ FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))
 .PHONY: fuzz-programs
 fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 
-# All headers, and what a target includes: any of it changes seldom, and all of them build in seconds.
+# Depend on all headers and sources: they change seldom, and all targets build in seconds.
 $(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch]) \
 		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h tests/fuzz/fuzz.mk | $(TEST_SETUP)
 	@mkdir -p $(@D)

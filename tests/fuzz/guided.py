@@ -1,4 +1,4 @@
-"""One target in Python under atheris: python -m tests.fuzz.guided MODULE:FUNCTION bytes|json [what libFuzzer takes]."""
+"""Run one Python target under atheris: python -m tests.fuzz.guided MODULE:FUNCTION bytes|json [libFuzzer options]."""
 
 from __future__ import annotations
 

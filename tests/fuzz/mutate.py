@@ -1,5 +1,5 @@
-"""JSON changed as JSON: half of the time a value of the text is replaced, removed, doubled or moved, so that what comes
-out can be parsed and gets beyond the parser. The other half is libFuzzer's own, of bytes."""
+"""Mutate JSON structurally: half of the time replace, remove, duplicate or move a value, so that inputs pass the
+parser. The other half is libFuzzer's own mutation of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Union
 
-Place = tuple[Any, Union[str, int]]  # (what holds it, its key or index)
+Place = tuple[Any, Union[str, int]]  # (container, its key or index)
 
 KEYS = (
     "annotations", "process", "env", "capabilities", "bounding", "root", "path", "mounts", "destination", "source",
@@ -37,7 +37,7 @@ def _places(value: Any, found: list[Place]) -> list[Place]:
 
 
 def _some(chance: random.Random, places: list[Place], words: Sequence[str]) -> Any:
-    """A value from nowhere, or a copy of one that is there."""
+    """A random value, or a copy of an existing one."""
     if words and chance.random() < 0.2:
         return chance.choice(words) + chance.choice(("", "=", "_0=")) + chance.choice(("1", "1024", "30%", "0", "all"))
     if places and chance.random() < 0.4:
@@ -73,7 +73,7 @@ def _change(chance: random.Random, whole: Any, words: Sequence[str]) -> Any:
 
 
 def mutator(plain: Callable[[bytes, int], bytes], words: Sequence[str]) -> Callable[[bytes, int, int], bytes]:
-    """As atheris wants it; `plain` is its Mutate. `words` become members of lists and keys, too."""
+    """A mutator for atheris; `plain` is its Mutate. `words` are also inserted as list members and keys."""
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A target with a mistake in it, for the test of those who find it. planted.c is the same in C."""
+"""A target with a planted bug, for the test of the runner. planted.c is the same in C."""
 
 
 def fails(data: bytes) -> None:

@@ -1,6 +1,6 @@
-"""What people, engines, images and containers write, and Python reads: a value, or the project's own error in one line.
+"""Python's parsers of untrusted input: each returns a value or raises gpushare's own error in one line.
 
-Each function takes the bytes that a fuzzer made. Whatever it raises, but for a SystemExit, is a finding.
+Each function takes the bytes of a fuzzer. Any exception except SystemExit is a finding.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ STATE = oci.State("c", 0, "", "/b", {})
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """A refusal is fine if it is one that a person can read: one line."""
+def only_one_line_errors() -> Iterator[None]:
+    """Accept a refusal whose message is one line."""
     try:
         yield
     except GpushareError as error:
@@ -53,8 +53,8 @@ def file_of(data: bytes) -> int:
 
 
 def patched(good: bytes, data: bytes) -> bytes:
-    """`good` with words written into it: (number of the word, 16 bits; its value, 64 bits), again and again; an odd
-    first byte cuts it short."""
+    """`good` with words overwritten: repeated (16-bit index of the word, 64-bit value). An odd first byte truncates the
+    result."""
     whole, at = bytearray(good), 1
     while at + 10 <= len(data):
         word, value = struct.unpack_from("<HQ", data, at)
@@ -64,11 +64,11 @@ def patched(good: bytes, data: bytes) -> bytes:
 
 
 def resolve(bundle: Bundle) -> None:
-    """All that is asked of a container's description before a device is looked for."""
+    """Every check of a request before a device is chosen."""
     asks = request.mentions(bundle)
     for node in POLICIES:
         for with_injected in (False, True):
-            with refusing():
+            with only_one_line_errors():
                 found = request.resolve(bundle, node, with_injected)
                 assert found is None or asks, found
                 if found is not None:
@@ -76,10 +76,10 @@ def resolve(bundle: Bundle) -> None:
 
 
 def config_json(data: bytes) -> None:
-    """config.json, from its bytes to what the container asks for."""
+    """config.json, from its bytes to the container's request."""
     fd = file_of(data)
     try:
-        with refusing():
+        with only_one_line_errors():
             spec = oci.read_json(f"/proc/self/fd/{fd}", oci.MAX_CONFIG_BYTES, "config.json")
             resolve(oci.bundle_of(STATE, spec))
     finally:
@@ -87,14 +87,14 @@ def config_json(data: bytes) -> None:
 
 
 def state(data: bytes) -> None:
-    """What a runtime gives a hook."""
-    with refusing():
+    """The state that a runtime sends to a hook."""
+    with only_one_line_errors():
         found = oci.read_state(data)
         assert found.bundle.startswith("/") and "/" not in found.id and found.pid >= 0
 
 
 def requests(data: bytes) -> None:
-    """Variables, a line each; behind an @ annotations; "!" is for a privileged container."""
+    """Variables, one a line; @ starts an annotation; "!" makes the container privileged."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     spec: dict[str, Any] = {"root": {"path": "r"}, "process": {"env": [], "capabilities": {}}, "annotations": {}}
     for line in lines:
@@ -105,22 +105,22 @@ def requests(data: bytes) -> None:
             spec["process"]["capabilities"]["bounding"] = ["CAP_SYS_ADMIN"]
         else:
             spec["process"]["env"].append(line)
-    with refusing():
+    with only_one_line_errors():
         resolve(oci.bundle_of(STATE, spec))
 
 
 def quantities(data: bytes) -> None:
-    """Amounts, and what becomes of them on a device."""
+    """Amounts, and their sizes on a device."""
     text = data.decode("utf-8", "surrogateescape")
     for parse in (quantity.percent, quantity.whole_percent, quantity.percents):
-        with refusing():
+        with only_one_line_errors():
             parse("NAME", text)
-    with refusing():
+    with only_one_line_errors():
         size = quantity.size_bytes("NAME", text)
         assert 0 < size <= quantity.MAX_BYTES
         shown = quantity.human(size)
         assert "." in shown or quantity.size_bytes("NAME", shown) == size, shown
-    with refusing():
+    with only_one_line_errors():
         for _, amount in quantity.amounts("NAME", text):
             _check_amount(amount)
 
@@ -134,15 +134,15 @@ def _check_amount(amount: Amount) -> None:
 
 
 def _bytes_of(quoted: str) -> bytes:
-    r"""What `quoted` stands for: \xNN is the only escape."""
+    r"""The bytes that `quoted` encodes; \xNN is the only escape."""
     first, *parts = quoted[1:-1].split("\\")
     assert all(part[0] == "x" for part in parts), quoted
     return first.encode() + b"".join(bytes.fromhex(part[1:3]) + part[3:].encode() for part in parts)
 
 
 def quoted_value(data: bytes) -> None:
-    """A value that an image chose, in a message: one short line, one word for a shell, and nothing of it is lost."""
-    if data[:1] == b"u":  # any code point, also a lone surrogate
+    """A value from an image in a message: one short line, one word for a shell, and lossless."""
+    if data[:1] == b"u":  # any code point, including a lone surrogate
         text = data[1 : 1 + (len(data) - 1) // 2 * 2].decode("utf-16-le", "surrogatepass")
     else:
         text = data.decode("utf-8", "surrogateescape")
@@ -156,7 +156,7 @@ def quoted_value(data: bytes) -> None:
 
 
 def _is_in_order(cache: ldcache.Cache) -> bool:
-    """As the loader needs it; what is not, is found by nobody."""
+    """Whether the entries have the loader's order; the loader does not find misplaced entries."""
     entries = [(name, entry) for name, _, entry in cache.libraries()]
     return all(
         (ldcache.compare_names(a, b) or one.flags - other.flags or int(one.hwcap != 0) - int(other.hwcap != 0)) >= 0
@@ -165,7 +165,7 @@ def _is_in_order(cache: ldcache.Cache) -> bool:
 
 
 def loader_cache(data: bytes) -> None:
-    """An image's ld.so.cache, written anew with more in it."""
+    """An image's ld.so.cache, rewritten with additions."""
     try:
         cache = ldcache.parse(data)
     except ldcache.MalformedCache as error:
@@ -199,14 +199,14 @@ USAGE = shm_abi.pack_usage(7, 2)
 
 
 def limits(data: bytes) -> None:
-    """A limits file, as a rebuild finds it."""
-    with refusing():
+    """A limits file, as a rebuild reads it."""
+    with only_one_line_errors():
         assert len(shm_abi.read_limits(patched(LIMITS, data)).devices) <= shm_abi.MAX_DEVICES
 
 
 def usage(data: bytes) -> None:
-    """A tenant's usage file."""
-    with refusing():
+    """The usage file of a tenant."""
+    with only_one_line_errors():
         found = usage_reader.read_usage(patched(USAGE, data), 2)
         assert len(found.slots) <= shm_abi.MAX_SLOTS and found.n_devices <= 2
         for device in range(found.n_devices):
@@ -215,17 +215,17 @@ def usage(data: bytes) -> None:
                 assert 0 <= usage_reader.recent_percent(found.buckets[device], now_ns) <= 100
 
 
-# Below build/: a fuzzer ends without cleaning up.
+# Below build/: a fuzzer exits without cleaning up.
 _state_dir = str(BUILD / "fuzz" / "scratch" / "state")
 os.makedirs(activity_files.directory(_state_dir, "GPU-f"), exist_ok=True)
 _INDEX = shm_abi.packer("gs_peers").pack(shm_abi.PEERS_MAGIC, 1, shm_abi.packer("gs_peers").size, 1, 5, 1)
 
 
 def index(data: bytes) -> None:
-    """The index of a device's pages."""
+    """The index of a device's activity files."""
     with open(f"{activity_files.directory(_state_dir, 'GPU-f')}/{activity_files.INDEX}", "wb") as file:
         file.write(patched(_INDEX, data))
-    with refusing():
+    with only_one_line_errors():
         assert activity_files.numbers(_state_dir, "GPU-f") <= set(range(shm_abi.MAX_PEERS))
 
 
@@ -242,7 +242,7 @@ def lease(data: bytes) -> None:
 
 def configuration(data: bytes) -> None:
     """config.yaml."""
-    with refusing():
+    with only_one_line_errors():
         try:
             text = data.decode()
         except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The table of targets. Each is a program that speaks libFuzzer's command line."""
+"""The table of targets. Each is a program with libFuzzer's command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Target(NamedTuple):
     function: str = ""
     json: bool = False
     longest: int = 4096  # bytes of an input
-    words: bool = False  # it knows those of words.py
+    words: bool = False  # it uses the dictionary of words.py
 
     def command(self) -> list[str]:
         if not self.function:
@@ -34,22 +34,22 @@ TARGETS = {
         Target("args", "the launcher: argv", words=True),
         Target("scan", "the launcher: the text of config.json", words=True),
         Target("state", "the launcher: the state of a container"),
-        Target("region", "the shim: limits and usage while others write them", longest=1024),
-        Target("law", "the shim: pages, peers and bucket while others write them", longest=1024),
+        Target("region", "the shim: limits and usage files during concurrent writes", longest=1024),
+        Target("law", "the shim: activity files and bucket during concurrent writes", longest=1024),
         Target("image", "the shim: program images (ELF, fat binaries)"),
         Target("ptx", "the shim: PTX text"),
-        Target("lz4", "the shim: what is compressed"),
+        Target("lz4", "the shim: compressed program images"),
         # Python
         Target("config-json", "config.json, to the request", "readers:config_json", json=True, words=True),
         Target("oci-state", "the state on stdin", "readers:state", json=True),
         Target("requests", "variables and annotations, all dialects", "readers:requests", words=True),
         Target("quantity", "amounts of memory and compute", "readers:quantities", longest=256),
-        Target("quoting", "values of images, as messages have them", "readers:quoted_value", longest=512),
+        Target("quoting", "values of images in messages", "readers:quoted_value", longest=512),
         Target("ldcache", "an image's ld.so.cache", "readers:loader_cache"),
         Target("elf", "an image's libraries", "readers:library"),
         Target("limits", "limits files", "readers:limits", longest=512),
         Target("usage", "usage files", "readers:usage", longest=512),
-        Target("index", "which pages are in use", "readers:index", longest=256),
+        Target("index", "the index of activity files", "readers:index", longest=256),
         Target("lease", "lease.json and held", "readers:lease", json=True),
         Target("config-yaml", "config.yaml", "readers:configuration"),
         Target("spec", "config.json, edited and restored", "editors:spec", json=True, words=True),

@@ -1,4 +1,4 @@
-"""Every target reads its corpus, and new inputs for a moment. `make fuzz` is the long form."""
+"""Every target runs its corpus, and new inputs for a moment. `make fuzz` runs longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import host
 from tests.support.host import TREE
 
 SECONDS = 1
-pytestmark = pytest.mark.timeout(900)  # the first one waits for the compiler
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the compiler
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +25,21 @@ def built() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[runner.Outcome]]]:
-    """All of them, as many at once as there are processors."""
+    """All targets, one per processor at a time."""
     work = tmp_path_factory.mktemp("fuzz")
     with ThreadPoolExecutor(runner.processors()) as pool:
         yield {name: pool.submit(runner.run, one, SECONDS, work / name) for name, one in TARGETS.items()}
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_is_found(outcomes: dict[str, Future[runner.Outcome]], name: str) -> None:
+def test_target_finds_nothing(outcomes: dict[str, Future[runner.Outcome]], name: str) -> None:
     outcome = outcomes[name].result()
     assert not outcome.problem, "\n".join([outcome.problem, *outcome.reproduce()])
     seeds = len(list((CORPUS / name).iterdir()))
     assert outcome.executions > seeds and outcome.before > 0
 
 
-def test_the_corpus_is_that_of_the_targets() -> None:
+def test_corpus_matches_targets() -> None:
     assert {path.name for path in CORPUS.iterdir()} == set(TARGETS)
     large = [path for path in CORPUS.rglob("*") if path.is_file() and path.stat().st_size > 4096]
     assert not large
@@ -54,7 +54,7 @@ def test_the_corpus_is_that_of_the_targets() -> None:
     ],
     ids=lambda value: getattr(value, "reads", None),
 )
-def test_a_mistake_is_found_kept_and_reproduced(
+def test_planted_bug_is_found_kept_and_reproduced(
     built: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target, problem: str
 ) -> None:
     monkeypatch.setattr(runner, "FOUND", tmp_path / "found")

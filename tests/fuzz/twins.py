@@ -1,4 +1,4 @@
-"""What the launcher's C and Python both read: C may leave a thing to Python, but never sees it otherwise."""
+"""Input that both the launcher's C and Python parse: C may pass it to Python, but never parses it differently."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _text(value: Optional[bytes], default: str) -> str:
 
 
 def command_line(data: bytes) -> None:
-    """Words, each ended by a NUL."""
+    """Arguments, each ended by a NUL."""
     raw = data.split(b"\0")[:-1][:64]
     call = _Call()
     line = (ctypes.c_char_p * (len(raw) + 1))(*raw, None)
@@ -89,7 +89,7 @@ def _allows_in_another_case(value: Any) -> bool:
 
 
 def words_in_config(data: bytes) -> None:
-    """A config.json that asks for something, or may open a GPU, has one of the words or such a rule in its text."""
+    """A config.json with a request, or with access to a GPU, must contain a trigger or such a rule in its text."""
     for cri in (False, True):
         try:
             spec = json.loads(data.decode())
@@ -100,15 +100,15 @@ def words_in_config(data: bytes) -> None:
             asks = request.mentions(bundle) or cdi_devices.rules_reach(spec) or hookoutput.without(spec) is not spec
             device = cdi_devices.named(spec)
         except (ValueError, RecursionError, AttributeError, GpushareError):
-            return  # the low-level runtime refuses it, too
+            return  # the low-level runtime refuses it too
         assert cri or constants.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)
-        assert not device or asks, "a device counts, whatever the container is"
-        text = ctypes.create_string_buffer(data, len(data))  # the launcher changes it
+        assert not device or asks, "a device counts for every container"
+        text = ctypes.create_string_buffer(data, len(data))  # the launcher modifies it
         assert not asks or _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
 
 
 def oci_state(data: bytes) -> None:
-    """The state, where both can read it."""
+    """The state, where both can parse it."""
     found = _State()
     if not _launcher.state_read(data, ctypes.c_size_t(len(data)), ctypes.byref(found)):
         return

@@ -1,4 +1,4 @@
-"""Words that a fuzzer would need long to make: of all dialects, of command lines, of what the targets read."""
+"""The fuzzers' dictionary: names of all dialects, command lines and other inputs that random bytes rarely form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AMOUNTS = ("=1Gi", "=30%", "=0=4Gi,1=25%", "=3000m", "=100", "=0.5", "=true", "=
 
 
 def words() -> list[str]:
-    """Sorted, each once."""
+    """Sorted and unique."""
     found = {
         *gpushare_env.ROWS,
         *gpushare_env.PREFIXES,
@@ -40,7 +40,7 @@ def words() -> list[str]:
 
 
 def write(path: Path) -> Path:
-    """As libFuzzer's -dict takes it."""
+    """In the format of libFuzzer's -dict."""
     lines = ("".join(f"\\x{byte:02x}" for byte in word.encode()) for word in words())
     text = "".join(f'"{line}"\n' for line in lines)
     if not path.exists() or path.read_text() != text:

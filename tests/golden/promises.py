@@ -1,5 +1,5 @@
-"""What users and running containers rely on, one line each: promises() of this tree must have every line of
-promises.txt, which was made from 0.1.0. A line is added where a version adds something; none is ever removed.
+"""Interfaces that users and running containers rely on, one line each: promises() must contain every line of
+promises.txt, which was made from 0.1.0. A version may add lines; no line is ever removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULES = {
 
 
 def module(name: str) -> ModuleType:
-    """By its own name, wherever it lives."""
+    """Import the module under its short name, wherever it lives."""
     return importlib.import_module(_MODULES[name])
 
 
@@ -70,7 +70,7 @@ _IDS = re.compile(r"\b(?:GPU-[\w-]+|[0-9a-f]{12,64})\b")
 
 
 def _json_keys() -> Iterator[str]:
-    """Of what commands answer in tests/golden/cli; keys that name a container or a device stand for all of them."""
+    """JSON keys of the commands in tests/golden/cli; keys that name a container or a device stand for all of them."""
     for file in sorted((TREE / "tests/golden/cli").glob("*.txt")):
         for part in re.split(r"^# ", file.read_text(), flags=re.M)[1:]:
             line, _, text = part.partition("\n")
@@ -119,7 +119,7 @@ def _metrics() -> Iterator[str]:
 
 
 def _files() -> Iterator[str]:
-    """Names in the state directory, and each field of what a running container's files have, with its place."""
+    """Names in the state directory, and each field of a running container's files with its offset."""
     storage, region, lease, applied = (module(name) for name in ("storage", "shm_abi", "leasefile", "spec_record"))
     constants = (
         "_FOLDERS",

@@ -1,6 +1,6 @@
-"""What every command says: as a table in a pipe and on a terminal of 100 columns, as JSON, and when it fails.
+"""The output of every command: a table in a pipe and on a terminal of 100 columns, JSON, and failures.
 
-GOLDEN_WRITE=1 writes tests/golden/cli anew; read the diff. A file has the command lines, each with what follows it.
+GOLDEN_WRITE=1 rewrites tests/golden/cli; read the diff. A file has command lines, each followed by its output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOW = 1_800_000_000.0  # unix seconds
 PID = 4711
 COLUMNS = 100
 
-# name of the file -> command lines; "$" before one: on a terminal
+# name of the file -> command lines; "$" before a line: on a terminal
 CASES = {
     "list": ["list", "$ list", "list --format json", "list --format xml"],
     "top": ["top --once", "$ top --once --sort name", "top --once --format json", "top --interval 0"],
@@ -105,7 +105,7 @@ CASES = {
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Of the same length wherever this runs: paths are in columns, and long ones are cut."""
+    """A directory with a path of fixed length: paths are in columns, and long ones are truncated."""
     with tempfile.TemporaryDirectory(prefix="gpushare-golden-", dir="/tmp") as path:
         yield Path(path)
 
@@ -119,7 +119,7 @@ def world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[str], str]:
-    """world(command line): what it says, on a host where everything is known."""
+    """world(command line): its output on a host with known content."""
     monkeypatch.setattr(time, "time", lambda: NOW)
     page = start(LONG, pure.share(0, 0, 4 * GIB)._replace(compute_percent=30, page=2), created=NOW - 7200)
     charge(page, 0, 7, 3 * GIB, refused=2)
@@ -178,17 +178,17 @@ def world(
         words = [str(places.get(word, word)) for word in line.removeprefix("$ ").split()]
         code, text, error = cli("--config", str(tmp_path / "config.yaml"), *words)
         head = f"# gpushare {line.removeprefix('$ ')}{'  (terminal)' if terminal else ''}"
-        said = f"{head.rstrip()}\n{text}"
-        said += "".join(f"stderr: {part}\n" for part in error.splitlines()) + (f"exit code: {code}\n" if code else "")
+        shown = f"{head.rstrip()}\n{text}"
+        shown += "".join(f"stderr: {part}\n" for part in error.splitlines()) + (f"exit code: {code}\n" if code else "")
         for name, path in (("STATE", state), *places.items(), ("TMP", tmp_path), ("SHIM", "/usr/lib/gpushare")):
-            said = said.replace(str(path), name)
-        return said
+            shown = shown.replace(str(path), name)
+        return shown
 
     return run
 
 
 def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One daemon runs, and was started after web-1; the other has died."""
+    """One daemon runs, and started after web-1; the other has died."""
     runs = mps.MpsState("", "", 812, 99, "535.1", "", 60, 8 * GIB, 48, 0, mps.SHM_OWN)
     died = runs._replace(problem="its control daemon (pid 811) has died", was_running=True)
     uuid = pure.node().inventory.devices[0].uuid
@@ -231,29 +231,31 @@ def compare(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_command_says(world: Callable[[str], str], name: str) -> None:
+def test_command_output_matches_golden_file(world: Callable[[str], str], name: str) -> None:
     text = "\n".join(world(line) for line in CASES[name])
     assert "\x1b" not in text and "Traceback" not in text and "internal error" not in text
     assert not re.search(r"(?m)[ \t]$", text), "spaces at the end of a line"
     compare(name, text)
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_has_golden_output() -> None:
     from tools.commands import walk
 
-    said = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
+    shown = [line.removeprefix("$ ") for lines in CASES.values() for line in lines]
     for command in walk():
         if command.words and not command.subcommands():
-            assert any(f"{line} ".startswith(f"{command.name} ") for line in said), command.name
+            assert any(f"{line} ".startswith(f"{command.name} ") for line in shown), command.name
 
 
-def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A host without containers, and one without a driver."""
+def test_empty_host_matches_golden_file(
+    cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host without containers, and a host without a driver."""
 
     def none(*_: Any, **__: Any) -> Any:
         raise DeviceError("no NVIDIA driver is loaded", "load it, or set driver.root in the configuration file")
 
-    said = []
+    shown = []
     (tmp_path / "config.yaml").write_text("version: 1\n")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setenv("TERM", "xterm-256color")  # the caller may have none
@@ -268,12 +270,14 @@ def test_nothing_to_show(cli: Callable[..., Any], state: Path, monkeypatch: pyte
                     continue
                 code, text, error = cli("--config", str(tmp_path / "config.yaml"), *line.split(), "--no-color")
                 where = f"{'terminal' if terminal else 'pipe'}, {'no container' if driver else 'no driver'}"
-                said.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
-    compare("nothing", "\n".join(said))
+                shown.append(f"# gpushare {line}  ({where})\n{text}{error}exit code: {code}\n")
+    compare("nothing", "\n".join(shown))
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 14), (130, 14), (100, 14), (80, 12), (60, 8)])
-def test_screen_of_top(world: Callable[[str], str], state: Path, width: int, height: int, monkeypatch: Any) -> None:
+def test_screen_of_top_matches_golden_file(
+    world: Callable[[str], str], state: Path, width: int, height: int, monkeypatch: Any
+) -> None:
     from rich.console import Console
 
     monkeypatch.setattr(time, "localtime", time.gmtime)

@@ -1,13 +1,13 @@
-"""What other schedulers write, and what becomes of it: dialects/<row>.txt, one block for each container.
+"""Requests of other schedulers and their results: dialects/<row>.txt, one block for each container.
 
-    == what this case is about
+    == the purpose of this case
     NAME=value            a variable
     @key=value            an annotation
     !key=value            a field of Policy, or else of Config, JSON
     --
-    dialect ...           what `gpushare explain` says above the plan, or the refusal
+    dialect ...           the output of `gpushare explain` above the plan, or the refusal
 
-On this host index, minor and the slot inside a container differ for every device. After a wanted change run
+On this host index, minor and the slot inside a container differ for every device. After an intended change run
 `GOLDEN_WRITE=1 build/venv/bin/python -m pytest tests/golden` and read the difference.
 """
 
@@ -32,7 +32,7 @@ from tests.unit import pure
 HERE = Path(__file__).parent / "dialects"
 FILES = sorted(HERE.glob("*.txt"))
 UUIDS = tuple(f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abc")
-MINORS = (2, 0, 1)  # of the devices by index
+MINORS = (2, 0, 1)  # minors of the devices by index
 DEVICES = tuple(
     Device(index, uuid, MINORS[index], f"0000:0{index + 1}:00.0", "Test GPU", 16 << 30, 512 << 20)
     for index, uuid in enumerate(UUIDS)
@@ -83,7 +83,7 @@ def explained(case: Case) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_golden(path: Path) -> None:
+def test_requests_match_golden_file(path: Path) -> None:
     found = cases(path)
     made = [case._replace(expected=explained(case)) for case in found]
     text = "\n".join("\n".join((f"== {case.title}", *case.given, "--", case.expected)) + "\n" for case in made)
@@ -94,8 +94,8 @@ def test_golden(path: Path) -> None:
     assert text == path.read_text()
 
 
-def test_every_dialect_has_cases_of_every_kind() -> None:
-    """Also an emptied file must not pass."""
+def test_every_dialect_has_accepted_and_refused_cases() -> None:
+    """An emptied file must not pass either."""
     assert {path.stem for path in FILES} == {row.name for row in registry.SCHEDULERS} | {"together"}
     for path in FILES:
         texts = [case.expected for case in cases(path)]
@@ -105,6 +105,6 @@ def test_every_dialect_has_cases_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("row", registry.SCHEDULERS, ids=lambda row: row.name)
-def test_every_word_is_in_a_case(row: registry.Row) -> None:
-    said = "\n".join(line for case in cases(HERE / f"{row.name}.txt") for line in case.given)
-    assert [word.name for word in (*row.variables, *row.annotations) if word.name not in said] == []
+def test_every_variable_and_annotation_has_a_case(row: registry.Row) -> None:
+    given_text = "\n".join(line for case in cases(HERE / f"{row.name}.txt") for line in case.given)
+    assert [word.name for word in (*row.variables, *row.annotations) if word.name not in given_text] == []

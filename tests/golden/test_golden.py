@@ -1,8 +1,8 @@
 """Whole explanations, compared letter by letter: cases/<name>/config.json (+ facts.json) -> expected.txt.
 
-host.json has the usual host, image and driver files; a case's facts.json changes parts of them and says what other
-containers hold. After a wanted change run `GOLDEN_WRITE=1 build/venv/bin/python -m pytest tests/golden` and read the
-difference.
+host.json has the usual host, image and driver files; a case's facts.json changes parts of them and lists the leases of
+other containers. After an intended change run `GOLDEN_WRITE=1 build/venv/bin/python -m pytest tests/golden` and read
+the difference.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def lease(container_id: str, shares: tuple[Share, ...]) -> Lease:
 
 
 def explained(case: Path) -> str:
-    """The way of the hook, without its effects."""
+    """Explain the case as the hook would, without effects."""
     node, image, driver_files, held = facts_of(case)
     try:
         bundle = oci.load_bundle(oci.State(case.name, 0, "created", str(case), {}), cri=True)
@@ -83,7 +83,7 @@ def explained(case: Path) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden(name: str) -> None:
+def test_explanation_matches_golden_file(name: str) -> None:
     case = HERE / "cases" / name
     text = explained(case)
     if os.environ.get("GOLDEN_WRITE"):
@@ -91,8 +91,8 @@ def test_golden(name: str) -> None:
     assert text == (case / "expected.txt").read_text()
 
 
-def test_there_are_cases_of_every_kind() -> None:
-    """An emptied directory must not pass for a green one."""
+def test_cases_cover_every_kind() -> None:
+    """An emptied directory must not pass."""
     texts = [(HERE / "cases" / name / "expected.txt").read_text() for name in CASES]
     assert len(CASES) >= 12
     for kind in ("RequestError", "PolicyError", "CapacityError", "DeviceError", "plan for", "left alone"):

@@ -32,7 +32,7 @@ def outcome(one: Container, command: str, files: int) -> tuple[int, str]:
             preexec_fn=limit,
             timeout=60,
         )
-    return done.returncode, one.told(out.read_text())
+    return done.returncode, one.with_hook_line(out.read_text())
 
 
 @pytest.mark.parametrize("files", [8, 12, 18, 63])

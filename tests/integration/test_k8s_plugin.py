@@ -131,7 +131,7 @@ def test_plugin_registers_allocates_and_follows_kubelet(
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         one.expect(f"registered {GPU}: 0")
         assert units(kubelet, MEMORY, first, second) == (EACH, EACH)
         assert [oct(path.stat().st_mode) for path in folder.glob("gpushare-*.sock")] == ["0o140600"] * 2
@@ -156,23 +156,23 @@ def test_plugin_registers_allocates_and_follows_kubelet(
         (folder / "kubelet.sock").unlink(missing_ok=True)
         one.expect("kubelet is gone; waiting for it")
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(sockets(folder)) == 2 and not set(sockets(folder)) & set(before)
         assert kubelet.allocate(MEMORY, 39) == {name: f"{second}=39Mi"}
         # a quick restart, and a process that removes sockets
         kubelet.stop()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         one.expect(f"registered {GPU}")
         removed = dict(kubelet.endpoints)
         (folder / Path(removed[MEMORY].path).name).unlink()
         kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         kubelet.stop()
         shutil.rmtree(folder)  # a node that is set up again
         folder.mkdir()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
 
         # health
         kubelet.used.clear()
@@ -211,7 +211,7 @@ def test_equal_shares_and_whole_devices_are_advertised(
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         plugin(node, "--whole", "1", "--interval", "3600")
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert kubelet.healthy(MEMORY) == set() and units(kubelet, GPU, first, second) == (4, 1)
         name = constants.ENV_ALLOCATED_GPU
         assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
@@ -220,7 +220,7 @@ def test_equal_shares_and_whole_devices_are_advertised(
             kubelet.allocate(GPU, 2)
         kubelet.stop()  # the poll interval is an hour; the directory watch reacts
         kubelet.start()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(kubelet.healthy(GPU)) == 5
 
 
@@ -232,7 +232,7 @@ def test_malformed_requests_do_not_end_the_plugin(
     node = two()
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         endpoint = kubelet.endpoints[MEMORY]
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(endpoint.path)

@@ -88,7 +88,7 @@ def test_daemon_set_s_container_serves_kubelet(
     assert [path.name for path in image.rootfs.iterdir()] == ["gpushare"]
     with Kubelet(kubelets) as kubelet:
         one = pod()
-        kubelet.wait(lambda: kubelet.told(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert not kubelet.healthy(MEMORY) and not kubelet.healthy(GPU)
         assert node.cli("refresh").returncode == 0  # mounts the state directory: the pod sees the node's
         kubelet.wait(lambda: kubelet.healthy(MEMORY))

@@ -40,7 +40,7 @@ def test_container_of_0_1_0_survives_the_upgrade(
     assert first.process.poll() is None and first.mounts() == mounts and first.shim() == shim
     assert root.run("cat", "/etc/docker/daemon.json") == configured
     assert listed(root) == ["first"]
-    (inspected,) = json.loads(root.run("gpushare", "inspect", "first", "--format", "json"))
+    inspected = json.loads(root.run("gpushare", "inspect", "first", "--format", "json"))
     assert inspected["id"] == "first" and inspected["shares"][0]["memory_limit_bytes"] == GIB
 
     # The limit changes for a new process and for accounting on the host.

@@ -1,1 +1,1 @@
-"""Shared by the tests."""
+"""Helpers for the tests."""

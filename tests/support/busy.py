@@ -1,4 +1,4 @@
-"""tests/integration/programs/busy.c: builds it, and runs it on a simulated host without shim or container."""
+"""Build tests/integration/programs/busy.c, and run it on a simulated host without shim or container."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LIBDIR = "usr/lib/x86_64-linux-gnu"
 
 
 def build(output: Path = BUILD / "busy") -> Path:
-    """The program; made anew when a source is newer. Needs gcc."""
+    """Build the program if a source is newer, and return its path. Needs gcc."""
     newest = max(path.stat().st_mtime for path in (*SOURCES, PROGRAMS / "busy.h"))
     if not output.exists() or output.stat().st_mtime < newest:
         made = output.with_name(f"{output.name}.{os.getpid()}")
         flags = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror")
         subprocess.run(["gcc", *flags, "-o", made, *SOURCES, "-ldl", "-lpthread"], check=True)
-        made.replace(output)  # who runs the old one keeps it
+        made.replace(output)  # a running old program keeps its file
     return output
 
 
@@ -32,7 +32,7 @@ def words(**options: Any) -> list[str]:
 
 
 class Busy:
-    """The program on a simulated host, ready to begin. `wrapper` are words in front of it."""
+    """The program on a simulated host, ready to begin. `wrapper` precedes its command line."""
 
     def __init__(self, simhost: Path, wrapper: tuple[str, ...] = (), **options: Any) -> None:
         self.process = subprocess.Popen(
@@ -43,10 +43,10 @@ class Busy:
             env={**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)},
         )
         assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        if said != "ready\n":
+        line = self.process.stdout.readline()
+        if line != "ready\n":
             self.close()
-            raise RuntimeError(f"busy said {said!r}")
+            raise RuntimeError(f"busy printed {line!r}")
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -54,7 +54,7 @@ class Busy:
         self.process.stdin.flush()
 
     def result(self, timeout_s: float = 60) -> dict[str, Any]:
-        """What it says in the end."""
+        """Wait for the program and return its result."""
         out, _ = self.process.communicate(timeout=timeout_s)
         report: dict[str, Any] = json.loads(out)
         return report

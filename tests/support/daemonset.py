@@ -1,10 +1,10 @@
-"""The container of a DaemonSet as an engine makes it, for runc: of the manifest, and of the image's build context.
+"""The container of a DaemonSet for runc, made from the manifest and the image's build context as an engine would.
 
-    image = unpack(context, directory)              what the Dockerfile makes of the archive: a root, and what it starts
-    arguments(manifest, image, {path: directory})   -> of lib.runc.Container; the directories stand in for the node's
+    image = unpack(context, directory)              build the Dockerfile: a root, and the command that it starts
+    arguments(manifest, image, {path: directory})   -> of runc.Container; the directories replace the node's
 
-An image here has nothing but what it copies: no shell, no /tmp, no /etc. What is not known here is an error, so nothing
-of a manifest or a Dockerfile is passed over.
+An image has only the files that it copies: no shell, no /tmp, no /etc. An unknown instruction or field is an error, so
+no part of a manifest or Dockerfile is ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .rootfs import run
 
 PROPAGATION = {"None": "rprivate", "HostToContainer": "rslave", "Bidirectional": "rshared"}
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-# By number, as capability.h has them
+# Numbers from capability.h
 CAPABILITIES = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
     "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
     "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
     "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
 ).split()
-# Of the config.json of an ordinary test container: an image of nothing has no /tmp and no /run
+# From the config.json of an ordinary test container: an empty image has no /tmp and no /run
 PSEUDO = ("/proc", "/dev", "/dev/pts", "/dev/shm", "/sys")
 
 
@@ -40,7 +40,7 @@ class Image(NamedTuple):
 
 
 def unpack(context: Path, directory: Path) -> Image:
-    """As docker build does it, for the few instructions that we use."""
+    """Do what docker build does, for the few instructions in use."""
     source, root = directory / "context", directory / "rootfs"
     root.mkdir(parents=True)
     source.mkdir()
@@ -63,7 +63,7 @@ def unpack(context: Path, directory: Path) -> Image:
 
 
 def arguments(manifest: Path, image: Image, node: dict[str, Path], args: Sequence[str] = ()) -> dict[str, Any]:
-    """`node`: path of each hostPath -> the directory that stands in for it. `args` in place of the manifest's."""
+    """`node`: path of each hostPath -> the directory in its place. `args` replaces the manifest's."""
     (pod,) = (one["spec"]["template"]["spec"] for one in yaml.safe_load_all(manifest.read_text()))
     (container,) = pod["containers"]
     security: dict[str, Any] = {
@@ -106,7 +106,7 @@ def arguments(manifest: Path, image: Image, node: dict[str, Path], args: Sequenc
 
 
 def _all_capabilities() -> list[str]:
-    """A privileged container has those of its engine."""
+    """All capabilities of this process, which a privileged container of an engine gets."""
     (bounding,) = re.findall(r"CapBnd:\t(\w+)", Path("/proc/self/status").read_text())
     return [f"CAP_{name}" for number, name in enumerate(CAPABILITIES) if int(bounding, 16) >> number & 1]
 

@@ -1,4 +1,4 @@
-"""One check of `gpushare doctor`, asked in this process: the command asks all of them."""
+"""Run one check of `gpushare doctor` in this process; the command runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host can have of a driver beyond simulator/simhost.py: graphics, sockets, gated features, IMEX, MIG."""
+"""Driver features that simulator/simhost.py lacks: graphics, sockets, gated features, IMEX, MIG."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_graphics(root: Path) -> None:
 
 
 def add_32_bit(root: Path, *stems: str) -> None:
-    """The 32-bit set: headers are all that is looked at."""
+    """The 32-bit set: only the headers are read."""
     for stem in stems:
         path = write(root / f"usr/lib/i386-linux-gnu/{stem}.so.{VERSION}")
         path.write_bytes(elf32())
@@ -87,8 +87,8 @@ def add_mig(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> None:
 
 
 def divide(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> tuple[Path, Path]:
-    """The same as devices that can be used, and that the simulated NVML tells of by itself; their device files, for
-    the ledger. The GPU can not be used as a whole then."""
+    """Like add_mig, but with usable devices that the simulated NVML reports by itself; returns their device files, for
+    the ledger. The GPU cannot be used as a whole then."""
     add_mig(root, minor, memory_bytes)
     set_facts(root, mig=[])
     gpu = root / f"dev/nvidia{minor}"
@@ -107,7 +107,7 @@ def divide(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> tuple[Pat
 
 
 def set_facts(root: Path, **facts: object) -> None:
-    """What the simulated NVML does not tell: brand, arch, mig."""
+    """Facts that the simulated NVML does not report: brand, arch, mig."""
     marker = root / simhost.MARKER
     try:
         old = json.loads(marker.read_text())
@@ -118,13 +118,13 @@ def set_facts(root: Path, **facts: object) -> None:
 
 @contextmanager
 def listening(root: Path, name: str) -> Iterator[socket.socket]:
-    """A daemon's socket below the root."""
+    """The socket of a daemon below the root."""
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path.parent, os.O_PATH)
     try:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"/proc/self/fd/{fd}/{path.name}")  # the whole path can be too long for an address
+            listener.bind(f"/proc/self/fd/{fd}/{path.name}")  # the whole path can exceed a socket address
             listener.listen()
             path.chmod(0o666)
             yield listener

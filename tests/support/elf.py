@@ -1,4 +1,4 @@
-"""What an ELF file says of itself, by binutils."""
+"""Facts about an ELF file, from binutils."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def machine(path: Path) -> str:
 
 
 def glibc(path: Path) -> tuple[int, ...]:
-    """The newest version of the C library that it needs a symbol of."""
+    """The newest glibc version of the symbols that it needs."""
     names = re.findall(r"Name: GLIBC_([0-9.]+)", run("readelf", "--version-info", path))
     assert names, f"{path} needs no C library"
     return max(tuple(map(int, name.split("."))) for name in names)

@@ -1,4 +1,4 @@
-"""A host for the tests: where the programs are, a configuration, and a private view of the mounts."""
+"""A host for the tests: the paths of the programs, a configuration, and a private mount namespace."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ _CLONE_NEWNS = 0x00020000
 
 
 def make(*words: str) -> None:
-    """`make`, one at a time: what another worker of the tests makes meanwhile, it does not make again, nor find half
-    made."""
+    """Run `make` under a lock, so that parallel test workers neither build a target twice nor see it half built."""
     with open(BUILD / "make.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", *words], cwd=TREE, check=True)
 
 
 def use_programs(directory: Path) -> None:
-    """From now on the programs and the shim are those of a bundle, such as build/dist/gpushare; or of build."""
+    """Use the programs and the shim of a bundle, such as build/dist/gpushare, or of build."""
     global BIN, SHIM
     if not (directory / "bin" / "gpushare-runtime").is_file():
         raise RuntimeError(f"no programs in {directory}: make dist makes build/dist/gpushare")
@@ -46,25 +45,28 @@ def use_programs(directory: Path) -> None:
 
 
 def use_low_level(name: str) -> None:
-    """From now on containers are runc's or crun's, by either way in, unless a test names another. Call it in private
-    mounts: crun refuses a host that has cgroup v1 and v2 at once, so with it this process sees v1 alone."""
+    """Run containers with runc or crun, by hook and by runtime, unless a test names another. Call it in private mounts:
+    crun refuses a host with both cgroup v1 and v2, so with crun this process sees only v1."""
     runc.LOW_LEVEL = name
     unified = "/sys/fs/cgroup/unified"
     if name == "crun" and os.path.ismount(unified):
         run("umount", unified)
 
 
-def enter_private_mounts() -> None:
-    """From now on mounts of this process are its own, and go with it however it ends. Needs root."""
+def enter_private_mounts(for_other_users: bool = True) -> None:
+    """Make the mounts of this process private, so that they disappear with it. Needs root. `for_other_users`: make this
+    tree reachable for them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare CLONE_NEWNS: " + os.strerror(ctypes.get_errno()))
     run("mount", "--make-rslave", "/")
-    _let_others_in()
+    if for_other_users:
+        _let_other_users_in()
 
 
-def _let_others_in() -> None:
-    """Tests act as other users, too. Where only root gets as far as this tree (in /root, say), all do in this view."""
+def _let_other_users_in() -> None:
+    """Make this tree reachable for other users, because tests run as some. If only root can reach it (in /root, say),
+    open the path in this mount namespace."""
     closed = next((place for place in reversed(TREE.parents) if not place.stat().st_mode & stat.S_IXOTH), None)
     if closed is None:
         return
@@ -78,7 +80,7 @@ def _let_others_in() -> None:
 
 
 def version() -> str:
-    """Of this tree, as pyproject.toml has it."""
+    """The version of this tree, from pyproject.toml."""
     match = re.search(r'^version = "(.*)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
     assert match
     return match[1]
@@ -99,13 +101,12 @@ class Node:
         return Hook(BIN / "gpushare-hook", self.config, self.state, stage, cri)
 
     def runtime(self, program: Path = BIN / "gpushare-runtime") -> tuple[str, ...]:
-        """gpushare-runtime, or another in its place, in front of what this node's configuration names, or of runc."""
+        """gpushare-runtime, or another program in its place, in front of the configured runtime or runc."""
         words = (program, "--gpushare-config", self.config, "--gpushare-state", self.state)
         return tuple(str(word) for word in words)
 
     def way(self, name: str, cri: bool = False) -> dict[str, Any]:
-        """Arguments of lib.runc.Container for one of the two ways in: "hook" or "runtime"; `cri`: as containerd and
-        CRI-O call them."""
+        """Arguments of runc.Container for "hook" or "runtime"; `cri`: as containerd and CRI-O call them."""
         if name == "hook":
             return {"hook": self.hook(cri=cri)}
         return {"runtime": self.runtime(BIN / ("gpushare-runtime-cri" if cri else "gpushare-runtime"))}
@@ -123,34 +124,34 @@ class Node:
         )
 
     def decisions(self) -> list[dict[str, str]]:
-        """What the log of decisions says, as another program reads it: the fields of each line."""
+        """The fields of each line of the decision log."""
         path = self.config.parent / "decisions"
         return [logfmt(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def leases(self) -> list[str]:
-        """Ids of the containers that the state directory knows."""
+        """Ids of the containers in the state directory."""
         containers = self.state / "containers"
         return sorted(p.name for p in containers.iterdir()) if containers.is_dir() else []
 
     def left(self) -> list[str]:
-        """Everything that containers could leave in the state directory, and mounts below it. What a device has for
-        all its containers stays."""
+        """Everything that containers could leave in the state directory, and mounts below it; not the files that all
+        containers of a device share."""
         patterns = ("containers/*", "trash/*", "devices/*/[0-9]*", "devices/*/*.new")
         files = [str(path.relative_to(self.state)) for pattern in patterns for path in self.state.glob(pattern)]
         devices = [str(path) for path in self.state.glob("devices/*")]
         points = [point for point in mount_points() if point.startswith(f"{self.state}/")]
         twice = [point for point in devices if points.count(point) > 1]
-        hidden = f"{self.state}/idmap/"  # of the host, not of a container: see gpushare/system/idmap.py
+        hidden = f"{self.state}/idmap/"  # belongs to the host, not to a container: see gpushare/system/idmap.py
         return files + twice + [point for point in points if point not in devices and not point.startswith(hidden)]
 
     def move(self, config: str, state: str) -> None:
-        """To other places, before anything was started: those that our programs look at when told nothing."""
+        """Move configuration and state to other paths, such as the defaults, before any start."""
         Path(config).parent.mkdir(parents=True, exist_ok=True)
         Path(config).write_bytes(self.config.read_bytes())
         self.config, self.state = Path(config), Path(state)
 
     def after_failed_create(self) -> None:
-        """crun calls no poststop after a create that failed, so what that left goes here, else with the next start."""
+        """crun calls no poststop after a failed create, so remove its remains here; otherwise the next start does."""
         if runc.LOW_LEVEL == "crun":
             self.cli("prune")
 
@@ -162,7 +163,7 @@ _FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^ "=]*)(?: |$)')
 
 
 def logfmt(line: str) -> dict[str, str]:
-    """The fields of one line; anything else in it, or a field twice, is an error."""
+    """The fields of one line; duplicate fields or other text are errors."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(line):
@@ -176,7 +177,7 @@ def logfmt(line: str) -> dict[str, str]:
 
 
 def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
-    """A configuration file; every JSON text is YAML. `config` holds further keys of config.schema.json."""
+    """Write a configuration file as JSON, which is YAML. `config` has further keys of config.schema.json."""
     content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM)}
     content["log"] = {"decisions": str(path.parent / "decisions")}  # not the journal of this machine
     if runc.LOW_LEVEL != "runc":
@@ -187,6 +188,6 @@ def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
 
 
 def python_mounts(*programs: Path) -> list[Mount]:
-    """What a container needs to run `programs` (at /opt/<name>) with the packages of build/venv."""
+    """The mounts with which a container runs `programs` (at /opt/<name>) with the packages of build/venv."""
     venv = Mount(BUILD / "venv", VENV_IN_CONTAINER)
     return [venv, *(Mount(program, f"/opt/{program.name}") for program in programs)]

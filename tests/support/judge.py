@@ -1,4 +1,4 @@
-"""What a container really took, in the simulated device's own books."""
+"""Measure what a container used, from the simulated device's ledger."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from simulator.ledger import Group, Ledger
 
 
 def taken(driver_root: Path, pid_namespace: int, minor: int = 0) -> Group:
-    """Bytes now and at most of all processes of one pid namespace; zeros when it never used the device."""
+    """Current and peak bytes of all processes of one pid namespace; zeros if it never used the device."""
     with Ledger(str(driver_root / "dev" / f"nvidia{minor}")) as ledger:
         found = [group for group in ledger.groups() if group.pidns == pid_namespace]
     return found[0] if found else Group(pid_namespace, 0, 0, 0, 0, 0, 0)
 
 
 def peak_bytes(driver_root: Path, pid_namespace: int) -> int:
-    """The most that the container ever held on the first device, contexts included."""
+    """The container's peak memory on the first device, contexts included."""
     return taken(driver_root, pid_namespace).peak_bytes
 
 
 class TimeShares(NamedTuple):
     """Percent of a device's time."""
 
-    of: dict[int, float]  # by pid namespace; of those that never had the device, nothing
-    device: float  # with switches between contexts
+    of: dict[int, float]  # by pid namespace; namespaces that never used the device are missing
+    device: float  # including switches between contexts
 
 
 def time_shares(device: str, watched: select.poll, seconds: float = 1.0) -> TimeShares:
-    """What everybody gets for so long; ends at once, with a failure, when something happens to what is watched."""
+    """Measure each namespace's share for `seconds`; fail at once on an event of a watched descriptor."""
     with Ledger(device) as ledger:
         begin, before = time.monotonic_ns(), ledger.snapshot()
         ended = watched.poll(seconds * 1000)

@@ -1,9 +1,8 @@
-"""At which points tests kill a program: some of them in `make test`, every one in `make test-kills`.
+"""The points at which tests kill a program: some in `make test`, all in `make test-kills`.
 
-With GPUSHARE_EVERY_POINT=n in the environment each such test is n tests, with every nth point each, so that all
-workers have some until the end. Each point that was survived is written down in build/kills/<what was tried>/<test>/,
-and a run that was interrupted goes on from there. What was tried is a digest of our programs: other ones begin anew,
-and a whole run begins anew after one that ended well (`forget`).
+With GPUSHARE_EVERY_POINT=n in the environment each such test becomes n tests with every nth point each, so that all
+workers stay busy. Each survived point is recorded in build/kills/<digest of the programs>/<test>/, and an interrupted
+run resumes there. Changed programs start over, and so does the run after a successful one (`forget`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PLACE = BUILD / "kills"
 
 @functools.cache
 def tried() -> Path:
-    """The directory for the programs of now, made; those of others go."""
+    """The directory of records for the current programs; create it and remove the directories of others."""
     digest = hashlib.sha256()
     sources = (TREE / "hook").rglob("*.py"), (TREE / "hook" / "launcher").glob("*.[ch]"), [BUILD / "bin/gpushare-hook"]
     for source in sorted(path for paths in sources for path in paths):
@@ -37,12 +36,13 @@ def tried() -> Path:
 
 
 def forget() -> None:
-    """After a whole run."""
+    """Called after a complete run."""
     shutil.rmtree(PLACE, ignore_errors=True)
 
 
 class Kills:
-    """The points of one test. It adds to `left` what a kill left behind, and says at its end that some did."""
+    """The kill points of one test. The test adds to `left` the remains of each kill; at its end some kill must have
+    left any."""
 
     def __init__(self, test: str, part: int) -> None:
         self.left = 0
@@ -54,8 +54,8 @@ class Kills:
             self._record = place / f"part-{part}"
 
     def some(self, first: int, end: int, step: int, kind: str = "") -> Iterator[int]:
-        """Points from `first` to before `end`: one of `step`, or every one of this part that no earlier run has
-        survived. A test with two rows of them gives a `kind` where a number may be in both."""
+        """Kill points from `first` to before `end`: every `step`th, or each point of this part that no earlier run has
+        survived. A test with two series gives each a `kind` if a number may be in both."""
         if self._record is None:
             yield from range(first, end, step)
             return
@@ -69,7 +69,8 @@ class Kills:
                 file.write(f"{kind}:{at} {self.left - before}\n")
 
     def some_left_something(self) -> None:
-        """Else this did not try what it says. Of a test in parts that holds for all of them together: see `whole`."""
+        """Require that some kill left remains; otherwise the test did not test its claim. For a test in parts this
+        holds for all parts together: see `whole`."""
         if self._record is None:
             assert self.left > 0
         else:
@@ -88,7 +89,7 @@ class Kills:
 
 
 def whole(place: Path) -> int:
-    """After all parts of the test with this directory: at how many points it killed."""
+    """After all parts of the test with this directory, return the number of kill points."""
     lines = [line for part in place.glob("part-*") for line in part.read_text().splitlines()]
     left = sum(int(line.split()[1]) for line in lines)
     assert left > 0 or not (place / "leaves").exists(), f"{place.name}: no kill left anything behind"

@@ -1,11 +1,11 @@
-"""A stand-in for the part of kubelet that device plugins talk to: the real protocol, over unix sockets.
+"""A fake of kubelet's device plugin manager: the real protocol, over Unix sockets.
 
-    with Kubelet(folder) as kubelet:                 empties the folder, then listens on kubelet.sock, as kubelet does
-        kubelet.wait(lambda: kubelet.healthy(name))  until a plugin has said so
-        kubelet.allocate(name, 4096)                 -> environment that the container gets; raises Refused
+    with Kubelet(folder) as kubelet:                 empty the folder, then listen on kubelet.sock, like kubelet
+        kubelet.wait(lambda: kubelet.healthy(name))  until the plugin has reported devices
+        kubelet.allocate(name, 4096)                 -> environment of the container; raises Refused
 
-It answers a registration when it has reached the plugin, takes messages of up to 4 MiB, asks for a preference where the
-plugin has one, and chooses at random what that leaves open.
+It answers a registration once it has connected to the plugin, accepts messages of up to 4 MiB, requests the plugin's
+preference if it has one, and chooses the rest at random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 30.0
 
 
 class Refused(Exception):
-    """What the plugin said, and gRPC's code."""
+    """The plugin's message, and gRPC's code."""
 
 
 class Endpoint:
@@ -106,7 +106,7 @@ class Kubelet:
         self._server = server
 
     def stop(self) -> None:
-        """As it ends, or dies: all connections go."""
+        """End like a stopped or crashed kubelet: all connections close."""
         if self._server is not None:
             self._server.stop(0).wait()
             self._server = None
@@ -132,7 +132,7 @@ class Kubelet:
         with self.changed:
             assert self.changed.wait_for(until, TIMEOUT_S), self.describe()
 
-    def told(self, *names: str) -> bool:
+    def has_listed(self, *names: str) -> bool:
         """Whether these resources have been listed since they were registered."""
         return all(name in self.endpoints and self.endpoints[name].lists for name in names)
 
@@ -140,12 +140,12 @@ class Kubelet:
         return str({name: (one.lists, len(one.devices), one.ended) for name, one in self.endpoints.items()})
 
     def healthy(self, name: str) -> set[str]:
-        """Ids; none before the plugin's first list."""
+        """Ids of healthy devices; none before the plugin's first list."""
         endpoint = self.endpoints.get(name)
         return {unit for unit, health in endpoint.devices.items() if health == "Healthy"} if endpoint else set()
 
     def allocate(self, name: str, count: int, must: tuple[str, ...] = ()) -> dict[str, str]:
-        """As kubelet does it for one container; `must`: what an init container of the pod had."""
+        """Allocate for one container like kubelet; `must`: the devices of an init container of the pod."""
         endpoint = self.endpoints[name]
         used = self.used.setdefault(name, set()) - set(must)
         available = self.healthy(name) - used

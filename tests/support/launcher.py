@@ -1,4 +1,4 @@
-"""The launchers in front of programs that only say that they were started."""
+"""The launchers in front of fake Python programs that report their start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW_LEVEL_RAN = 43
 
 
 class Installed(NamedTuple):
-    """The launchers in a place where the Python programs only say that they were started."""
+    """The launchers, installed in front of fake Python programs that report their start."""
 
     directory: Path
 
@@ -39,7 +39,7 @@ class Installed(NamedTuple):
         return self.directory / "config.yaml"
 
     def bundle(self, text: bytes) -> bytes:
-        """Writes a config.json; the state that names it."""
+        """Write a config.json and return the state that names it."""
         (self.directory / "bundle").mkdir(exist_ok=True)
         (self.directory / "bundle" / "config.json").write_bytes(text)
         return json.dumps({"id": "c", "pid": 1, "bundle": str(self.directory / "bundle")}).encode()
@@ -67,10 +67,10 @@ def install(directory: Path) -> Installed:
 
 
 def require_no_python(directory: Path, spec: dict[str, Any]) -> None:
-    """The launcher sees that an engine's own device rules could not open a GPU, so an ordinary container never waits
-    for Python."""
+    """The launcher must see that an engine's own device rules cannot open a GPU, so that an ordinary container never
+    waits for Python."""
     assert spec["linux"]["resources"]["devices"]
     installed = install(directory)
-    spec.pop("hooks", None)  # ours, whose paths can have a word of ours in them
+    spec.pop("hooks", None)  # gpushare's own hooks, whose paths can contain a trigger
     installed.bundle(json.dumps(spec, separators=(",", ":")).encode())
     assert installed.runtime("create", "c", cwd=directory / "bundle")[0] == LOW_LEVEL_RAN

@@ -1,5 +1,5 @@
-"""A simulated host with a driver that holds memory limits of cgroups by itself, as 615 does: the simulator's NVML with
-the functions of tests/unit/nvml615.c beside its own. The rest of the driver is that of before, under another number."""
+"""A simulated host whose driver enforces memory limits of cgroups, like 615: the simulator's NVML plus the functions of
+tests/unit/nvml615.c. The rest of the driver only gets another version number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDED = ("nvmlDeviceSetMemoryLimits_v1", "nvmlDeviceGetMemoryLimits_v1")
 
 
 def renew(root: Path) -> None:
-    """Turns the host into one with that driver."""
+    """Replace the host's driver by that one."""
     libdir = root / LIBDIR
     for path in sorted(libdir.iterdir()):
         name = path.name.replace(OLD, VERSION)
@@ -54,6 +54,6 @@ SHARED = ("device", "memory", "shared", "scheduler")  # SIM_SHARED of sim.mk
 
 
 def calls(root: Path) -> list[list[str]]:
-    """What NVML was told: [uuid, cgroup, soft, hard] of each call."""
+    """The arguments of each NVML call: [uuid, cgroup, soft, hard]."""
     path = root / LIBDIR / "limits"
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""Processes as the tests need them: orphans come to us, and an exit is an event, not something to poll for."""
+"""Processes for the tests: orphans become children of the test, and exits are events, without polling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """A container's first process is orphaned when `runc create` ends; from now on such orphans are our children."""
+    """A container's first process is orphaned when `runc create` ends; from now on such orphans are children of this
+    process."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl PR_SET_CHILD_SUBREAPER")
 
 
 def wait_exit(pid: int, timeout_s: float) -> int | None:
-    """Reap our child `pid`: its exit code, 128 + signal when killed; None when it lives on after `timeout_s`."""
+    """Reap child `pid`: its exit code, 128 + signal if killed; None if it still runs after `timeout_s`."""
     fd = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -35,7 +36,7 @@ def wait_exit(pid: int, timeout_s: float) -> int | None:
 
 
 def kill_and_reap(pid: int) -> None:
-    """End our child `pid` if it still runs."""
+    """End child `pid` if it still runs."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -44,23 +45,23 @@ def kill_and_reap(pid: int) -> None:
 
 
 def reap_zombies() -> None:
-    """Take the exit codes of all children that have ended, adopted ones too, which nobody else would ask for."""
+    """Reap all children that have ended, including adopted ones."""
     try:
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
     except ChildProcessError:
-        pass  # no child at all
+        pass  # no children
 
 
 def children() -> dict[int, str]:
-    """Our live children, adopted ones included, zombies not: pid -> command line."""
+    """Live children, including adopted ones, without zombies: pid -> command line."""
     found = {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdecimal()):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             words = (stat.parent / "cmdline").read_bytes()
         except (OSError, IndexError):
-            continue  # gone meanwhile
+            continue  # it has exited meanwhile
         if parent == os.getpid() and words:
             found[int(stat.parent.name)] = words.replace(b"\0", b" ").decode(errors="replace").strip()
     return found

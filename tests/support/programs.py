@@ -1,4 +1,4 @@
-"""Programs under `gpushare run`, and what they can tell of themselves."""
+"""Programs under `gpushare run`, and their inherited state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRAB = (PYTHON, str(TREE / "tests" / "integration" / "programs" / "grab.py"))
 TENANT = (PYTHON, str(TREE / "demo" / "tenant.py"))
 ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(TREE / "demo")}
 
-# Everything that a program inherits, as one JSON text
+# Prints everything that a program inherits, as one JSON text
 DUMP = (
     PYTHON,
     "-c",
@@ -44,7 +44,7 @@ def words(node: Node, *arguments: str) -> list[str]:
 
 
 def run(node: Node, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`gpushare run` to its end."""
+    """Run `gpushare run` to its end."""
     options = {"stdin": subprocess.DEVNULL, "env": ENVIRONMENT, "timeout": 90, **options}
     return subprocess.run(words(node, *arguments), capture_output=True, text=True, **options)
 

@@ -38,7 +38,7 @@ for line in sys.stdin:
 
 
 class RemoteError(Exception):
-    """The statement raised in the other process; the text says what."""
+    """The statement raised in the other process; the text is its error."""
 
 
 class Remote:
@@ -72,7 +72,7 @@ class Remote:
         return value
 
     def do(self, code: str) -> None:
-        """Executes statements."""
+        """Execute statements."""
         self._send("x", code)
 
     def get(self, expression: str) -> Any:
@@ -84,7 +84,7 @@ class Remote:
         return self.process.pid
 
     def kill(self) -> None:
-        """SIGKILL, and waits until the process is gone."""
+        """Send SIGKILL and wait until the process is gone."""
         self.process.kill()
         self.process.wait()
 

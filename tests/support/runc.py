@@ -4,8 +4,8 @@
         assert container.run() == 0
         assert container.stdout == "hi\n"
 
-Each has an unusual id, a root file system of its own and a runtime state directory of its own, so tests can run beside
-each other, and close() leaves nothing, whatever happened before.
+Each has a unique id, its own root file system and its own runtime state directory, so tests can run in parallel, and
+close() leaves nothing behind in any case.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from . import processes
 from .rootfs import OverlayRoot, mount_points, unmount_below
 from .spec import Hook, Mount, spec
 
-LOW_LEVEL = "runc"  # of containers that name no runtime; see host.use_low_level
+LOW_LEVEL = "runc"  # for containers that name no runtime; see host.use_low_level
 _numbers = itertools.count(1)
 _CLOSED_AT_ONCE = 8  # runc waits for a tenth of a second after it has killed a container
 
 
 class RuntimeFailed(Exception):
-    """The runtime refused. `message` is all that it printed; `last_line` is what a person looks at first."""
+    """The runtime refused. `message` is its whole output; `last_line` is the line that a user reads first."""
 
     def __init__(self, command: str, code: int, message: str) -> None:
         super().__init__(f"{command} ended with {code}: {message.strip()}")
@@ -44,8 +44,7 @@ class RuntimeFailed(Exception):
 class Container:
     """One container, called `id` or something unique with `name` in it.
 
-    `edit` may change the spec before it is written; `prefix` comes before the runtime's command, which may have words
-    of its own.
+    `edit` may change the spec before it is written; `prefix` precedes the runtime's command, which may have options.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Container:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # What the container printed so far. The runtime's own words come first: it has the same standard error.
+    # Output of the container so far. The runtime's own output comes first on the same standard error.
 
     @property
     def stdout(self) -> str:
@@ -115,43 +114,42 @@ class Container:
         path = self.bundle / name
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # Life
+    # Life cycle
 
     def create(self) -> None:
-        """`runc create`: the hooks have run, the program has not. Raises RuntimeFailed when a hook refuses."""
+        """`runc create`: run the hooks, but not the program. Raises RuntimeFailed if a hook refuses."""
         code = self.begin_create().wait()
         if code:
-            raise RuntimeFailed("create", code, self.told(self.stderr))
+            raise RuntimeFailed("create", code, self.with_hook_line(self.stderr))
         self.pid = int((self.bundle / "pid").read_text())
 
-    def told(self, text: str) -> str:
-        """`text`, which the runtime printed, and our hook's line, which crun keeps to itself: `gpushare inspect` shows
-        that."""
+    def with_hook_line(self, text: str) -> str:
+        """`text`, which the runtime printed, and the hook's line, which crun discards and `gpushare inspect` shows."""
         kept = self._hook.state / "errors" / self.id if self._hook else None
         if "gpushare: " in text or kept is None or not kept.exists():
             return text
         return f"{text.rstrip()}\n{kept.read_text()}"
 
     def begin_create(self) -> subprocess.Popen[bytes]:
-        """`runc create` while it runs. Afterwards the pid is in the bundle's file `pid`, unless it failed."""
+        """Start `runc create`. Afterwards the pid is in the bundle's file `pid`, unless it failed."""
         pid_file = self.bundle / "pid"
         command = [*self._runtime, "create", "--bundle", str(self.bundle), "--pid-file", str(pid_file), self.id]
         self._created = True
         for name in ("stdout", "stderr"):
             (self.bundle / name).write_bytes(b"")
-        # For appending, as with a pipe: whoever opens it again by name overwrites nothing.
+        # Append, as to a pipe: a process that reopens the file by name overwrites nothing.
         with open(self.bundle / "stdout", "ab") as out, open(self.bundle / "stderr", "ab") as err:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
     def start(self) -> Container:
-        """Create if need be, and start the program."""
+        """Create the container if necessary, and start the program."""
         if not self.pid:
             self.create()
         self.command("start", self.id)
         return self
 
     def wait(self, timeout_s: float = 60) -> int:
-        """The program's exit code, 128 + signal when killed; AssertionError with its output when it does not end."""
+        """The program's exit code, 128 + signal if killed; AssertionError with its output if it does not end."""
         if self.exit_code is None:
             self.exit_code = processes.wait_exit(self.pid, timeout_s)
         if self.exit_code is None:
@@ -173,17 +171,17 @@ class Container:
         self.command("kill", self.id, str(int(number)))
 
     def state(self) -> dict[str, Any]:
-        """What the runtime says of the container (`runc state`)."""
+        """The runtime's state of the container (`runc state`)."""
         state: dict[str, Any] = json.loads(self.command("state", self.id))
         return state
 
     def delete(self) -> None:
-        """`runc delete --force`: poststop hooks run. The overlay and the captured output stay until close()."""
+        """`runc delete --force`: run the poststop hooks. The overlay and the captured output stay until close()."""
         self.command("delete", "--force", self.id)
         self._created = False
 
     def command(self, *args: str) -> str:
-        """Any other command of the runtime; RuntimeFailed unless it succeeds."""
+        """Run any other command of the runtime; raises RuntimeFailed on failure."""
         done = self._run(*args)
         if done.returncode:
             raise RuntimeFailed(args[0], done.returncode, done.stderr)
@@ -195,18 +193,18 @@ class Container:
         )
 
     def after_kill(self) -> None:
-        """Take away what a runc that was killed leaves, and none that comes later removes: while it starts a container
-        its own binary is mounted in its state directory for a moment, against CVE-2019-5736, and the cgroups are made
-        before anything says so. None of this is ours, so only tests that kill runc call this."""
+        """Remove remains of a killed runc that no later runc removes: while runc starts a container, its binary is
+        mounted in its state directory for a moment (CVE-2019-5736), and it creates cgroups before it records them.
+        gpushare makes none of them, so only tests that kill runc call this."""
         for point in mount_points():
             if os.path.dirname(point) == f"{self.bundle}/runtime/{self.id}" and os.path.basename(point)[:5] == "runc.":
                 unmount_below(Path(point))
         for group in Path("/sys/fs/cgroup").glob(f"*/{self.id}"):
-            with contextlib.suppress(OSError):  # a container lives in it
+            with contextlib.suppress(OSError):  # a container runs in it
                 group.rmdir()
 
     def close(self) -> None:
-        """Nothing is left afterwards: container, process, mounts, files."""
+        """Remove container, process, mounts and files."""
         if self._created:
             self._run("delete", "--force", self.id)
             self._created = False
@@ -219,7 +217,7 @@ class Container:
 
 
 def close_all(containers: Iterable[Container]) -> None:
-    """All of them, several at once, the last one first."""
+    """Close them several at once, the last one first."""
     with ThreadPoolExecutor(_CLOSED_AT_ONCE) as pool:
         for done in [pool.submit(one.close) for one in reversed([*containers])]:
             done.result()

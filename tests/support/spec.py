@@ -1,4 +1,4 @@
-"""The config.json of a test container: what an engine would write for an ordinary, unprivileged container."""
+"""The config.json of a test container, as an engine would write it for an ordinary, unprivileged container."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CAPABILITIES = [
     "CAP_SETPCAP",
     "CAP_SETUID",
     "CAP_SYS_CHROOT",
-]  # Docker's default, less what needs a network
+]  # Docker's default, without the network
 
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class Hook(NamedTuple):
-    """Our hook as a bare config.json names it. `stage`: prestart or createRuntime."""
+    """gpushare's hook in config.json. `stage`: prestart or createRuntime."""
 
     program: Path
     config: Path
     state: Path
     stage: str = "prestart"
-    cri: bool = False  # as in the configuration of containerd and CRI-O
+    cri: bool = False  # as configured for containerd and CRI-O
 
     def entries(self) -> dict[str, Any]:
         def entry(action: str) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def spec(
             pseudo("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
             pseudo("tmpfs", "/dev/shm", "nosuid", "noexec", "nodev", "mode=1777", "size=64m"),
             pseudo("sysfs", "/sys", "nosuid", "noexec", "nodev", "ro"),
-            # What the host keeps there is not the container's business.
+            # The container must not see what the host has there.
             pseudo("tmpfs", "/tmp", "nosuid", "nodev", "mode=1777", "size=64m"),
             pseudo("tmpfs", "/run", "nosuid", "nodev", "mode=755", "size=16m"),
             *binds,

@@ -1,4 +1,4 @@
-"""A real systemd as the first process of a pid namespace, with our units and as little else as there can be.
+"""A real systemd as the first process of a pid namespace, with gpushare's units and few others.
 
 Systemd(directory, etc)    boots it: /usr/bin/gpushare is the tree's, /etc/gpushare is `etc`, /run is empty. Mounts,
                            network and cgroups that it sees are its own, so nothing reaches the machine.
@@ -46,7 +46,7 @@ exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=gpushare-test NOTIFY_SO
 
 
 class Systemd:
-    """`pid`: of the systemd, as we count."""
+    """`pid`: the systemd's, in this pid namespace."""
 
     def __init__(self, directory: Path, etc: Path) -> None:
         self._cgroups = directory / "cgroups"
@@ -79,13 +79,13 @@ class Systemd:
         self.pid = self._child()
 
     def unit(self, name: str, text: str) -> None:
-        """A file of its own, or what is added to one (`name` is in its directory then)."""
+        """Write a unit file, or a drop-in if `name` is in its directory."""
         path = self.units / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of this host's, to its end."""
+        """Run a command of this host inside."""
         inside = ["nsenter", "--target", str(self.pid), *("--mount", "--uts", "--net", "--ipc", "--pid", "--cgroup")]
         return subprocess.run(
             [*inside, "--", *words],
@@ -97,30 +97,30 @@ class Systemd:
         )
 
     def run(self, *words: str) -> str:
-        """Standard output of a command that has to succeed."""
+        """Standard output of a command that must succeed."""
         done = self.call(*words)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}{self.log.read_text()}"
         return done.stdout
 
     def show(self, unit: str, *names: str) -> tuple[str, ...]:
-        """Properties of a unit, as systemd has them now."""
+        """Current properties of a unit."""
         text = self.run("systemctl", "show", unit, *(f"--property={name}" for name in names))
         found = dict(line.split("=", 1) for line in text.splitlines())
         return tuple(found[name] for name in names)
 
     def until(self, true: Callable[[], bool], seconds: float = 20) -> None:
-        """Asks systemd again and again: without a bus it tells nobody."""
+        """Poll systemd: without a bus it sends no signals."""
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, self.run("systemctl", "list-units", "--all", "gpushare*")
 
     def _child(self) -> int:
-        """unshare has one: the first process in there."""
+        """The only child of unshare: the first process inside."""
         pid = self._outside.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def close(self) -> None:
-        """All of its processes end with it."""
+        """End it with all of its processes."""
         if self._outside.poll() is None:
             try:
                 os.kill(self._child(), 9)

@@ -17,7 +17,7 @@ CHANNEL_IN_CONTAINER = "/opt/channel"
 
 
 class Tenant:
-    """Ask for `env`; follow the program with expect("seen"), go(), expect("full"), go(), expect("freed")."""
+    """Request `env`, and control the program with expect("seen"), go(), expect("full"), go(), expect("freed")."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Tenant:
             os.mkfifo(self.channel / fifo)
             (self.channel / fifo).chmod(0o666)
         self._events = os.open(self.channel / "events", os.O_RDONLY | os.O_NONBLOCK)
-        self._go = os.open(self.channel / "go", os.O_RDWR)  # its own reader: no waiting for the tenant
+        self._go = os.open(self.channel / "go", os.O_RDWR)  # reading too, so the open does not block
         self._unread = b""
         self.container = Container(
             directory,
@@ -54,7 +54,8 @@ class Tenant:
         )
 
     def expect(self, event: str, timeout_s: float = 60) -> dict[str, Any]:
-        """The tenant's next event; AssertionError with its output when another comes, or it ends, or is silent."""
+        """The tenant's next event; AssertionError with its output if another event comes, the tenant ends, or none
+        comes in time."""
         while b"\n" not in self._unread:
             self._wait(event, timeout_s)
             part = os.read(self._events, 1 << 16)
@@ -66,7 +67,7 @@ class Tenant:
         return answer
 
     def _wait(self, event: str, timeout_s: float) -> None:
-        """Until there is something to read; the tenant's end is noticed at once."""
+        """Wait for input; fail at once if the tenant ends."""
         init = os.pidfd_open(self.container.pid)
         try:
             poll = select.poll()
@@ -76,18 +77,18 @@ class Tenant:
         finally:
             os.close(init)
         if not ready.get(self._events, 0) & select.POLLIN:
-            state = "ended" if ready else f"said nothing for {timeout_s} s"
+            state = "ended" if ready else f"sent nothing for {timeout_s} s"
             raise AssertionError(f"{self.name} {state} before {event!r}\n{self._output()}")
 
     def _output(self) -> str:
         return self.container.stdout + self.container.stderr
 
     def go(self) -> None:
-        """Let the tenant do its next step."""
+        """Let the tenant take its next step."""
         os.write(self._go, b"\n")
 
     def pid_namespace(self) -> int:
-        """The inode of the container's pid namespace, by which the simulator's ledger knows its processes."""
+        """The inode of the container's pid namespace, which identifies its processes in the simulator's ledger."""
         return os.stat(f"/proc/{self.container.pid}/ns/pid").st_ino
 
     def close(self) -> None:

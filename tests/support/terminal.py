@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what it draws, as a person would see it (pyte understands the sequences)."""
+"""Run a program on a pseudo terminal and read its screen (pyte interprets the escape sequences)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Terminal:
         self._set_size(columns, lines)
         self.modes = termios.tcgetattr(theirs)
         environment = {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PATH": os.environ["PATH"]}
-        # the terminal is its controlling one, so that Ctrl-C and a new size reach it as signals
+        # its controlling terminal, so that Ctrl-C and a resize arrive as signals
         self.process = subprocess.Popen(
             ["setsid", "--ctty", *map(str, command)],
             stdin=theirs,
@@ -39,7 +39,7 @@ class Terminal:
             stderr=theirs,
             env={**environment, **(env or {})},
         )
-        self._theirs = theirs  # kept, so that what was written last can be read after the program's end
+        self._theirs = theirs  # kept open, so that the last output can be read after the program's end
 
     def __enter__(self) -> Terminal:
         return self
@@ -60,7 +60,7 @@ class Terminal:
         self._set_size(columns, lines)
 
     def press(self, *keys: str) -> None:
-        """Characters, or names in KEYS."""
+        """Type characters, or names of KEYS."""
         for key in keys:
             os.write(self._ours, KEYS.get(key, key).encode())
 
@@ -74,18 +74,18 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """The screen as it is, without spaces at the ends of lines."""
+        """The current screen, without spaces at line ends."""
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip() + "\n"
 
     def expect(self, wanted: str | Callable[[str], bool], timeout_s: float = 20) -> str:
-        """The screen as soon as it has `wanted`; AssertionError with what it shows instead."""
+        """The screen as soon as it has `wanted`; AssertionError with the screen otherwise."""
         deadline = time.monotonic() + timeout_s
         while not (wanted in self.text if isinstance(wanted, str) else wanted(self.text)):
             assert self._read(deadline - time.monotonic()), f"no {wanted!r} in\n{self.text}"
         return self.text
 
     def end(self, timeout_s: float = 20) -> int:
-        """Its exit code, everything that it wrote being read."""
+        """The exit code, once all output has been read."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end:\n{self.text}"

@@ -1,15 +1,15 @@
 """Workers of one test run (pytest-xdist), and which tests may run beside each other.
 
     group_of(nodeid)    tests of one group run one after the other, in one worker
-    scheduler(...)      which group a worker takes next: those that take long come first, so that all end together
-    Turns().enter(...)  before each test: who is in the company of whom
+    scheduler(...)      which group a worker runs next: the longest come first, so that all workers end together
+    Seats().enter(...)  before each test: wait until it may run beside the running ones
 
-Every worker has a mount namespace, a TMPDIR and a process id of its own, and names what it makes after them. What is
-still of the whole machine decides the groups: nodes in /dev, and what an engine keeps in /run and /etc.
+Every worker has its own mount namespace, TMPDIR and process id, and uses them in names. The resources that are still
+shared decide the groups: nodes in /dev, and files of engines in /run and /etc.
 
-Tests that are judged by a real clock begin, while nothing else runs: first, one at a time, those that measure what a
-call costs, and then the others, side by side. These sleep for most of their time (a simulated device needs no
-processor), so they do not take from each other what they measure; a test that starts containers would.
+Tests that are judged by a real clock run first, while nothing else runs: one at a time the tests that measure the cost
+of a call, then the others in parallel. These mostly sleep (a simulated device needs no processor), so they do not
+disturb each other; a test that starts containers would.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import pytest
 from . import kills
 from .host import BUILD
 
-# Costs of a call
+# Tests that measure the cost of a call
 ALONE = ("tests/shim/test_compute_cost.py",)
-# Judged by a real clock: shares of a device, reaction times. Each file is a group; those that take long come first.
+# Judged by a real clock: shares of a device, reaction times. Each file is a group; the longest come first.
 CLOCK = (
     "tests/shim/test_compute_attacks.py",
     "tests/shim/test_compute.py",
@@ -47,7 +47,7 @@ CLOCK = (
     "tests/integration/test_live_limits.py::test_changes_and_pause",
     "tests/integration/test_live_limits.py::test_changed_compute_limit",
 )
-# Tests with a real driver (fixture `userland`), whose NVML makes a node in /dev, and those that watch the host
+# Tests with a real driver (fixture `userland`), whose NVML creates a node in /dev, and tests that watch the host
 DRIVER = (
     "tests/security/",
     "tests/integration/test_images.py",
@@ -61,20 +61,20 @@ DRIVER = (
     "tests/simulator/test_exports.py",
     "tests/unit/test_driverfiles.py",
 )
-# Every podman of this machine has its locks in one file of /dev/shm, and starts anew there where its own store is new
+# All podmans of this machine have their locks in one file of /dev/shm, and recreate it for new storage
 PODMAN = (
     "tests/integration/test_configure_engines.py",
     "tests/integration/test_engines.py",
     "tests/integration/test_podman",
     "tests/integration/test_rootless_podman.py",
 )
-# One daemon serves many tests. These and the playground have their state in /run/gpushare, each in a view of its own,
-# but whoever makes it anew takes every container on this machine that names it for one of before.
+# One daemon serves many tests. These and the playground have separate views of /run/gpushare, but a test that recreates
+# the state directory finds all containers of this machine with that path and takes them for its own lost ones.
 CONTAINERD = ("tests/integration/test_containerd", "tests/docs/test_tour.py")
 DOCKER = ("tests/integration/test_docker",)
 GROUPS = {"alone": ALONE, "driver": DRIVER, "podman": PODMAN, "containerd": CONTAINERD, "docker": DOCKER}
 
-# Groups and files in the order in which they are begun; all others come after them, those with more tests first.
+# Groups and files in starting order; all others come after them, those with more tests first.
 FIRST = (
     "podman",
     "docker",
@@ -99,16 +99,16 @@ FIRST = (
 )
 
 
-# Which tests may be in one another's company
-ONE, CALM, ANY = "one at a time", "side by side with others that a clock judges", "with any others but those"
+# Which tests may run beside each other
+EXCLUSIVE, TIMED, ORDINARY = "one at a time", "beside other timed tests", "beside other ordinary tests"
 
 
-def company_of(nodeid: str) -> str:
-    return ONE if nodeid.startswith(ALONE) else CALM if nodeid.startswith(CLOCK) else ANY
+def kind_of(nodeid: str) -> str:
+    return EXCLUSIVE if nodeid.startswith(ALONE) else TIMED if nodeid.startswith(CLOCK) else ORDINARY
 
 
 def group_of(nodeid: str) -> str:
-    """A name of GROUPS, else the test's file; the test itself in a run that takes it in parts."""
+    """A name of GROUPS, otherwise the test's file; in a run in parts, the test itself."""
     if kills.PARTS:
         return nodeid
     if nodeid.startswith(CLOCK):
@@ -117,7 +117,8 @@ def group_of(nodeid: str) -> str:
 
 
 def rank(nodeid: str) -> int:
-    """The smaller, the earlier its group begins. Who is alone comes first: nothing runs yet that it has to wait for."""
+    """The start order of groups, smallest first. Exclusive tests come first, because then they need not wait for
+    others."""
     if nodeid.startswith(ALONE):
         return 0
     clock = next((place for place, row in enumerate(CLOCK, 1) if nodeid.startswith(row)), 0)
@@ -126,7 +127,7 @@ def rank(nodeid: str) -> int:
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of pytest-xdist, in the controlling process: a whole group at a time to a worker that has nothing to do."""
+    """A pytest-xdist scheduler in the controlling process: it gives a whole group to each idle worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -139,38 +140,38 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
-            """A worker that stands in for one that crashed gets work when it has said what it can run."""
+            """A worker that replaces a crashed one gets work once it has reported its tests."""
             if node in self.registered_collections:
                 super()._reschedule(node)
 
     return Scheduling(config, log)
 
 
-SEATS = 8  # as many workers as may be calm at once, at most
+SEATS = 8  # maximum number of workers with timed tests
 
 
-class Turns:
-    """Of one worker; nothing at all where there is one only. Each worker has a seat: a calm test takes its own, one
-    that is alone takes all, and any other test shares all with its like. Whoever waits for a seat keeps the door: those
-    who would go on beside the present ones wait behind him, so he comes in when these have ended."""
+class Seats:
+    """The seats of one worker; a single worker needs none. A timed test takes its worker's seat, an exclusive test all
+    seats, and an ordinary test shares all seats with other ordinary tests. A worker that waits for a seat keeps the
+    door lock: later workers wait behind it even if they could join the running tests, so it enters when these end."""
 
     def __init__(self, folder: Path = BUILD) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
-    def enter(self, company: str, worker: str | None) -> None:
-        """Before a test. `worker` is its name, None when there is only one. Whoever is inside stays inside: see
+    def enter(self, kind: str, worker: str | None) -> None:
+        """Before a test. `worker` is its name, None for a single worker. A worker with seats keeps them: see
         `leave`."""
         if worker is None or self._fds:
             return
-        waiting = [self._open(name) for name in (("alone", "door") if company == ONE else ("door",))]
+        waiting = [self._open(name) for name in (("alone", "door") if kind == EXCLUSIVE else ("door",))]
         for fd in waiting:
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             mine = int(worker[2:]) % SEATS
-            for seat in (mine,) if company == CALM else range(SEATS):
+            for seat in (mine,) if kind == TIMED else range(SEATS):
                 self._fds.append(self._open(f"seat-{seat}"))
-                fcntl.flock(self._fds[-1], fcntl.LOCK_SH if company == ANY else fcntl.LOCK_EX)
+                fcntl.flock(self._fds[-1], fcntl.LOCK_SH if kind == ORDINARY else fcntl.LOCK_EX)
         finally:
             for fd in waiting:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
@@ -189,10 +190,10 @@ class Turns:
     def _open(self, name: str) -> int:
         return os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def leave(self, company: str, next_one: str | None) -> None:
-        """After a test. One that a clock judges hands its seats on to the next one that wants the same, unless somebody
-        waits to be alone, who waits for one test and not for all of them."""
-        if company != ANY and next_one == company and (company == ONE or not self._is_wanted_alone()):
+    def leave(self, kind: str, next_one: str | None) -> None:
+        """After a test. A timed test passes its seats on to the next timed test of its worker, unless an exclusive test
+        waits; that one waits for one test only."""
+        if kind != ORDINARY and next_one == kind and (kind == EXCLUSIVE or not self._is_wanted_alone()):
             return
         for fd in self._fds:
             fcntl.flock(fd, fcntl.LOCK_UN)  # also for a process that a test has forked and left

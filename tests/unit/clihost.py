@@ -1,4 +1,4 @@
-"""A state directory with known content, for tests of the command line; devices are values, everything else is real."""
+"""A state directory with known content, for tests of the command line. Devices are values; everything else is real."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -
 
 
 def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns: int = 0) -> None:
-    """What the shim of a container would write that had this share of the last windows, and of those to come."""
+    """Write the compute use that the shim would write: `percent` of the last windows and of the next ones."""
     window = time.monotonic_ns() // usage_reader.RECENT_NS
     cells = [0] * usage_reader.RECENT
     for one in range(window - 9, window + 1):

@@ -15,7 +15,7 @@ HAND = '{\n  "log-driver": "json-file",\n  "dns": ["1.1.1.1", "8.8.8.8"],\n  "de
 
 
 def tree(root: Path) -> dict[str, Any]:
-    """Every file below `root` with its mode and bytes, and every folder."""
+    """Map every file and folder below `root` to its mode and bytes."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()

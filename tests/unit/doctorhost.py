@@ -1,4 +1,4 @@
-"""A host without a fault, made of files, for the tests of `gpushare doctor`."""
+"""A healthy host, made of files, for the tests of `gpushare doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit import pure
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The files of a host with one engine, docker, and with our programs."""
+    """The files of a host with docker and the programs of gpushare."""
     path = tmp_path / "root"
     ours = ("opt/gpushare-runtime", "opt/gpushare-runtime-cri", "opt/gpushare-hook")
     for name in ("usr/bin/dockerd", "usr/bin/docker", *ours):
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def machine(root: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A host without a fault, its driver a value."""
+    """A healthy host whose driver is a value."""
     storage.prepare(str(state_dir))
     settings = Settings("/opt/gpushare-runtime", "/opt/gpushare-hook", state_dir=str(state_dir))
     config = Config(driver_root=str(root), state_dir=str(state_dir), shim_dir=str(root / "shim"))

@@ -1,4 +1,4 @@
-"""A host that is a dict of files: what an engine's proposal makes of it."""
+"""A host as a dict of files, and what the proposal of an engine changes in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ imports = ["/etc/containerd/conf.d/*.toml"]
 
 
 def applied(proposal: Proposal, files: dict[str, str]) -> dict[str, str]:
-    """The files after it."""
+    """Apply a proposal to the files."""
     result = dict(files)
     for change in proposal.changes:
         assert files.get(change.path) == change.before
@@ -48,7 +48,7 @@ def applied(proposal: Proposal, files: dict[str, str]) -> dict[str, str]:
 
 
 def configured(engine: Engine, files: dict[str, str], settings: Settings = SETTINGS) -> dict[str, str]:
-    """The files after it; a second time changes nothing."""
+    """The files after `configure`; a second run must change nothing."""
     result = applied(engine.propose(settings, Tree(files)), files)
     assert engine.propose(settings, Tree(result)).changes in ((), [])
     assert any(engine.entry(path, result[path]) for path in engine.paths(settings) if path in result)
@@ -56,7 +56,7 @@ def configured(engine: Engine, files: dict[str, str], settings: Settings = SETTI
 
 
 def withdrawn(engine: Engine, files: dict[str, str], before: dict[str, str], settings: Settings = SETTINGS) -> Any:
-    """The files after an undo that takes only our entries out."""
+    """The files after an undo that removes only gpushare's entries."""
     result = dict(files)
     for path in engine.paths(settings):
         if path in result:

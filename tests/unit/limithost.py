@@ -1,4 +1,4 @@
-"""A "container" whose limits change: its lease and its files, without a runtime."""
+"""A "container" whose limits change: its lease and files, without a runtime."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def init() -> Iterator[int]:
 @pytest.fixture
 def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lease]:
     """held(shares) -> the lease of a "container" whose init sleeps."""
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # it has no mounts of its own
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
 
     def make(*shares: Share, container_id: str = "c1") -> Lease:
         me, found = procs.myself(), procs.find(init)
@@ -60,7 +60,7 @@ def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 
 def use(state: str, used_bytes: int, container_id: str = "c1") -> None:
-    """What a process of the container would write."""
+    """Write the usage file as a process of the container would."""
     path = Path(storage.container_dir(state, container_id), "rw", "usage")
     data = bytearray(path.read_bytes())
     at = shm_abi.offset("gs_usage", "slot")
@@ -74,10 +74,10 @@ def limits(state: str, container_id: str = "c1") -> shm_abi.Limits:
 
 
 def change(
-    state: str, wish: limit_request.LimitRequest, dry_run: bool = False, node: Any = HOST
+    state: str, request: limit_request.LimitRequest, dry_run: bool = False, node: Any = HOST
 ) -> limit_update.Changed:
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
-        return limit_request.shares(lease, wish, node, live, seen.blocked(node))
+        return limit_request.shares(lease, request, node, live, seen.blocked(node))
 
     return limit_update.change(state, "c1", decide, dry_run)
 

@@ -1,7 +1,7 @@
-/* The memory limits of the NVML of driver 615, kept in a file beside this library: a line for each
- * call, "uuid cgroup soft hard". A file "broken" there has the code that setting returns; "deaf":
- * limits are taken, and not kept; "mute": asked for them it answers nothing; "hangs": it never
- * answers. With SIMULATOR it is part of the simulated NVML, which knows devices. */
+/* The memory limits of NVML of driver 615, kept in a file beside this library: one line for each
+ * call, "uuid cgroup soft hard". Files beside it change the behaviour: "broken" has the code that a
+ * set returns; with "deaf" a set succeeds without effect; with "mute" a query returns nothing; with
+ * "hangs" a call never returns. With SIMULATOR it is part of the simulated NVML. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""Plain values for tests of the pure half: a host with two GPUs, containers, images. No effects."""
+"""Plain values for tests without effects: a host with two GPUs, containers, images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""devices/<uuid>: whose page is whose, whatever a tenant does to its own and whenever a start is killed."""
+"""Activity files in devices/<uuid>: ownership, damage by tenants and reuse."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gpushare.core.errors import CapacityError, KernelError
 from gpushare.core.model import Amount, Request, Selection
 from gpushare.state import activity_files, leases, shm_abi
 
-from tests.unit import pagehost, pure
-from tests.unit.pagehost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve
+from tests.unit import activityhost, pure
+from tests.unit.activityhost import GIB, INDEX_SIZE, NODE, UUID, files, granted, index, reserve
 
-state = pagehost.state
+state = activityhost.state
 
 
-def test_first_share_makes_a_private_tmpfs_of_exact_size(state: str) -> None:
-    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; our own view only
+def test_first_allocation_mounts_private_tmpfs_of_exact_size(state: str) -> None:
+    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; only in this mount namespace
     try:
         reserve(state, "c1")
     finally:
@@ -44,7 +44,7 @@ def test_first_share_makes_a_private_tmpfs_of_exact_size(state: str) -> None:
     assert files(state) == {"index", "0"}
 
 
-def test_page_is_complete_and_of_nobody(state: str) -> None:
+def test_new_activity_file_is_complete_and_unowned(state: str) -> None:
     lease = reserve(state, "c1")
     path = Path(activity_files.path(state, UUID, lease.shares[0].page))
     status = path.stat()
@@ -60,17 +60,17 @@ def test_page_is_complete_and_of_nobody(state: str) -> None:
     assert os.stat(Path(path.parent, "index")).st_uid == activity_files.OWNER
 
 
-def test_numbers_are_of_leases_and_free_again_with_them(state: str) -> None:
+def test_released_number_is_reused(state: str) -> None:
     first, second, third = (reserve(state, name) for name in ("c1", "c2", "c3"))
     assert [lease.shares[0].page for lease in (first, second, third)] == [0, 1, 2]
     assert index(state) == (frozenset({0, 1, 2}), 4)
     leases.undo(state, "c2")
     assert index(state) == (frozenset({0, 2}), 5) and files(state) == {"index", "0", "2"}
     assert reserve(state, "c4").shares[0].page == 1
-    assert [lease.shares[0].page for lease in leases.view(state).live] == [0, 2, 1]  # also in lease.json
+    assert [lease.shares[0].page for lease in leases.view(state).live] == [0, 2, 1]  # the number is also in lease.json
 
 
-def test_devices_count_for_themselves(state: str) -> None:
+def test_numbers_are_assigned_per_device(state: str) -> None:
     reserve(state, "c1")
     lease = reserve(state, "c2", count=2)
     assert [share.page for share in lease.shares] == [1, 0]
@@ -79,13 +79,13 @@ def test_devices_count_for_themselves(state: str) -> None:
     assert (index(state)[0], index(state, pure.UUIDS[1])[0]) == ({0}, frozenset())
 
 
-def test_limits_name_the_page(state: str) -> None:
+def test_limits_contain_activity_file_number(state: str) -> None:
     reserve(state, "c1")
     lease = reserve(state, "c2")
     assert shm_abi.read_limits(shm_abi.pack_limits(lease.shares, 1)).devices[0].page == 1
 
 
-def test_more_than_there_can_be_is_one_clear_refusal(state: str) -> None:
+def test_one_container_over_maximum_is_refused(state: str) -> None:
     one = pure.node(1)
     for number in range(shm_abi.MAX_PEERS):
         reserve(state, f"c{number}", node=one)
@@ -94,25 +94,25 @@ def test_more_than_there_can_be_is_one_clear_refusal(state: str) -> None:
     with pytest.raises(CapacityError, match="device 0 serves 128 containers already") as refused:
         reserve(state, "more", node=one)
     assert refused.value.hint and not Path(state, "containers", "more").exists()
-    assert reserve(state, "more").shares[0].device.uuid == pure.UUIDS[1]  # `any`: the next one that fits
+    assert reserve(state, "more").shares[0].device.uuid == pure.UUIDS[1]  # `any` takes the next device that fits
     leases.undo(state, "c77")
     assert reserve(state, "again", node=one).shares[0].page == 77
 
 
-def test_page_of_a_new_owner_is_another_file(state: str) -> None:
-    """Whoever still has the old one open, mapped even, sees nothing of the new one and writes nothing into it."""
+def test_reused_number_gets_new_file(state: str) -> None:
+    """A process that still has the old file open or mapped neither sees nor changes the new one."""
     path = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
     with open(path, "r+b", buffering=0) as old:
         old.write(b"x" * activity_files.PAGE_SIZE)
         leases.undo(state, "c1")
-        assert os.fstat(old.fileno()).st_blocks == 0  # no memory is held by it
+        assert os.fstat(old.fileno()).st_blocks == 0  # the removed file uses no memory
         assert reserve(state, "c2").shares[0].page == 0
         old.write(b"y" * 100)
     header = shm_abi.packer("gs_pages").unpack(path.read_bytes())
     assert header[0] == shm_abi.PAGES_MAGIC and not any(path.read_bytes()[24:])
 
 
-# What a tenant can do with its own page: it has the file writable, and the directory not at all
+# Attacks by a tenant, which may write its own file but not the directory
 def _grow(page: Path) -> None:
     try:
         with open(page, "ab") as file:
@@ -130,25 +130,25 @@ def _grow_behind_the_end(page: Path) -> None:
 
 
 def _attributes(page: Path) -> None:
-    """They take the room of inodes."""
+    """Extended attributes use the space of inodes."""
     for size in (60000, 6000, 500, 1):
         try:
             for number in range(10_000):
                 os.setxattr(page, f"user.{size}.{number}", b"x" * size)
         except OSError as error:
-            if error.errno == errno.EOPNOTSUPP:  # before Linux 6.6 there are none
+            if error.errno == errno.EOPNOTSUPP:  # Linux before 6.6 has none on tmpfs
                 _grow(page)
                 return
             assert error.errno == errno.ENOSPC
 
 
 def room(page: Path) -> int:
-    """Where the file's allocated blocks end, when there is no hole."""
+    """The end of the file's allocated blocks, if it has no hole."""
     return page.stat().st_blocks * 512
 
 
 @pytest.mark.parametrize("grow", [_grow, _grow_behind_the_end, _attributes])
-def test_what_a_tenant_took_is_cut_back_for_the_next(state: str, grow: Callable[[Path], None]) -> None:
+def test_space_taken_by_tenant_is_reclaimed_for_next_start(state: str, grow: Callable[[Path], None]) -> None:
     first = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
     second = Path(activity_files.path(state, UUID, reserve(state, "c2").shares[0].page))
     with open(second, "r+b") as file:
@@ -167,12 +167,12 @@ def test_what_a_tenant_took_is_cut_back_for_the_next(state: str, grow: Callable[
     assert second.read_bytes()[5000:5004] == b"kept"
 
 
-def test_attributes_that_cannot_be_listed_name_their_container(state: str) -> None:
+def test_unlistable_attributes_are_refused_with_container_name(state: str) -> None:
     first = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
     with pytest.raises(OSError, match="No space left|not supported") as failed:
         for number in range(100_000):
             os.setxattr(first, f"user.{number:0250}", b"")
-    if failed.value.errno == errno.EOPNOTSUPP:  # before Linux 6.6 there are none
+    if failed.value.errno == errno.EOPNOTSUPP:  # Linux before 6.6 has none on tmpfs
         return
     with pytest.raises(CapacityError, match="is full, and c1 fills it again and again; stop c1"):
         reserve(state, "c2")
@@ -180,7 +180,7 @@ def test_attributes_that_cannot_be_listed_name_their_container(state: str) -> No
     assert reserve(state, "c2").shares[0].page == 0
 
 
-def test_tenant_that_takes_all_room_again_and_again_is_named(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_that_refills_space_is_named_in_refusal(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
     cut = activity_files._cut_back
 
@@ -198,7 +198,7 @@ def test_tenant_that_takes_all_room_again_and_again_is_named(state: str, monkeyp
 
 
 @pytest.mark.parametrize("change", ["truncate -s 0", "truncate -s 1T", "fallocate -p -o 0 -l 40960", "chmod 0"])
-def test_page_that_its_tenant_spoiled_is_whole_for_the_next(state: str, change: str) -> None:
+def test_damaged_file_is_replaced_for_next_container(state: str, change: str) -> None:
     lease = reserve(state, "c1")
     path = Path(activity_files.path(state, UUID, lease.shares[0].page))
     subprocess.run([*change.split(), path], check=True)
@@ -213,8 +213,8 @@ def test_page_that_its_tenant_spoiled_is_whole_for_the_next(state: str, change: 
     )
 
 
-def test_nobody_can_hold_up_a_page_or_the_index_with_a_lease(state: str) -> None:
-    """F_SETLEASE makes an open wait for 45 s; root of a container is root here, without CAP_LEASE."""
+def test_tenant_cannot_take_file_lease(state: str) -> None:
+    """F_SETLEASE delays an open by 45 s. Root in a container is root here, but without CAP_LEASE."""
     lease = reserve(state, "c1")
     without = ["setpriv", "--bounding-set=-lease", "--inh-caps=-lease"]
     for name, mode, kind in ((str(lease.shares[0].page), "r+b", "F_WRLCK"), ("index", "rb", "F_RDLCK")):
@@ -224,9 +224,9 @@ def test_nobody_can_hold_up_a_page_or_the_index_with_a_lease(state: str) -> None
         assert done.returncode == 1 and "Permission denied" in done.stderr, (name, done.stderr)
 
 
-def test_lease_of_a_tenant_with_cap_lease_does_not_hold_up_a_release(state: str) -> None:
+def test_file_lease_of_tenant_with_cap_lease_does_not_delay_release(state: str) -> None:
     lease = reserve(state, "c1")
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease back with SIGIO
     fd = os.open(activity_files.path(state, UUID, lease.shares[0].page), os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -238,7 +238,7 @@ def test_lease_of_a_tenant_with_cap_lease_does_not_hold_up_a_release(state: str)
         signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def test_reader_sees_the_change_through_its_mapping(state: str) -> None:
+def test_mapped_index_shows_change(state: str) -> None:
     reserve(state, "c1")
     index_path = Path(activity_files.directory(state, UUID), "index")
     with open(index_path, "rb") as file, mmap.mmap(file.fileno(), INDEX_SIZE, prot=mmap.PROT_READ) as memory:
@@ -250,10 +250,8 @@ def test_reader_sees_the_change_through_its_mapping(state: str) -> None:
     assert activity_files.numbers(state, UUID) == {0, 1}
 
 
-def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
-    state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the last owner's word a new one would be held to a share that is not his."""
+def test_grant_is_published_before_index_bit(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the new container would be limited by the grant of the number's previous owner."""
     seen: list[tuple[int, int]] = []
     write = os.pwrite
 
@@ -282,14 +280,14 @@ def test_others_are_told_what_each_number_was_granted_before_that_it_is_there(
         ({"compute_percent": 40}, 40),
         ({"compute_percent": 40, "soft": True, "priority": 1}, 40 | 1 << 8 | 1 << 16),
         ({"compute_percent": 1, "paused": True}, 1 | 4 << 8),
-        ({"compute_percent": 40, "memory_backend": "dmem"}, 40),  # its flag is the host's, and no priority
+        ({"compute_percent": 40, "memory_backend": "dmem"}, 40),  # the enforcer flag is the host's, not a priority
     ],
 )
-def test_a_grant_is_one_word(share: dict[str, Any], word: int) -> None:
+def test_grant_is_encoded_in_one_word(share: dict[str, Any], word: int) -> None:
     assert shm_abi.granted(pure.share(0, 0, GIB)._replace(**share)) == word
 
 
 @pytest.mark.parametrize("uuid", ["", ".", "..", "a/b", "../../etc", "a\0b"])
-def test_odd_uuids_never_become_paths(uuid: str) -> None:
+def test_invalid_uuid_is_refused_as_path(uuid: str) -> None:
     with pytest.raises(KernelError, match="cannot name a directory"):
         activity_files.directory("/state", uuid)

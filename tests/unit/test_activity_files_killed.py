@@ -1,4 +1,4 @@
-"""devices/<uuid> after starts and releases that were killed, lost or of an earlier version."""
+"""Activity files after starts and releases that were killed, lost or made by an earlier version."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gpushare.state import activity_files, leaseend, leases
 from gpushare.system import procs
 
 from tests.support import rootfs
-from tests.unit import pagehost
-from tests.unit.pagehost import UUID, files, index, reserve
+from tests.unit import activityhost
+from tests.unit.activityhost import UUID, files, index, reserve
 from tests.unit.together import at_once
 
-state = pagehost.state
+state = activityhost.state
 
 
-# What is killed, lost or old
+# Killed starts, lost files, earlier versions
 
 
-def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> None:
-    """Killed between any two steps, a start or a release leaves numbers and files of nobody."""
+def test_index_matches_leases_after_killed_start(state: str) -> None:
+    """A start or release that is killed between two steps leaves no number or file in use."""
     reserve(state, "c1")
     activity_files.take(state, UUID, 5, {})
     activity_files.settle(state, UUID, {0: 30, 5: 40, 127: 50})
@@ -34,7 +34,7 @@ def test_index_is_what_the_leases_say_after_a_start_was_killed(state: str) -> No
     assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
 
 
-def test_dead_reservation_gives_its_page_back(state: str) -> None:
+def test_dead_reservation_frees_its_number(state: str) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -48,7 +48,7 @@ def test_dead_reservation_gives_its_page_back(state: str) -> None:
 
 
 def killed_at(call: int, work: Callable[[], object]) -> bool:
-    """Runs `work` in a process that kills itself before the system call with this number; False when it ended first."""
+    """Run `work` in a process that kills itself before this system call; return False if it ended first."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -70,7 +70,7 @@ def killed_at(call: int, work: Callable[[], object]) -> bool:
 
 
 def consistent(state: str) -> None:
-    """The index, the files and the leases say the same."""
+    """Require that the index, the files and the leases agree."""
     held = {lease.shares[0].page for lease in leases.view(state).live}
     assert index(state)[0] == held
     assert files(state) == {"index", *map(str, held)}
@@ -79,7 +79,7 @@ def consistent(state: str) -> None:
         assert (status.st_size, stat.S_IMODE(status.st_mode)) == (activity_files.PAGE_SIZE, 0o666)
 
 
-def test_start_killed_at_any_call_takes_no_page_with_it(state: str) -> None:
+def test_start_killed_at_any_call_leaks_no_number(state: str) -> None:
     reserve(state, "c1")
     for call in range(200):
         if not killed_at(call, lambda: reserve(state, "dead")):
@@ -92,7 +92,7 @@ def test_start_killed_at_any_call_takes_no_page_with_it(state: str) -> None:
     assert 30 < call < 199
 
 
-def test_release_killed_at_any_call_is_finished_by_the_next(state: str) -> None:
+def test_release_killed_at_any_call_is_finished_by_next_start(state: str) -> None:
     reserve(state, "c1")
 
     def release() -> None:
@@ -108,7 +108,7 @@ def test_release_killed_at_any_call_is_finished_by_the_next(state: str) -> None:
     assert 5 < call < 199
 
 
-def test_first_share_of_a_device_killed_at_any_call_blocks_nothing(state: str) -> None:
+def test_first_allocation_killed_at_any_call_does_not_block_next(state: str) -> None:
     for call in range(200):
         again = killed_at(call, lambda: activity_files.prepare(state, UUID))
         reserve(state, "next")
@@ -121,7 +121,7 @@ def test_first_share_of_a_device_killed_at_any_call_blocks_nothing(state: str) -
     assert 5 < call < 199
 
 
-def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
+def test_concurrent_first_allocations_mount_once(state: str) -> None:
     parent = procs.myself()
 
     def start(number: int) -> None:
@@ -134,8 +134,8 @@ def test_first_shares_at_the_same_time_mount_once(state: str) -> None:
     assert sorted(lease.shares[0].page for lease in leases.view(state).live) == list(range(8))
 
 
-def test_directory_of_an_earlier_version_gets_its_folder(state: str) -> None:
-    """An upgrade under living containers: there is no devices/, and their leases name no page."""
+def test_state_directory_of_earlier_version_gets_devices_folder(state: str) -> None:
+    """An upgrade with running containers: devices/ is missing, and their leases name no activity file."""
     lease = reserve(state, "old")
     path = Path(state, "containers", "old", "lease.json")
     path.write_text(path.read_text().replace(', "page": 0', ""))
@@ -148,7 +148,7 @@ def test_directory_of_an_earlier_version_gets_its_folder(state: str) -> None:
     assert index(state)[0] == {1}
 
 
-def test_release_does_not_need_the_devices_directory(state: str) -> None:
+def test_release_works_without_devices_directory(state: str) -> None:
     reserve(state, "c1")
     rootfs.unmount_below(Path(state, "devices"))
     leases.undo(state, "c1")

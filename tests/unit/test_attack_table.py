@@ -1,4 +1,4 @@
-"""The table of attacks: every word of the field and every known CVE has a row, and every test it names exists."""
+"""The table of attacks: every fact and every known CVE has a row, and every named test exists."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tests.support.host import TREE
 ROWS: list[Any] = [*table.ATTACKS, *table.RACES, *table.ELSEWHERE]
 
 
-def test_every_fact_has_a_row_and_every_row_a_fact() -> None:
+def test_facts_and_rows_match() -> None:
     named = {word for row in ROWS for word in row.facts}
     assert named == set(table.FACTS)
 
 
-def test_every_cve_has_an_attack_or_a_race_of_our_own() -> None:
+def test_every_cve_has_attack_or_race() -> None:
     assert {cve for row in ROWS if not isinstance(row, table.Elsewhere) for cve in row.cves} == set(table.CVES)
     assert len(table.CVES) == 16
 
 
-def test_no_name_is_used_twice() -> None:
+def test_row_names_are_unique() -> None:
     names = [row.name for row in ROWS]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("test", sorted({test for row in table.ELSEWHERE for test in row.tests}))
-def test_a_test_that_the_table_names_exists(test: str) -> None:
+def test_named_test_exists(test: str) -> None:
     file, _, function = test.partition("::")
     assert re.search(rf"^(def {function}\(|{function} = )", (TREE / "tests" / file).read_text(), re.MULTILINE)
 
 
-def test_what_differs_with_crun_is_of_rows_that_exist() -> None:
+def test_crun_exceptions_name_existing_rows() -> None:
     assert {name for name, _ in table.CRUN} <= {row.name for row in table.ATTACKS}
     assert table.RUNC_ALONE.keys() <= {test for row in table.ELSEWHERE for test in row.tests}
     tried = {test for row in table.elsewhere("crun") for test in row.tests}
     assert tried == {test for row in table.ELSEWHERE for test in row.tests} - table.RUNC_ALONE.keys()
 
 
-def test_docs_are_generated() -> None:
+def test_docs_are_up_to_date() -> None:
     assert (TREE / "docs" / "attacks.md").read_text() == docs.text(), "run `make docs`"

@@ -1,4 +1,4 @@
-"""The line for each decision: what it says, that nothing from outside can change its shape, and that nothing waits."""
+"""The log line of each decision: its fields, its resistance to injected text, and that writing never blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from gpushare.system import syscalls
 
 from tests.support.host import TREE, logfmt
 
-# What an id, a path or the text of somebody else may try: another line, another field, the end of the quotes, a
-# terminal's escapes, text that is not text
+# Hostile ids, paths and messages: a new line, a new field, a closing quote, terminal escapes, invalid UTF-8
 HOSTILE = (
     "c\ndecision=granted id=other",
     "c\r\n<30>Nov 21 00:00:00 gpushare[1]: decision=released",
@@ -52,7 +51,7 @@ def only_line(path: Path) -> dict[str, str]:
     return logfmt(text[:-1])
 
 
-def test_granted_says_who_got_what(tmp_path: Path) -> None:
+def test_granted_line_has_container_and_allocations(tmp_path: Path) -> None:
     sink = audit_log.open_sink(str(tmp_path / "log"))
     request = asked(("GPUSHARE_MEMORY", "0=4Gi"), ("web.gpushare.io/compute", "30%"), ("GPUSHARE_MEMORY", "0=4Gi"))
     audit_log.granted(sink, "web", lease(), request, "hook", *audit_log.details("notes", ["a", "b c"]))
@@ -76,7 +75,7 @@ def test_granted_says_who_got_what(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_changed_says_what_a_container_has_now(tmp_path: Path, paused: bool) -> None:
+def test_changed_line_has_new_limits(tmp_path: Path, paused: bool) -> None:
     before = lease()
     now = before._replace(shares=tuple(share._replace(paused=paused, compute_percent=7) for share in before.shares))
     audit_log.changed(str(tmp_path / "log"), now)
@@ -86,8 +85,8 @@ def test_changed_says_what_a_container_has_now(tmp_path: Path, paused: bool) -> 
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_no_text_from_outside_makes_a_field_or_a_line(tmp_path: Path, text: str) -> None:
-    """Whichever value it is."""
+def test_hostile_text_adds_no_field_or_line(tmp_path: Path, text: str) -> None:
+    """In every field that contains outside text."""
     path = str(tmp_path / "log")
     hostile = lease(text)._replace(dialect=text)
     for write, expected in (
@@ -121,7 +120,7 @@ def test_no_text_from_outside_makes_a_field_or_a_line(tmp_path: Path, text: str)
         (ZeroDivisionError("hunter2"), "internal", None),
     ],
 )  # fmt: skip
-def test_refusal_has_its_kind_and_the_name_but_no_value(
+def test_refused_line_has_kind_and_name_without_value(
     tmp_path: Path, error: BaseException, reason: str, name: str | None
 ) -> None:
     audit_log.refused(str(tmp_path / "log"), "web", "runtime", error)
@@ -130,7 +129,7 @@ def test_refusal_has_its_kind_and_the_name_but_no_value(
     assert "hunter2" not in (tmp_path / "log").read_text()
 
 
-def test_a_socket_gets_what_a_syslog_daemon_expects(tmp_path: Path) -> None:
+def test_socket_receives_rfc3164_datagram(tmp_path: Path) -> None:
     """RFC 3164 as the C library writes it: priority, time, identifier with pid."""
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
@@ -146,7 +145,7 @@ def test_a_socket_gets_what_a_syslog_daemon_expects(tmp_path: Path) -> None:
         assert logfmt(text)["decision"] == outcome
 
 
-def test_the_journal_is_where_lines_go_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_sink_is_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(
         syscalls, "connect_datagram", lambda path: opened.append(path) or os.open("/dev/null", os.O_WRONLY)
@@ -156,12 +155,12 @@ def test_the_journal_is_where_lines_go_unless_told_otherwise(tmp_path: Path, mon
     assert audit_log.open_sink(audit_log.NOWHERE) == audit_log.Sink(-1)
 
 
-def test_a_daemon_that_reads_nothing_delays_nobody(tmp_path: Path) -> None:
+def test_full_socket_does_not_block(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
         daemon.bind(path)
         before = time.monotonic()
-        for _ in range(2000):  # far more than a socket holds (net.unix.max_dgram_qlen)
+        for _ in range(2000):  # more than a socket queues (net.unix.max_dgram_qlen)
             audit_log.released(path, lease(), "poststop")
         assert time.monotonic() - before < 30
         daemon.setblocking(False)
@@ -171,7 +170,7 @@ def test_a_daemon_that_reads_nothing_delays_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "missing", "link", "stream", "long"])
-def test_what_cannot_be_written_is_no_error(tmp_path: Path, kind: str) -> None:
+def test_unwritable_sink_is_no_error(tmp_path: Path, kind: str) -> None:
     path, other = tmp_path / "log", tmp_path / "other"
     other.write_text("")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -196,7 +195,7 @@ def test_what_cannot_be_written_is_no_error(tmp_path: Path, kind: str) -> None:
     listening.close()
 
 
-def test_lines_of_many_at_once_stay_whole(tmp_path: Path) -> None:
+def test_concurrent_lines_stay_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     children = []
     for number in range(8):
@@ -211,7 +210,7 @@ def test_lines_of_many_at_once_stay_whole(tmp_path: Path) -> None:
     assert len(lines) == 800 and all(logfmt(line)["decision"] == "refused" for line in lines)
 
 
-def test_every_field_is_described(tmp_path: Path) -> None:
+def test_every_field_is_documented(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     more = [
         *audit_log.details("clamped", ["x"]),

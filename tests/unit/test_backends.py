@@ -1,4 +1,4 @@
-"""Who holds which limit: the table, and what it refuses."""
+"""The backends: which one enforces which limit, and which combinations are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNSUPPORTED = mps.unsupported
 
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> dict[str, Optional[str]]:
-    """A host on which everything can be had, unless a test says why not."""
+    """A host that supports every backend, unless a test sets a reason against one."""
     why_not: dict[str, Optional[str]] = {"mps": None, "dmem": None}
     monkeypatch.setattr(mps, "unsupported", lambda site: why_not["mps"])
     monkeypatch.setattr(dmem, "unsupported", lambda one, config: why_not["dmem"])
@@ -41,7 +41,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> dict[str, Optional[str]]:
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch, able: dict[str, Optional[str]]) -> pytest.MonkeyPatch:
-    """MPS runs, and what it can do for a container is asked of itself."""
+    """MPS runs, and `unsupported` computes whether it can serve a container."""
     state = mps.MpsState(driver_version="535", thread_percent=100, clients=48)
     monkeypatch.setattr(mps, "state", lambda uuid, state_dir: state)
     monkeypatch.setattr(mps, "unsupported", UNSUPPORTED)
@@ -77,7 +77,7 @@ def other(compute_backend: str) -> model.Lease:
     return lease(share, container_id="other")
 
 
-def test_every_part_of_gpushare_knows_the_same_backends() -> None:
+def test_backend_tables_agree() -> None:
     assert tuple(backends.BACKENDS) == constants.BACKENDS
     assert all(set(row.enforces) <= set(backends.LIMITS) and row.enforces for row in backends.BACKENDS.values())
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
@@ -85,7 +85,7 @@ def test_every_part_of_gpushare_knows_the_same_backends() -> None:
     assert backends.BEYOND.name not in constants.BACKENDS and backends.BEYOND.enforces == (backends.VIRTUAL,)
 
 
-# What reads or writes a format that has the holders in it, and decides nothing
+# Modules that read or write a format with backend names, and decide nothing by them
 FORMATS = {
     ("shm_abi.py", "HOLDERS.get(share.memory_backend, 0)"),
     ("leasefile.py", "{one.memory_backend, one.compute_backend} <= set(constants.BACKENDS)"),
@@ -94,8 +94,8 @@ KNOWN = re.compile(r"""(?<![\w.])(['"])(shim|mps|dmem)\1|\b(SHIM|MPS|DMEM|mps\.N
 LOOKUPS = ("get", "startswith", "endswith", "index", "count", "find", "__contains__")
 
 
-def questions(node: ast.AST) -> list[ast.AST]:
-    """What of an expression or a case is compared, or looked up."""
+def compared_nodes(node: ast.AST) -> list[ast.AST]:
+    """The operands of an expression or case that are compared or looked up."""
     if isinstance(node, (ast.Compare, ast.MatchValue)):
         return [node]
     if isinstance(node, ast.Subscript):
@@ -104,19 +104,19 @@ def questions(node: ast.AST) -> list[ast.AST]:
     return list(node.args) if method else []  # type: ignore[attr-defined]
 
 
-def asking(text: str, file: str) -> set[tuple[str, str]]:
-    """Where a source asks which backend something is: `==`, `in`, `match`, a dictionary of them, ..."""
+def comparisons(text: str, file: str) -> set[tuple[str, str]]:
+    """Where a source compares a backend name: `==`, `in`, `match`, a dictionary lookup and so on."""
     return {
         (file, ast.unparse(node))
         for node in ast.walk(ast.parse(text))
-        if any(KNOWN.search(ast.unparse(part)) for part in questions(node))
+        if any(KNOWN.search(ast.unparse(part)) for part in compared_nodes(node))
     }
 
 
-def test_nobody_else_asks_which_backend_it_is() -> None:
+def test_no_other_module_compares_backend_names() -> None:
     package = Path(backends.__file__).parent
     files = [path for path in package.parents[1].rglob("*.py") if package not in path.parents]
-    assert set().union(*(asking(path.read_text(), path.name) for path in files)) == FORMATS
+    assert set().union(*(comparisons(path.read_text(), path.name) for path in files)) == FORMATS
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_nobody_else_asks_which_backend_it_is() -> None:
         'x = request.backend.startswith("mps")',
     ],
 )
-def test_whoever_asked_would_be_found(code: str) -> None:
-    assert asking(code, "x.py")
-    assert not asking('x = ["mps"]\ny = share._replace(memory_backend="shim")\nz = other.NAME == "a"', "x.py")
+def test_comparison_of_backend_name_is_found(code: str) -> None:
+    assert comparisons(code, "x.py")
+    assert not comparisons('x = ["mps"]\ny = share._replace(memory_backend="shim")\nz = other.NAME == "a"', "x.py")
 
 
 @pytest.mark.parametrize(
-    ("backend", "allowed", "holders"),
+    ("backend", "allowed", "enforcers"),
     [
         ("auto", ("shim",), ("shim", "shim")),
         ("auto", ("shim", "mps", "dmem"), ("shim", "shim")),
@@ -153,9 +153,9 @@ def test_whoever_asked_would_be_found(code: str) -> None:
         ("dmem,mps", ALL, ("dmem", "mps")),
     ],
 )
-def test_each_limit_has_a_holder_of_its_own(backend: str, allowed: tuple[str, ...], holders: tuple[str, str]) -> None:
+def test_each_limit_gets_its_enforcer(backend: str, allowed: tuple[str, ...], enforcers: tuple[str, str]) -> None:
     share = given(asked(backend), node(*allowed))
-    assert (share.memory_backend, share.compute_backend) == holders
+    assert (share.memory_backend, share.compute_backend) == enforcers
     assert share.memory_limit_bytes == GIB and share.compute_percent == 30
 
 
@@ -179,7 +179,7 @@ def test_each_limit_has_a_holder_of_its_own(backend: str, allowed: tuple[str, ..
         (asked(), node("mps", "dmem"), (), {"mps": "down"}, DeviceError, "compute .*: mps cannot: down; add shim to"),
     ],
 )  # fmt: skip
-def test_bad_combinations_are_refused_with_the_reason(
+def test_bad_combination_is_refused_with_reason(
     request_: model.Request,
     host: model.Node,
     held: tuple[model.Lease, ...],
@@ -193,8 +193,7 @@ def test_bad_combinations_are_refused_with_the_reason(
         given(request_, host, *held)
 
 
-# What a container or its host can be, and which backend cannot be had then, with what it says of it. Whatever is not
-# in this table can be had.
+# Properties of a container or host, the backend that each rules out, and its reason. Any other combination works.
 OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS = "oversubscribe", "soft", "high priority", "MIG", "several", "rootless"
 FEATURES = (OVER, SOFT, URGENT, MIG, SEVERAL, ROOTLESS)
 CANNOT = {
@@ -212,7 +211,7 @@ COMBINATIONS = [kit for n in range(len(FEATURES) + 1) for kit in itertools.combi
 
 
 @pytest.mark.parametrize("kit", COMBINATIONS, ids=lambda kit: "+".join(kit) or "plain")
-def test_every_combination_is_had_or_refused_with_its_reason(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
+def test_every_combination_is_granted_or_refused_with_reason(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
     running.setattr(rootless, "is_rootless", lambda: ROOTLESS in kit)
     host = node(mig=MIG in kit)
     host = host._replace(config=host.config._replace(host_memory="64Gi"))
@@ -243,8 +242,8 @@ def test_every_combination_is_had_or_refused_with_its_reason(kit: tuple[str, ...
 
 
 @pytest.mark.parametrize("kit", COMBINATIONS[1:], ids="+".join)
-def test_auto_says_whom_it_passed_over(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
-    """Also where nobody asked for memory beyond the device, and an equal share has it."""
+def test_auto_lists_skipped_backends(kit: tuple[str, ...], running: pytest.MonkeyPatch) -> None:
+    """Also when oversubscription comes from an equal share without a request."""
     running.setattr(rootless, "is_rootless", lambda: ROOTLESS in kit)
     host = node("mps", "dmem", "shim", mig=MIG in kit)
     rule = model.SharingRule(4, 1.5 if OVER in kit else 1.0)
@@ -265,11 +264,11 @@ def test_auto_says_whom_it_passed_over(kit: tuple[str, ...], running: pytest.Mon
 
 @pytest.mark.parametrize("allowed", [("mps", "shim"), ("shim",), ("mps",)])
 @pytest.mark.parametrize("why_not", ["serves 48 processes at most", "another user's"])
-def test_a_container_without_a_limit_does_not_slow_down_clients_of_mps(
+def test_container_without_limit_is_refused_on_mps_device(
     allowed: tuple[str, ...], why_not: str, able: dict[str, Optional[str]]
 ) -> None:
-    """Nobody has to hold a limit for it, and it still may not be there: its work and that of MPS's clients take turns,
-    which no percentage of theirs knows of."""
+    """The container needs no enforcer, but the driver would still time-slice its work against that of MPS clients, and
+    MPS percentages do not account for that."""
     able["mps"] = why_not
     request = asked(memory="shim" in allowed, compute=False)
     policy = model.Policy(allowed_backends=allowed, unlimited="shared")
@@ -282,8 +281,8 @@ def test_a_container_without_a_limit_does_not_slow_down_clients_of_mps(
 @pytest.mark.parametrize(
     ("backend", "reason"), [("mps", "no memory beyond the device"), ("dmem", "managed memory is not counted")]
 )
-def test_equal_shares_of_more_than_there_is_are_oversubscribed_too(backend: str, reason: str) -> None:
-    """Who never asked for it has memory beyond the device all the same."""
+def test_equal_share_beyond_device_counts_as_oversubscribed(backend: str, reason: str) -> None:
+    """An equal share can include host memory without a request."""
     rule, request = model.SharingRule(2, 1.5), asked(backend, memory=False, compute=False)
     host = node()._replace(config=node().config._replace(sharing=(rule,), host_memory="64Gi"))
     with pytest.raises(DeviceError, match=reason):
@@ -292,7 +291,7 @@ def test_equal_shares_of_more_than_there_is_are_oversubscribed_too(backend: str,
     assert backend in (given(request, kept).memory_backend, given(request, kept).compute_backend)
 
 
-def test_rootless_has_the_shim_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rootless_supports_only_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     for backend in ("mps", "dmem"):
         with pytest.raises(DeviceError, match="rootless"):
@@ -301,7 +300,7 @@ def test_rootless_has_the_shim_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (share.memory_backend, share.compute_backend) == ("shim", "shim")
 
 
-def test_any_takes_the_device_where_the_backend_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_selects_device_with_requested_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     there = device(1).uuid
     monkeypatch.setattr(mps, "unsupported", lambda site: None if site.device.uuid == there else "not running")
     request = asked("mps")._replace(selection=model.Selection("any", 1))
@@ -311,11 +310,11 @@ def test_any_takes_the_device_where_the_backend_is(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("down", [subset for n in range(3) for subset in itertools.combinations(("mps", "dmem"), n)])
 @pytest.mark.parametrize("allowed", [p for n in (1, 2, 3) for p in itertools.permutations(ALL, n)])
 @pytest.mark.parametrize("backend", ["auto", "shim", "mps", "dmem", "dmem,mps"])
-def test_a_limit_is_held_or_the_start_is_refused(
+def test_limit_is_enforced_or_start_is_refused(
     backend: str, allowed: tuple[str, ...], down: tuple[str, ...], able: dict[str, Optional[str]]
 ) -> None:
-    """Whatever can be had and whatever is asked: a holder that can hold it, is there, and is allowed. And what is
-    asked for by name is there, or nothing is."""
+    """For every request and host: each limit has an enforcer that is supported, available and allowed. A backend that
+    is requested by name is used, or the start is refused."""
     able.update(dict.fromkeys(down, "down"))
     named = set() if backend == "auto" else set(backend.split(","))
     there = set(allowed) - set(down) if backend == "auto" else (named | {"shim"}) & set(allowed)
@@ -323,7 +322,7 @@ def test_a_limit_is_held_or_the_start_is_refused(
     try:
         share = given(asked(backend), node(*allowed))
     except GpushareError:
-        assert not (covered and named <= set(allowed) - set(down)), "refused, where all that it needs is there"
+        assert not (covered and named <= set(allowed) - set(down)), "refused although every requirement is met"
         return
     for limit, name in (("memory", share.memory_backend), ("compute", share.compute_backend)):
         assert limit in backends.BACKENDS[name].enforces and name in allowed and name not in down
@@ -347,7 +346,7 @@ def test_a_limit_is_held_or_the_start_is_refused(
         ("dmem", ALL, {}, "memory by dmem (asked); compute by shim (dmem does not hold compute)"),
     ],
 )  # fmt: skip
-def test_explain_says_who_and_why(
+def test_explain_lists_enforcers_and_reasons(
     backend: str, allowed: tuple[str, ...], why_not: dict[str, str], text: str, able: dict[str, Optional[str]]
 ) -> None:
     able.update(why_not)
@@ -356,7 +355,7 @@ def test_explain_says_who_and_why(
     assert why.held(request, host, ledger, placement.grant(request, host, ledger)) == (text,)
 
 
-def test_a_lease_keeps_the_holders_and_one_of_before_has_the_shim() -> None:
+def test_lease_keeps_enforcers_and_old_lease_means_shim() -> None:
     share = given(asked("dmem,mps"), node())
     kept = leasefile.to_json(lease(share))
     assert leasefile.from_json(kept, "c1").shares == (share,)
@@ -372,12 +371,12 @@ def test_a_lease_keeps_the_holders_and_one_of_before_has_the_shim() -> None:
         old["shares"][0][name] = "shim"
 
 
-def test_the_log_names_all_holders() -> None:
+def test_log_names_all_enforcers() -> None:
     assert " backend=dmem+mps" in audit_log.facts(lease(given(asked("dmem,mps"), node())))
     assert audit_log.facts(lease(given(asked(), node("shim")))).endswith(" backend=shim")
 
 
-def test_a_change_that_the_holder_cannot_hold_is_refused() -> None:
+def test_change_that_enforcer_cannot_apply_is_refused() -> None:
     one = lease(given(asked("mps"), node()))._replace(state="held")
     with pytest.raises(RequestError, match="mps holds a limit of device 0: its percentages are hard"):
         limit_request.shares(one, limit_request.parse(mode="soft"), node(), (one,))

@@ -1,4 +1,4 @@
-"""make bench-start: what it measures and in which order, without measuring anything."""
+"""make bench-start: which programs it measures and in which order, without measuring."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeNode:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What was started, in order; each takes as many milliseconds as its kind says."""
+    """The programs in the order of their starts; each takes a fixed number of milliseconds."""
     started: list[str] = []
     bundle = tmp_path / "bundle"
     (bundle / "bin").mkdir(parents=True)
@@ -70,7 +70,7 @@ ADDED = {
 }  # fmt: skip
 
 
-def test_every_promised_figure_is_of_thirty_rounds_or_more(calls: list[str], tmp_path: Path) -> None:
+def test_every_figure_has_thirty_rounds_or_more(calls: list[str], tmp_path: Path) -> None:
     figures = {key: bench.figure(values, "ms") for key, values in start.added_ms(tmp_path).items()}
     for key, expected in ADDED.items():
         figure = figures[key]
@@ -79,12 +79,12 @@ def test_every_promised_figure_is_of_thirty_rounds_or_more(calls: list[str], tmp
     assert "start.other_added_ms" not in figures
 
 
-def test_another_wrapper_is_measured_on_the_same_bundle(calls: list[str], tmp_path: Path) -> None:
+def test_other_wrapper_is_measured_on_same_bundle(calls: list[str], tmp_path: Path) -> None:
     found = start.added_ms(tmp_path, str(tmp_path / "else"))
     assert set(found["start.other_added_ms"]) == {63.0} and len(found["start.other_added_ms"]) >= 30
 
 
-def test_each_way_begins_a_round_as_often_as_the_others(calls: list[str], tmp_path: Path) -> None:
+def test_every_way_starts_equally_many_rounds(calls: list[str], tmp_path: Path) -> None:
     names = ["a", "b", "c"]
     ways: dict[str, dict[str, Any]] = {name: {"env": start.SHARE} for name in names}
     ways["b"]["hook"] = "our hook"
@@ -94,7 +94,7 @@ def test_each_way_begins_a_round_as_often_as_the_others(calls: list[str], tmp_pa
     assert first == [(1 - number) % 3 for number in range(len(first))]
 
 
-def test_interval_holds_the_median_and_narrows() -> None:
+def test_interval_contains_median_and_narrows() -> None:
     few, many = bench.figure(range(40), "ms"), bench.figure([value / 10 for value in range(400)], "ms")
     for one in (few, many):
         assert one.low is not None and one.high is not None and one.low < one.median < one.high

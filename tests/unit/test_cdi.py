@@ -1,4 +1,4 @@
-"""gpushare cdi generate: the devices are valid, and a container that is given them asks for just these."""
+"""gpushare cdi generate: the devices are valid, and each requests exactly its GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ FIRST, SECOND = pure.UUIDS
 
 
 def edits(value: dict[str, Any], *names: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """(environment, hooks) that an engine adds for these devices, as it does it: a variable of the same name is
-    replaced."""
+    """(environment, hooks) after an engine adds these devices: a variable of the same name is replaced."""
     by_name = {one["name"]: one["containerEdits"] for one in value["devices"]}
     env = dict(line.split("=", 1) for name in names for line in by_name[name]["env"])
     return [f"{key}={text}" for key, text in env.items()], [hook for name in names for hook in by_name[name]["hooks"]]
@@ -45,10 +44,10 @@ def asked(node: Node, *names: str, env: tuple[str, ...] = (), annotations: Any =
         (pure.UUIDS, {}, ["any", *pure.UUIDS], "0.3.0"),
         (pure.UUIDS, {"allowed_devices": ("1",)}, ["any", SECOND], "0.3.0"),
         (("0-1", SECOND), {}, ["any", "0-1", SECOND], "0.5.0"),
-        (("MIG-GPU-aa/1/0", SECOND), {}, ["any", SECOND], "0.3.0"),  # what drivers before 470 call a MIG device
+        (("MIG-GPU-aa/1/0", SECOND), {}, ["any", SECOND], "0.3.0"),  # the name of a MIG device before driver 470
     ],
 )
-def test_devices(uuids: tuple[str, ...], policy: Any, names: list[str], version: str) -> None:
+def test_document_lists_devices_by_name(uuids: tuple[str, ...], policy: Any, names: list[str], version: str) -> None:
     node = pure.node(**policy)
     found = tuple(pure.device(index, uuid=uuid) for index, uuid in enumerate(uuids))
     value = cdi.document(node._replace(inventory=node.inventory._replace(devices=found)), SETTINGS)
@@ -64,8 +63,8 @@ def test_devices(uuids: tuple[str, ...], policy: Any, names: list[str], version:
         assert all(hook["args"] == ["gpushare-hook", "--state", "/run/other", hook["hookName"]] for hook in hooks)
 
 
-def test_no_gpu() -> None:
-    """What a node without one writes is valid, and `any` is refused at the start with the reason."""
+def test_document_without_gpu_is_valid() -> None:
+    """The file of a node without a GPU is valid; `any` is refused at the start with the reason."""
     value = cdi.document(pure.node(devices=0), SETTINGS)
     SCHEMA.validate(value)
     assert [one["name"] for one in value["devices"]] == ["any"]
@@ -76,10 +75,10 @@ def test_no_gpu() -> None:
     [
         (("any",), ("any", 1, ())),
         ((SECOND,), ("list", 0, (SECOND,))),
-        ((SECOND, FIRST), ("list", 0, (SECOND, FIRST))),  # in the order in which they were given
+        ((SECOND, FIRST), ("list", 0, (SECOND, FIRST))),  # in the order of the request
     ],
 )
-def test_what_a_container_gets(names: tuple[str, ...], selection: Any) -> None:
+def test_cdi_devices_become_selection(names: tuple[str, ...], selection: Any) -> None:
     found = asked(pure.node(), *names, env=("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=all"))
     assert found is not None
     assert (found.selection.kind, found.selection.count, found.selection.names) == selection
@@ -87,9 +86,9 @@ def test_what_a_container_gets(names: tuple[str, ...], selection: Any) -> None:
     assert found.sources[0][0] == cdi.variable(names[0])
 
 
-def test_same_word_beside_it() -> None:
-    for env, said in ((("GPUSHARE_DEVICES=any",), None), ((), {"gpushare.io/devices": "any"})):
-        assert asked(pure.node(), "any", env=env, annotations=said) == asked(pure.node(), "any")
+def test_same_request_beside_cdi_device_is_accepted() -> None:
+    for env, extra in ((("GPUSHARE_DEVICES=any",), None), ((), {"gpushare.io/devices": "any"})):
+        assert asked(pure.node(), "any", env=env, annotations=extra) == asked(pure.node(), "any")
 
 
 @pytest.mark.parametrize(
@@ -102,20 +101,22 @@ def test_same_word_beside_it() -> None:
         ((FIRST,), (), {"gpushare.io/devices": SECOND}, "GPUSHARE_CDI_GPU_aaaaaaaa.* contradict"),
     ],
 )
-def test_contradictions(names: tuple[str, ...], env: tuple[str, ...], annotations: Any, match: str) -> None:
+def test_contradicting_request_is_refused(
+    names: tuple[str, ...], env: tuple[str, ...], annotations: Any, match: str
+) -> None:
     with pytest.raises(RequestError, match=match):
         asked(pure.node(), *names, env=env, annotations=annotations)
 
 
 @pytest.mark.parametrize("value", ["1", "all", f"{SECOND},1", "any:2", "", "none"])
-def test_variable_of_an_image_adds_no_device(value: str) -> None:
-    """An image can set a variable beside the user's CDI device, but it knows no uuid of this host."""
+def test_cdi_variable_of_image_adds_no_device(value: str) -> None:
+    """An image can set such a variable beside the user's CDI device, but does not know a UUID of this host."""
     with pytest.raises(RequestError, match="GPUSHARE_CDI_X=.*not set by a CDI device"):
         asked(pure.node(), FIRST, env=(f"GPUSHARE_CDI_X={value}",))
 
 
-def test_policy_holds() -> None:
-    """The variable is a request like any other, since an image can set it, too."""
+def test_cdi_request_obeys_policy() -> None:
+    """The variable is a request like any other, because an image can set it."""
     for words, key in (({"accept_env": "never"}, "env"), ({"accept_env": "privileged"}, "env")):
         with pytest.raises(PolicyError, match=rf"GPUSHARE_CDI_GPU_aaaaaaaa.*policy\.accept\.{key} "):
             asked(pure.node(**words), FIRST)
@@ -138,7 +139,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         ("json", ("--format", "json"), True),
     ],
 )
-def test_file(host: None, ending: str, words: tuple[str, ...], is_json: bool, tmp_path: Path, capfd: Any) -> None:
+def test_generate_writes_file_in_requested_format(
+    host: None, ending: str, words: tuple[str, ...], is_json: bool, tmp_path: Path, capfd: Any
+) -> None:
     path = tmp_path / "cdi" / f"gpushare.{ending}"
     line = ["cdi", "generate", "--output", str(path), *words]
     assert main(line) == 0 and main(line) == 0
@@ -151,8 +154,8 @@ def test_file(host: None, ending: str, words: tuple[str, ...], is_json: bool, tm
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Engines would run it as root: it is looked at before the file is written, and is the one that was named."""
+def test_missing_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Engines would run the program as root, so it must exist before the file is written."""
     monkeypatch.setattr(facts, "host", lambda paths: pure.node())
     hook = tmp_path / "gpushare-hook"
     line = ["cdi", "generate", "--program", str(hook)]
@@ -171,14 +174,14 @@ def test_program_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--output", "{}/gpushare.json", "--format", "yaml"), "would not be JSON"),
     ],
 )
-def test_file_that_engines_would_not_read(
+def test_wrong_file_ending_is_refused(
     host: None, words: tuple[str, ...], match: str, tmp_path: Path, capfd: Any
 ) -> None:
     assert main(["cdi", "generate", *(word.format(tmp_path) for word in words)]) == 2
     assert match in capfd.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-def test_device_without_a_name_is_told(host: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_device_without_name_is_reported(host: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     node = pure.node(devices=1)
     odd = node._replace(inventory=node.inventory._replace(devices=(pure.device(0, uuid="MIG-GPU-aa/1/0"),)))
     monkeypatch.setattr(facts, "host", lambda paths: odd)
@@ -186,7 +189,7 @@ def test_device_without_a_name_is_told(host: None, monkeypatch: pytest.MonkeyPat
     assert '"MIG-GPU-aa/1/0" is left out' in capfd.readouterr().err
 
 
-def test_uninstall_takes_it(tmp_path: Path) -> None:
+def test_uninstall_removes_file(tmp_path: Path) -> None:
     (tmp_path / "etc/cdi").mkdir(parents=True)
     (tmp_path / "etc/cdi/gpushare.yaml").touch()
     (tmp_path / "etc/cdi/nvidia.yaml").touch()

@@ -1,4 +1,4 @@
-"""Which device `any` gets: by what it must be, by strategy, and equal shares for those that name no limit."""
+"""Which device `any` selects: conditions, strategies, and equal shares for containers without a limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def indices(shares: tuple[Share, ...]) -> list[int]:
     return [one.device.index for one in shares]
 
 
-# What it must be
+# Conditions
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def indices(shares: tuple[Share, ...]) -> list[int]:
         ("A100*A100", []),
     ],
 )
-def test_models(wanted: str, models: list[str]) -> None:
+def test_model_pattern_matches_names(wanted: str, models: list[str]) -> None:
     assert [model for model in MODELS if conditions.is_model(wanted, model)] == models
 
 
-def test_any_of_a_model_and_size_and_so_much_free() -> None:
+def test_any_with_conditions_selects_matching_device() -> None:
     where = host(*(gpu(at, size, model) for at, (size, model) in enumerate(zip((40, 48, 80, 16), MODELS))))
     for condition, index in (
         ("model=H100", 2),
@@ -103,8 +103,8 @@ def test_any_of_a_model_and_size_and_so_much_free() -> None:
     )
 
 
-def test_free_is_not_what_is_asked() -> None:
-    """`free` is about the device before this container; a device of unknown size has nothing that is known to be."""
+def test_free_condition_excludes_own_request() -> None:
+    """`free` is the room before this container; a device of unknown size never satisfies it."""
     where = host(gpu(0))
     env = ("GPUSHARE_DEVICES=any,free>=4Gi", "GPUSHARE_MEMORY=1Gi")
     assert grant(where, *env, taken=held(share(gpu(0), 12)))
@@ -114,7 +114,7 @@ def test_free_is_not_what_is_asked() -> None:
         grant(host(gpu(0, 0)), *env)
 
 
-def test_mig_devices_and_whole_gpus_unless_told() -> None:
+def test_any_selects_mig_or_whole_gpu_by_condition() -> None:
     parts = tuple(
         gpu(1)._replace(uuid=f"MIG-{at}", parent=gpu(1).uuid, mig_index=at, memory_bytes=5 * GI) for at in range(2)
     )
@@ -123,7 +123,7 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
     def got(more: str) -> list[str]:
         return [one.device.uuid for one in grant(where, f"GPUSHARE_DEVICES=any{more}", "GPUSHARE_MEMORY=4Gi")]
 
-    assert got("") == ["MIG-0"]  # the one that is then the fullest; the divided GPU itself is none
+    assert got("") == ["MIG-0"]  # it becomes the fullest; the divided GPU itself is no candidate
     assert got(",mig=no") == [gpu(0).uuid] == got(":1, mig=NO")
     assert got(":2,mig=yes") == ["MIG-0", "MIG-1"]
     with pytest.raises(DeviceError, match=r"^2 devices of 3 fit GPUSHARE_DEVICES=.* and .*: GPU 0: a whole GPU; "):
@@ -157,7 +157,7 @@ def test_mig_devices_and_whole_gpus_unless_told() -> None:
         ("any,model=A100,model=H100", "model is given twice", r"keep one; several models are model=A100\|H100"),
     ],
 )
-def test_malformed_is_quoted_with_a_hint(value: str, reason: str, hint: str) -> None:
+def test_malformed_any_is_quoted_with_hint(value: str, reason: str, hint: str) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
         grant(host(gpu(0)), f"GPUSHARE_DEVICES={value}", "GPUSHARE_MEMORY=1Gi")
     assert caught.value.message.startswith('GPUSHARE_DEVICES="any') or '="0,any' in caught.value.message
@@ -165,7 +165,7 @@ def test_malformed_is_quoted_with_a_hint(value: str, reason: str, hint: str) -> 
 
 
 @given(st.text(alphabet="any:,model=AfreGi>0129%* |\u0661\x00", max_size=40))
-def test_no_text_behind_any_is_more_than_an_error(text: str) -> None:
+def test_arbitrary_text_after_any_is_parsed_or_refused(text: str) -> None:
     try:
         found = parse_devices("N", "any" + text, node().inventory, any_allowed=True)
     except (RequestError, DeviceError) as error:
@@ -174,15 +174,15 @@ def test_no_text_behind_any_is_more_than_an_error(text: str) -> None:
         assert found is None or (found.kind == "any" and 1 <= found.count <= 16)
 
 
-def test_annotations_and_nvidia_s_variable() -> None:
+def test_conditions_work_in_annotations_but_not_nvidia_variable() -> None:
     asked = request.resolve(bundle(annotations={"gpushare.io/devices": "any:2,mig=no"}), node())
     assert asked is not None and asked.selection.count == 2 and asked.selection.conditions[0].text == "mig=no"
-    with pytest.raises(RequestError, match='^NVIDIA_VISIBLE_DEVICES="any,mig=no"'):  # it is not ours
+    with pytest.raises(RequestError, match='^NVIDIA_VISIBLE_DEVICES="any,mig=no"'):  # not a variable of gpushare
         request.resolve(bundle("NVIDIA_VISIBLE_DEVICES=any,mig=no"), node())
 
 
-def test_a_replica_is_its_device() -> None:
-    """NVIDIA's device plugin writes GPU-<uuid>::<n> where it shares by time-slicing."""
+def test_replica_suffix_selects_its_device() -> None:
+    """NVIDIA's device plugin writes GPU-<uuid>::<n> when it shares by time-slicing."""
     for value in (f"{UUIDS[1]}::3", f"{UUIDS[1]}::3,{UUIDS[1]}::0", f"1::12,{UUIDS[1]}"):
         (one,) = grant(node(), f"NVIDIA_VISIBLE_DEVICES={value}")
         assert one.device.uuid == UUIDS[1]
@@ -204,7 +204,7 @@ def test_binpack_fills_and_spread_levels() -> None:
     assert order == {"binpack": [0, 0, 0, 0, 1, 1], "spread": [0, 1, 2, 0, 1, 2]}
 
 
-def test_binpack_takes_the_tightest_and_spread_the_roomiest() -> None:
+def test_binpack_selects_tightest_and_spread_roomiest() -> None:
     where = host(gpu(0, 80), gpu(1, 16), gpu(2, 24))
     spread = where._replace(config=where.config._replace(placement="spread"))
     assert indices(grant(where, "GPUSHARE_MEMORY=10Gi")) == [1]
@@ -214,24 +214,24 @@ def test_binpack_takes_the_tightest_and_spread_the_roomiest() -> None:
     assert indices(grant(spread, "GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=10Gi")) == [0, 2]
 
 
-def test_compute_counts_as_memory_does() -> None:
+def test_placement_counts_compute_like_memory() -> None:
     where = host(gpu(0), gpu(1))
     spread = where._replace(config=where.config._replace(placement="spread"))
     taken = held(share(gpu(0), 1, 80), share(gpu(1), 8))
     env = ("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=10%")
     assert indices(grant(where, *env, taken=taken)) == [0]
     assert indices(grant(spread, *env, taken=taken)) == [1]
-    assert indices(grant(where, env[0], "GPUSHARE_COMPUTE=30%", taken=taken)) == [1]  # no room on the fuller one
+    assert indices(grant(where, env[0], "GPUSHARE_COMPUTE=30%", taken=taken)) == [1]  # the fuller device has no room
 
 
-def test_containers_that_are_limited_in_nothing_are_spread_too() -> None:
+def test_containers_without_limits_are_spread() -> None:
     where = host(gpu(0), gpu(1), placement="spread")
     where = where._replace(config=where.config._replace(policy=where.config.policy._replace(unlimited="shared")))
     taken = placement.ledger_of([lease(share(gpu(0), None))], where.config.policy)
     assert indices(grant(where, "GPUSHARE_DEVICES=any", taken=taken)) == [1]
 
 
-def test_a_percentage_is_of_the_device_that_is_chosen() -> None:
+def test_percentage_applies_to_selected_device() -> None:
     where = host(gpu(0, 80), gpu(1, 16))
     env = ("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=25%")
     assert [one.memory_limit_bytes for one in grant(where, *env)] == [20 * GI, 4 * GI]
@@ -239,7 +239,7 @@ def test_a_percentage_is_of_the_device_that_is_chosen() -> None:
     assert (one.device.index, one.memory_limit_bytes) == (1, 4 * GI)
 
 
-def test_slots_with_different_amounts_get_devices_in_pci_order() -> None:
+def test_slot_amounts_apply_in_pci_order() -> None:
     where = host(gpu(0, 8), gpu(1, 16), gpu(2, 8), gpu(3, 40))
     env = ("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=0=16Gi,1=8Gi")
     assert indices(grant(where, *env)) == [1, 2]
@@ -249,8 +249,8 @@ def test_slots_with_different_amounts_get_devices_in_pci_order() -> None:
 
 
 @given(st.data())
-def test_the_choice_is_the_best_there_is_and_the_same_whatever_the_order_of_leases(data: st.DataObject) -> None:
-    """Against all ways to choose, for few devices; equals by the first."""
+def test_choice_is_optimal_and_independent_of_lease_order(data: st.DataObject) -> None:
+    """Compared with every possible choice on few devices; the first of equals wins."""
     sizes = data.draw(st.lists(st.sampled_from([8, 16, 24]), min_size=1, max_size=4))
     devices = tuple(gpu(at, size) for at, size in enumerate(sizes))
     slots = data.draw(st.integers(1, len(devices)))
@@ -310,7 +310,7 @@ def equal(*rules: SharingRule, **config: Any) -> Node:
         (SharingRule(1), 24, 100),
     ],
 )
-def test_an_equal_share_is_its_part(rule: SharingRule, size_gib: int, percent: int) -> None:
+def test_equal_share_is_fraction_of_device(rule: SharingRule, size_gib: int, percent: int) -> None:
     for env in ("NVIDIA_VISIBLE_DEVICES=0", "GPUSHARE_DEVICES=0", f"NVIDIA_VISIBLE_DEVICES={gpu(0).uuid}::1"):
         (one,) = grant(equal(rule), env)
         assert (one.memory_limit_bytes, one.compute_percent, one.soft) == (size_gib * GI, percent, False)
@@ -320,7 +320,7 @@ def test_an_equal_share_is_its_part(rule: SharingRule, size_gib: int, percent: i
 
 @pytest.mark.parametrize("split", [1, 2, 3, 7, 10, 33, 100])
 @pytest.mark.parametrize("cores", [1.0, 1.5])
-def test_exactly_as_many_as_there_are_shares_fit(split: int, cores: float) -> None:
+def test_device_fits_exactly_split_count_shares(split: int, cores: float) -> None:
     where = equal(SharingRule(split, 1.0, cores))
     taken: list[Share] = []
     for _ in range(split):
@@ -333,7 +333,7 @@ def test_exactly_as_many_as_there_are_shares_fit(split: int, cores: float) -> No
     assert indices(grant(where, "GPUSHARE_DEVICES=any", taken=held(*taken))) == [1]
 
 
-def test_half_of_the_memory_is_shared_out_and_no_more_containers_than_shares() -> None:
+def test_undersubscribed_device_fits_no_more_than_split_count() -> None:
     where = equal(SharingRule(2, 0.5))
     taken = held(share(gpu(0, 24), 1), share(gpu(0, 24), 1, page=1))
     with pytest.raises(CapacityError) as caught:
@@ -343,7 +343,7 @@ def test_half_of_the_memory_is_shared_out_and_no_more_containers_than_shares() -
     )
 
 
-def test_who_says_how_much_gets_that() -> None:
+def test_explicit_amount_overrides_equal_share() -> None:
     where = equal(SharingRule(4))
     cases = {
         ("GPUSHARE_MEMORY=2Gi",): (2, None),
@@ -358,7 +358,7 @@ def test_who_says_how_much_gets_that() -> None:
         assert one.soft == ("GPUSHARE_COMPUTE_MODE=soft" in env)
 
 
-def test_rules_for_some_devices_come_first() -> None:
+def test_device_rules_precede_default_rule() -> None:
     where = equal(SharingRule(8, model="l40*"), SharingRule(0, devices=("0",)), SharingRule(2))
     first, second = grant(where, "NVIDIA_VISIBLE_DEVICES=all")
     assert (first.memory_limit_bytes, second.memory_limit_bytes) == (None, 2 * GI)
@@ -367,7 +367,7 @@ def test_rules_for_some_devices_come_first() -> None:
     assert (first.memory_limit_bytes, second.memory_limit_bytes) == (12 * GI, 8 * GI)
 
 
-def test_an_equal_share_is_a_limit_to_policy() -> None:
+def test_equal_share_satisfies_required_limit() -> None:
     where = equal(SharingRule(4))
     for policy in ({"require_limits": True}, {"unlimited": "deny"}, {"max_memory": "12Gi"}):
         here = where._replace(config=where.config._replace(policy=where.config.policy._replace(**policy)))
@@ -377,14 +377,14 @@ def test_an_equal_share_is_a_limit_to_policy() -> None:
     assert (one.memory_limit_bytes, one.clamped) == (5 * GI, "an equal share (1 of 4) of memory")
 
 
-def test_an_equal_share_of_what_is_not_known_is_refused() -> None:
+def test_equal_share_of_unknown_size_is_refused() -> None:
     with pytest.raises(
         DeviceError, match="an equal share of device 0: its memory size is not known; run `gpushare ref"
     ):
         grant(host(gpu(0, 0), sharing=(SharingRule(2),)), "NVIDIA_VISIBLE_DEVICES=0")
 
 
-def test_explanation_of_an_equal_share_that_was_named() -> None:
+def test_explain_describes_equal_share_of_named_device() -> None:
     where = equal(SharingRule(4))
     asked = request.resolve(bundle("NVIDIA_VISIBLE_DEVICES=0"), where)
     assert asked is not None
@@ -393,5 +393,5 @@ def test_explanation_of_an_equal_share_that_was_named() -> None:
     assert (reason.device, reason.chosen, reason.text) == ("GPU 0", True, "named, an equal share (1 of 4)")
 
 
-def test_plain_any_is_what_it_was() -> None:
+def test_any_without_conditions_has_only_count() -> None:
     assert parse_devices("N", "any:3", node().inventory, any_allowed=True) == Selection("any", count=3)

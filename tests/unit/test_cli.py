@@ -1,4 +1,4 @@
-"""The command line over a state directory with known content; the device is a value, everything else is real."""
+"""The command line over a state directory with known content. The device is a value; everything else is real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit import pure
 from tests.unit.clihost import GIB
 
 
-def test_prune_without_a_state_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prune_without_state_directory_removes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--state", str(tmp_path / "none"), "prune"]) == 0
     assert capfd.readouterr().out == "nothing to remove\n"
     assert not (tmp_path / "none").exists()
@@ -31,7 +31,7 @@ def test_wrong_usage_exits_with_two(cli: Callable[..., Any], args: list[str]) ->
     assert (code, text) == (2, "") and error.startswith("gpushare: ") and error.count("\n") == 1
 
 
-def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_reports_errors(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("version: 1\nmemory_overcommit: 1.5\n")
     bad.write_text("version: 1\nmemory_overcomit: 1.5\n")
@@ -43,12 +43,12 @@ def test_config_check(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pyte
         code, text, error = cli("config", command, str(bad))
         assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
         assert cli("config", command, "/none.yaml")[0] == 78
-        assert cli("config", command)[0] == 78  # nor is the one of --config
+        assert cli("config", command)[0] == 78  # the file of --config is missing too
     monkeypatch.setattr(constants, "CONFIG_PATH", "/none.yaml")
     assert "defaults hold" in cli("config", "check")[1]
 
 
-def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> None:
+def test_config_show_lists_values_and_origins(tmp_path: Path, cli: Callable[..., Any], state: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("version: 1\nmemory_overcommit: 1.5\nplacement:\n  strategy: binpack\n")
     lines = [line.split() for line in cli("config", "show", str(file))[1].splitlines()]
@@ -56,20 +56,20 @@ def test_config_show(tmp_path: Path, cli: Callable[..., Any], state: Path) -> No
     assert ["memory_overcommit", "1.5", "1.0"] in lines and [
         "placement.strategy",
         '"binpack"',
-    ] in lines  # as by default
+    ] in lines  # equals the default
     assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
     value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
     assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])
     assert value["config"]["memory_overcommit"] == 1.5 and value["config"]["driver"] == {"root": "/"}
 
 
-def test_version(cli: Callable[..., Any]) -> None:
+def test_version_prints_program_and_abi(cli: Callable[..., Any]) -> None:
     assert re.fullmatch(r"gpushare \S.*, ABI 1\n", cli("version")[1])
     assert cli("--version")[1].strip() == cli("version")[1].partition(",")[0]
     assert json.loads(cli("version", "--format", "json")[1])["abi"] == shm_abi.ABI_VERSION
 
 
-def test_help_is_whole_at_80_columns(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for group in ((), ("config",)):
         code, text, _ = cli(*group, "--help")
@@ -77,8 +77,8 @@ def test_help_is_whole_at_80_columns(cli: Callable[..., Any], monkeypatch: pytes
         assert code == 0 and commands and all(line.endswith(".") and "..." not in line for line in commands), text
 
 
-def test_help_ends_with_where_to_begin(cli: Callable[..., Any]) -> None:
-    """Command lines that exist, each on a line of its own, and no description behind them."""
+def test_help_ends_with_first_steps(cli: Callable[..., Any]) -> None:
+    """Existing command lines, one a line, without descriptions."""
     lines = [line.split() for line in cli("--help")[1].partition("To begin:\n")[2].splitlines()]
     assert [line[0] for line in lines] == ["gpushare", "gpushare", "docker"]
     for line in lines[:2]:
@@ -86,7 +86,7 @@ def test_help_ends_with_where_to_begin(cli: Callable[..., Any]) -> None:
         assert code == 0 and text.startswith(f"Usage: {' '.join(line[:3])} ")
 
 
-def test_refresh_that_cannot_write_says_so(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_that_cannot_write_fails(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "compile_node", lambda config, directory: pure.node())
     assert cli("refresh")[0] == 0
     monkeypatch.setattr(node, "read_node", lambda config, directory: None)
@@ -98,7 +98,7 @@ def test_refresh_that_cannot_write_says_so(cli: Callable[..., Any], monkeypatch:
 def refreshed(
     cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Node], tuple[str, dict[str, Any]]]:
-    """refreshed(node): what `refresh` says when this is the host now, as text and as JSON."""
+    """refreshed(node): the output of `refresh` when `node` is the host now, as text and as JSON."""
 
     def refresh(now: Node) -> tuple[str, dict[str, Any]]:
         monkeypatch.setattr(node, "compile_node", lambda config, directory: now)
@@ -110,10 +110,10 @@ def refreshed(
     return refresh
 
 
-def test_refresh_tells_what_has_changed(refreshed: Callable[..., Any]) -> None:
+def test_refresh_lists_changes(refreshed: Callable[..., Any]) -> None:
     before = pure.node(devices=2)
     text, value = refreshed(before)
-    assert value["changes"] is None and "changed" not in text  # nothing was known before
+    assert value["changes"] is None and "changed" not in text  # no earlier node is recorded
     text, value = refreshed(before)
     assert value["changes"] == [] and text.endswith("\nnothing has changed\n")
     inventory = before.inventory._replace(
@@ -146,12 +146,12 @@ def test_refresh_names_containers_of_another_driver(refreshed: Callable[..., Any
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 2}', '{"schema": 2, "config": 1, "inventory": {}}'])
-def test_refresh_over_a_damaged_file(refreshed: Callable[..., Any], state: Path, content: str) -> None:
+def test_refresh_replaces_damaged_file(refreshed: Callable[..., Any], state: Path, content: str) -> None:
     (state / node.FILE).write_text(content)
     assert refreshed(pure.node())[1]["changes"] is None
 
 
-def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: str) -> Any:
         raise ZeroDivisionError("x")
 
@@ -160,7 +160,7 @@ def test_bug_of_ours_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.Mo
     assert (code, text) == (1, "") and error.count("\n") == 1 and "ZeroDivisionError" in error
 
 
-def test_names_cannot_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_table_escapes_control_characters(capfd: pytest.CaptureFixture[str]) -> None:
     output.write_table((output.Column("name"),), [("\x1b[31mred\n",)])
     assert capfd.readouterr().out == "NAME\n\\x1b[31mred\\x0a\n"
 
@@ -168,7 +168,7 @@ def test_names_cannot_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("seconds", "text"), [(-5, "0s"), (59, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (90000, "1d")]
 )
-def test_age(seconds: float, text: str) -> None:
+def test_age_is_rounded_to_largest_unit(seconds: float, text: str) -> None:
     assert output.age(seconds) == text
 
 
@@ -194,7 +194,7 @@ def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None
         (("limit", "show", "c3"), 64, 'no container "c3"'),
     ],
 )
-def test_refusals_name_the_flags(
+def test_refusal_names_flags(
     cli: Callable[..., Any], start: Callable[..., Path], words: tuple[str, ...], code: int, said: str
 ) -> None:
     start("c1", pure.share(0, 0, GIB)._replace(compute_percent=10))

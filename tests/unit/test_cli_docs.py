@@ -1,4 +1,4 @@
-"""What docs/cli.md and the manual pages say is what the commands do."""
+"""docs/cli.md and the manual pages match the commands."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
 
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]
-# What prints no table: it becomes a program, prints a script, speaks Prometheus' language or kubelet's
+# Commands without a table: exec of another program, a script, the Prometheus format, kubelet's protocol
 WITHOUT_FORMAT = {"run", "completion", "export", "k8s-plugin"}
 
 
-def test_page_is_generated() -> None:
+def test_page_is_up_to_date() -> None:
     assert (TREE / "docs" / "cli.md").read_text() == cli_docs.text(), "run `make docs`"
 
 
-def test_all_commands_are_walked() -> None:
+def test_walk_finds_all_commands() -> None:
     assert {command.words[0] for command in EVERYTHING if command.words} == set(COMMANDS)
     assert {"runtime configure", "config show"} <= {command.name for command in LEAVES}
 
@@ -53,7 +53,7 @@ def test_every_command_has_the_common_options(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", EVERYTHING, ids=lambda command: command.name or "gpushare")
-def test_every_help_is_whole(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_every_help_fits_80_columns(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli_main([*command.words, "--help"]) == 0
     text, error = capfd.readouterr()
@@ -71,7 +71,7 @@ def test_examples_are_command_lines_that_parse() -> None:
 
 
 def parse(command: click.Command, words: list[str], parent: click.Context | None) -> None:
-    """Raises UsageError; no command is carried out."""
+    """Parse the words without running the command; raises UsageError."""
     context = command.make_context("x", list(words), parent)
     if isinstance(command, click.Group):
         name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
@@ -80,7 +80,7 @@ def parse(command: click.Command, words: list[str], parent: click.Context | None
 
 
 def keys(value: Any, documented: set[str], prefix: str = "") -> Iterator[str]:
-    """Keys of all objects; below those that are documented with keys of their own also theirs."""
+    """Keys of all objects; also keys of nested objects that are documented with their keys."""
     for one in value if isinstance(value, list) else [value]:
         for key, item in one.items() if isinstance(one, dict) else ():
             yield prefix + key
@@ -92,7 +92,7 @@ def keys(value: Any, documented: set[str], prefix: str = "") -> Iterator[str]:
 def world(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """A host on which every command has something to say: world(words) -> its JSON."""
+    """A host on which every command has output: world(words) -> its JSON."""
     charge(start("c1", pure.share(0, 0, GIB)), 0, 1, GIB)
     (state / "containers" / "half").mkdir()
     log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
@@ -135,8 +135,8 @@ def world(
 
 
 @pytest.mark.parametrize("name", JSON)
-def test_keys_of_json_are_those_that_are_documented(world: Callable[..., Any], name: str) -> None:
-    """Both ways: none is missing in the page, none in the answer."""
+def test_json_keys_match_documentation(world: Callable[..., Any], name: str) -> None:
+    """In both directions: every documented key is printed, and every printed key is documented."""
     documented = set(JSON[name][1])
     found = set(keys(world(name), documented))
     bases = {
@@ -145,9 +145,9 @@ def test_keys_of_json_are_those_that_are_documented(world: Callable[..., Any], n
         "limit set": [("", "limit show")],
     }
     inherited = {f"{prefix}{key}" for prefix, base in bases.get(name, []) for key in JSON[base][1]}
-    if name == "explain":  # nothing is asked here, so there is no plan to look into
+    if name == "explain":  # nothing is requested here, so there is no plan
         documented -= {key for key in documented if key.startswith("plan.")}
-    if name == "config check":  # this file is valid; tests/golden/cli/config.txt has one that is not
+    if name == "config check":  # this file is valid; tests/golden/cli/config.txt has an invalid one
         documented.remove("errors")
     if name == "limit set":
         inherited.remove("state")
@@ -156,7 +156,7 @@ def test_keys_of_json_are_those_that_are_documented(world: Callable[..., Any], n
     assert found - inherited == documented, sorted(found ^ documented)
 
 
-def test_exit_codes_are_all_there() -> None:
+def test_every_exit_code_is_documented() -> None:
     codes = {value.exit_code for value in vars(errors).values() if isinstance(value, type)}
     assert codes | {0, 2, 126, 127, 128} == {code for code, _, _ in EXIT_CODES}
 
@@ -169,23 +169,23 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return man_pages.write(tmp_path_factory.mktemp("man"))
 
 
-def test_there_is_a_page_for_each_command(pages: list[Path]) -> None:
+def test_every_command_has_manual_page(pages: list[Path]) -> None:
     assert {page.stem for page in pages} == {"-".join(("gpushare", *command.words)) for command in EVERYTHING}
 
 
-def test_groff_has_nothing_to_say(pages: list[Path]) -> None:
+def test_groff_prints_no_warnings(pages: list[Path]) -> None:
     for page in pages:
         done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", "-z", page], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), page.name
 
 
-def test_pages_have_a_name_that_apropos_finds(pages: list[Path]) -> None:
+def test_manual_page_names_are_found_by_apropos(pages: list[Path]) -> None:
     for page in pages:
         done = subprocess.run(["lexgrog", page], capture_output=True, text=True)
         assert done.returncode == 0 and f'"{page.stem} - ' in done.stdout, done
 
 
-def test_pages_as_man_shows_them(pages: list[Path]) -> None:
+def test_man_renders_sections(pages: list[Path]) -> None:
     def shown(name: str) -> str:
         (page,) = (page for page in pages if page.stem == name)
         environment = {"PATH": "/usr/bin:/bin", "MANWIDTH": "100", "LC_ALL": "C.UTF-8"}
@@ -201,7 +201,7 @@ def test_pages_as_man_shows_them(pages: list[Path]) -> None:
         assert f"       {command.name}" in text and f"gpushare-{'-'.join(command.words)}(1)" in text
 
 
-def test_pages_of_commands_that_are_gone_go(tmp_path: Path) -> None:
+def test_pages_of_removed_commands_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "man1").mkdir()
     for name in ("gpushare-old.1", "other.1"):
         (tmp_path / "man1" / name).write_text("")
@@ -210,6 +210,6 @@ def test_pages_of_commands_that_are_gone_go(tmp_path: Path) -> None:
     assert "gpushare-old.1" not in names and {"other.1", "gpushare-list.1"} <= names
 
 
-def test_text_cannot_become_a_request() -> None:
+def test_text_is_escaped_for_groff() -> None:
     assert man_pages.escaped(".TH x") == "\\&.TH x"
     assert man_pages.escaped("'so /etc/passwd").startswith("\\(aq") and man_pages.escaped("a\\b") == "a\\eb"

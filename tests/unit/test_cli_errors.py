@@ -1,4 +1,4 @@
-"""Whatever is wrong around a command is said in one line: no traceback, and no "internal error": that is for bugs."""
+"""Every fault in a command's environment is one line, never a traceback or "internal error", which means a bug."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.host import BIN
 from tests.unit import pure
 from tests.unit.clihost import GIB
 
-# Each looks at the state directory, and none needs a driver that is there
+# Each reads the state directory and works without a driver
 COMMANDS = [
     ["list"],
     ["top", "--once"],
@@ -43,14 +43,14 @@ COMMANDS = [
 IDS = [" ".join(command) for command in COMMANDS]
 
 
-def said_well(command: list[str], code: int, text: str, error: str) -> None:
-    """What every end of a command has in common."""
+def check_output(command: list[str], code: int, text: str, error: str) -> None:
+    """Check the output that every failure and success has in common."""
     everything = text + error
     assert "Traceback" not in everything and "internal error" not in everything, everything
     assert 0 <= code < 128, code
     lines = error.splitlines()
     assert all(line.startswith("gpushare: ") for line in lines), error
-    if code and command[0] not in ("doctor",):  # whose rows say it
+    if code and command[0] not in ("doctor",):  # a table row has the error
         assert len(lines) == 1 and text == "", (code, everything)
 
 
@@ -59,7 +59,7 @@ def said_well(command: list[str], code: int, text: str, error: str) -> None:
 @pytest.mark.parametrize(
     "fault", ["missing", "file", "broken folders", "loop", "config is a directory", "config is binary"]
 )
-def test_places_that_are_not_what_they_should_be(
+def test_wrong_kind_of_path_is_one_line(
     command: list[str], format_: str, fault: str, tmp_path: Path, capfd: Any
 ) -> None:
     state, config = tmp_path / "a-state", tmp_path / "config.yaml"
@@ -79,7 +79,7 @@ def test_places_that_are_not_what_they_should_be(
         config.write_bytes(b"\xff\xfe\x00\x01" * 10)
     code = main(["--config", str(config), "--state", str(state), *command, "--format", format_])
     text, error = capfd.readouterr()
-    said_well(command, code, text, error)
+    check_output(command, code, text, error)
     subprocess.run(["umount", "--recursive", "--lazy", state], capture_output=True)
 
 
@@ -101,7 +101,7 @@ LOOKING = [command for command in COMMANDS if command[0] in ("list", "top", "ins
 
 
 @pytest.mark.parametrize("content", LEASES)
-def test_lease_that_cannot_be_read_is_shown_as_damaged(
+def test_unreadable_lease_is_shown_as_damaged(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, content: str
 ) -> None:
     start("good", pure.share(0, 0, GIB))
@@ -111,7 +111,7 @@ def test_lease_that_cannot_be_read_is_shown_as_damaged(
     LEASES[content](path)
     for command in LOOKING:
         if command != ["prune"]:
-            said_well(command, *cli(*command))
+            check_output(command, *cli(*command))
     states = {one["id"]: one["state"] for one in json.loads(cli("list", "--format", "json")[1])}
     assert states == {"good": "running", "c1": "damaged"}
 
@@ -120,7 +120,7 @@ def test_lease_that_cannot_be_read_is_shown_as_damaged(
     "field", ["state", "shares", "created", "init_pid", "boot_id", "driver_version", "bundle", "id"]
 )
 @pytest.mark.parametrize("value", [None, "x\x1b[31m", -1, [], {}, 1e308, 10**25, float("inf")], ids=repr)
-def test_lease_with_a_field_that_makes_no_sense(
+def test_lease_with_invalid_field_is_no_crash(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: Any
 ) -> None:
     start("c1", pure.share(0, 0, GIB))
@@ -128,7 +128,7 @@ def test_lease_with_a_field_that_makes_no_sense(
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     for command in (["list"], ["top", "--once"], ["inspect", "c1"], ["devices"], ["prune", "--dry-run"]):
         code, text, error = cli(*command)
-        said_well(command, code, text, error)
+        check_output(command, code, text, error)
         assert "\x1b" not in text + error
 
 
@@ -142,10 +142,10 @@ def test_lease_with_a_field_that_makes_no_sense(
         ("compute_percent", -30),
     ],
 )
-def test_numbers_that_cannot_be_are_nobodys_room(
+def test_lease_with_impossible_amount_frees_no_memory(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path, field: str, value: int
 ) -> None:
-    """A lease with less than nothing would let others have more than there is."""
+    """A lease with a negative amount would let other containers get more than the device has."""
     start("c1", pure.share(0, 0, GIB))
     path = state / "containers" / "c1" / "lease.json"
     lease = json.loads(path.read_text())
@@ -163,7 +163,7 @@ def run(command: list[str], state: Path, **options: Any) -> subprocess.Completed
 @pytest.mark.parametrize(
     "command", [["list"], ["top", "--once"], ["config", "show"], ["doctor"], ["--help"]], ids=" ".join
 )
-def test_output_that_cannot_be_written(tmp_path: Path, command: list[str]) -> None:
+def test_full_standard_output_is_one_line(tmp_path: Path, command: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = run(command, tmp_path, stdout=full)
     assert (done.returncode, done.stderr) == (1, "gpushare: standard output: No space left on device\n")
@@ -172,7 +172,7 @@ def test_output_that_cannot_be_written(tmp_path: Path, command: list[str]) -> No
 @pytest.mark.parametrize(
     "command", [["list"], ["top", "--once"], ["config", "show"], ["doctor"], ["--help"]], ids=" ".join
 )
-def test_reader_that_has_gone(tmp_path: Path, command: list[str]) -> None:
+def test_closed_pipe_ends_quietly(tmp_path: Path, command: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = run(command, tmp_path, stdout=writer)
@@ -182,7 +182,7 @@ def test_reader_that_has_gone(tmp_path: Path, command: list[str]) -> None:
 
 @pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
 @pytest.mark.parametrize("command", ["list", "config show", "top --once", "nothing", "--help"])
-def test_standard_files_that_are_closed(tmp_path: Path, closed: str, command: str) -> None:
+def test_closed_standard_files_are_no_crash(tmp_path: Path, closed: str, command: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f'"$0" --state "$1" {command} {closed}', BIN / "gpushare", tmp_path / "none"],
         capture_output=True,
@@ -194,7 +194,7 @@ def test_standard_files_that_are_closed(tmp_path: Path, closed: str, command: st
     assert (done.stderr == "") == (command != "nothing" or "2>&-" in closed)
 
 
-def test_words_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_characters_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
     output.write_line(f"é → {output.bar(3, 4)}")
@@ -203,7 +203,7 @@ def test_words_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def points(command: list[str], state: Path, tmp_path: Path) -> list[str]:
-    """The calls by which the program opens files."""
+    """The system calls with which the program opens files."""
     log = tmp_path / "strace"
     words = [
         "strace",
@@ -221,9 +221,9 @@ def points(command: list[str], state: Path, tmp_path: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if "openat(" in line]
 
 
-def test_ctrl_c_at_any_point(tmp_path: Path) -> None:
-    """SIGINT at every seventh file that is opened, from the interpreter's own to the last. While the interpreter opens
-    the program itself, its own handler is in place and nothing of ours has run yet."""
+def test_ctrl_c_at_any_point_ends_without_traceback(tmp_path: Path) -> None:
+    """SIGINT at every seventh file that is opened, from the interpreter's first to the last. While the interpreter
+    opens the program file, only Python's own handler is set."""
     state = tmp_path / "none"
     opened = points(["list"], state, tmp_path)
     assert len(opened) > 50
@@ -240,7 +240,7 @@ def test_ctrl_c_at_any_point(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    """As with nohup, or in the background of a script."""
+    """As under nohup, or in the background of a script."""
     inject = "inject=openat:signal=INT:when=60"
     words = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject, str(BIN / "gpushare"), "list"]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -252,8 +252,8 @@ def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=IDS)
-def test_user_without_rights(command: list[str], state: Path, tmp_path: Path) -> None:
-    """Over root's state directory. `env -i`: no session of his own either."""
+def test_unprivileged_user_gets_one_line(command: list[str], state: Path, tmp_path: Path) -> None:
+    """Over root's state directory. `env -i` removes the user's session variables too."""
     words = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", str(BIN / "gpushare")]
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path("/tmp") and str(folder).startswith("/tmp/"):
@@ -265,12 +265,12 @@ def test_user_without_rights(command: list[str], state: Path, tmp_path: Path) ->
             text=True,
             env={"PATH": os.environ["PATH"]},
         )
-        said_well(command, done.returncode, done.stdout, done.stderr)
+        check_output(command, done.returncode, done.stdout, done.stderr)
         if state_dir == state and command[0] in ("list", "top", "inspect"):
             assert done.returncode and "run as root" in done.stderr
 
 
-# Options whose empty value is refused by whoever reads the value, as that of the variable of the same meaning would be
+# Options whose empty value the parser refuses, as it refuses the empty value of the matching variable
 READERS = {"run", "mps start --uid", "mps start --device", "mps stop --device", "mps status --device"} | {
     "export --listen",
     "k8s-plugin --memory-unit",
@@ -279,7 +279,7 @@ READERS = {"run", "mps start --uid", "mps start --device", "mps stop --device", 
 
 
 def text_options(command: click.Command, name: str) -> Iterator[tuple[str, click.Command, str]]:
-    """(name of the command, itself, option) of each that takes any text."""
+    """(name of the command, the command, option) for each option that takes any text."""
     for option in command.params:
         plain = isinstance(option.type, (click.types.StringParamType, click.Path))
         if isinstance(option, click.Option) and plain and not option.is_flag:
@@ -292,8 +292,8 @@ def text_options(command: click.Command, name: str) -> Iterator[tuple[str, click
             yield from text_options(below, f"{name} {word}".strip())
 
 
-def test_an_empty_value_is_refused_wherever_it_can_be_typed() -> None:
-    """`--memory "$LIMIT"` of a script where nobody has set LIMIT: it means neither all, nor this directory."""
+def test_empty_option_value_is_refused() -> None:
+    """`--memory "$LIMIT"` in a script with LIMIT unset must mean neither all memory nor the current directory."""
     seen = set()
     for name, command, option in text_options(group, ""):
         if not {name, f"{name} {option}"} & READERS or option == "--name":
@@ -318,14 +318,14 @@ def test_an_empty_value_is_refused_wherever_it_can_be_typed() -> None:
     ],
     ids=lambda text: text[:30],
 )
-def test_values_that_are_none(cli: Callable[..., Any], words: str, message: str) -> None:
+def test_invalid_value_is_refused(cli: Callable[..., Any], words: str, message: str) -> None:
     code, text, error = cli(*words.split())
-    said_well(words.split(), code, text, error)
+    check_output(words.split(), code, text, error)
     assert code and message in error
 
 
 @pytest.mark.parametrize("words", [["--config", "c.yaml", "list"], ["config", "check", "f"], ["run", "true"]])
-def test_a_directory_that_is_gone(words: list[str], tmp_path: Path) -> None:
+def test_deleted_working_directory_is_one_line(words: list[str], tmp_path: Path) -> None:
     script = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
     done = subprocess.run(
         ["sh", "-c", script, "-", BIN / "gpushare", *words], capture_output=True, text=True, cwd=tmp_path
@@ -334,8 +334,8 @@ def test_a_directory_that_is_gone(words: list[str], tmp_path: Path) -> None:
     assert done.stderr.endswith("; cd to one that exists\n") and done.stderr.count("\n") == 1
 
 
-def test_a_file_in_the_place_of_a_socket_is_left_alone(cli: Callable[..., Any], tmp_path: Path) -> None:
-    """To connect to a file is refused by the kernel in the same words as to a socket of a server that was killed."""
+def test_file_in_place_of_socket_is_kept(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The kernel refuses a connection to a plain file with the same error as to the socket of a killed server."""
     file, link = tmp_path / "notes", tmp_path / "link"
     file.write_text("precious")
     link.symlink_to(file)

@@ -1,4 +1,4 @@
-"""What `gpushare list`, `inspect` and `devices` say of what runs, and of what does not any more."""
+"""Output of `gpushare list`, `inspect` and `devices` for running, dead and damaged containers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.clihost import GIB, LONG, MIB, charge, compute
 
 
 @pytest.mark.usefixtures("frozen")
-def test_list_and_inspect_show_compute(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_list_and_inspect_show_compute_limits(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     limited = pure.share(0, 0, GIB)._replace(compute_percent=30, page=3)
     soft = pure.share(1, 1, GIB)._replace(compute_percent=60, soft=True, priority=1)
     page = start("c1", limited, soft, created=time.time() - 130)
@@ -51,7 +51,7 @@ def test_list_and_inspect_show_compute(cli: Callable[..., Any], start: Callable[
 
 
 @pytest.mark.usefixtures("frozen")
-def test_compute_of_a_lying_page_is_bounded_and_of_a_damaged_one_unknown(
+def test_forged_compute_is_bounded_and_damaged_file_unknown(
     cli: Callable[..., Any], start: Callable[..., Path]
 ) -> None:
     page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 50)
@@ -84,7 +84,7 @@ def test_list_in_a_pipe_is_plain_and_aligned(cli: Callable[..., Any], start: Cal
     ]
 
 
-def test_list_says_why_a_lease_is_dead_or_damaged(
+def test_list_shows_reason_of_dead_or_damaged_lease(
     cli: Callable[..., Any], start: Callable[..., Path], state: Path
 ) -> None:
     start("gone", pure.share(0, 0, 1 * GIB))
@@ -97,7 +97,7 @@ def test_list_says_why_a_lease_is_dead_or_damaged(
     assert re.search("^torn .* damaged .*  lease.json is damaged: ", text, re.MULTILINE)
 
 
-def test_list_as_json_tells_mig_devices_apart(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_list_as_json_distinguishes_mig_devices(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     part = pure.device(1)._replace(uuid="MIG-cccccccc-2222-2222-2222-222222222222", parent=pure.UUIDS[1], mig_index=2)
     start("c1", pure.share(0, 1, 1 * GIB)._replace(device=part))
     (share,) = json.loads(cli("list", "--format", "json")[1])[0]["shares"]
@@ -136,7 +136,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
     ]
 
 
-def test_empty_list(cli: Callable[..., Any]) -> None:
+def test_empty_list_has_header_only(cli: Callable[..., Any]) -> None:
     assert cli("list") == (0, "CONTAINER  DEVICE  MEMORY USED  LIMIT  COMPUTE  PROCESSES  STATE  AGE\n", "")
     assert json.loads(cli("list", "--format", "json")[1]) == []
 
@@ -159,21 +159,19 @@ def test_terminal_gets_a_bar_and_a_pipe_does_not(
     wide, narrow, coloured = drawn(120, "list --no-color"), drawn(72, "list --no-color"), drawn(120, "list")
     assert drawn(120, "--no-color list") == drawn(120, "list", NO_COLOR="1") == wide
     assert "███████░░░  75%" in wide and "c1" in wide and "\x1b" not in wide
-    assert narrow == piped  # no room for the bar, which leaves first
+    assert narrow == piped  # no room for the bar, which is dropped first
     assert "\x1b[33m███████░░░  75%\x1b[0m" in coloured and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == wide
 
 
-def test_nothing_is_said_of_what_only_root_sees(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_rootless_list_points_to_root(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli("list") == (0, "no container has a share of a GPU\n", "")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     assert cli("list") == (0, "you have no share of a GPU; root sees those of others\n", "")
 
 
-def test_columns_leave_where_a_terminal_is_narrow(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Whole columns, those with the highest number first; what they say is below. A pipe has all."""
+def test_narrow_terminal_drops_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whole columns leave, the highest number first; their content moves below the table. A pipe gets all."""
     columns = (output.Column("a"), output.Column("b", leaves=1), output.BAR, output.Column("c", leaves=2))
     for tty, width, expected in (
         (True, 99, ["A", "B", "USED/LIMIT", "C"]),
@@ -193,7 +191,7 @@ def test_columns_leave_where_a_terminal_is_narrow(
         assert lines[2:] == (["", f"a {'x' * 12}: {left}"] if left else [])
 
 
-def test_long_lines_go_on_below_their_text_on_a_terminal(
+def test_long_lines_wrap_with_indent_on_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     long = f"  1 mount    /a-b-c <- /{'x' * 60} (file ro nosuid): the shim"
@@ -201,7 +199,7 @@ def test_long_lines_go_on_below_their_text_on_a_terminal(
     for tty, columns, expected in (
         (True, 40, ["  1 mount    /a-b-c <-", f"{' ' * 13}/{'x' * 60}", f"{' ' * 13}(file ro nosuid): the shim"]),
         (True, 200, [long]),
-        (True, 20, [long]),  # where nothing would be readable
+        (True, 20, [long]),  # too narrow to be readable
         (False, 40, [long]),
     ):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)  # noqa: B023  # used in this round only
@@ -210,8 +208,8 @@ def test_long_lines_go_on_below_their_text_on_a_terminal(
         assert capfd.readouterr().out.splitlines() == [*expected, "", "short"]
 
 
-def test_lying_page_is_not_believed(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
-    """No number above what the device has is shown as used."""
+def test_forged_usage_is_bounded_by_device(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    """A value above the device's memory is never shown."""
     charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)
     (one,) = json.loads(cli("list", "--format", "json")[1])
     assert one["shares"][0]["memory_used_bytes"] == 16 * GIB
@@ -240,12 +238,12 @@ def test_inspect_shows_processes_refusals_and_the_last_refusal(
     assert (value["last_refusal"], value["bundle"], value["driver"]) == ("no room; wait", "/bundle", "535.261.03")
 
 
-def test_inspect_takes_unique_prefixes(cli: Callable[..., Any], start: Callable[..., Path], state: Path) -> None:
+def test_inspect_accepts_unique_prefix(cli: Callable[..., Any], start: Callable[..., Path], state: Path) -> None:
     start("web-1", pure.share(0, 0, GIB))
     start("web-12", pure.share(0, 0, GIB))
     log.record(str(state), "refused-1", "gpushare: no room", CapacityError("no room"))
     assert json.loads(cli("inspect", "web-12", "--format", "json")[1])["id"] == "web-12"
-    assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # whole beats prefix
+    assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # an exact id precedes a prefix
     assert json.loads(cli("inspect", "ref", "--format", "json")[1])["state"] == "refused"
     assert cli("inspect", "web") == (64, "", 'gpushare: "web" begins 2 ids: web-1, web-12; give more of it\n')
     code, _, error = cli("inspect", "db")
@@ -253,7 +251,7 @@ def test_inspect_takes_unique_prefixes(cli: Callable[..., Any], start: Callable[
     assert cli("inspect", "")[0] == 64
 
 
-def test_devices_adds_up(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_devices_sums_allocations(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     start("c1", pure.share(0, 0, 4 * GIB))
     start("c2", pure.share(0, 0, 2 * GIB), pure.share(1, 1, None))
     first, second = json.loads(cli("devices", "--format", "json")[1])
@@ -273,7 +271,7 @@ def test_devices_adds_up(cli: Callable[..., Any], start: Callable[..., Path]) ->
     assert lines[1].split()[0] == "0" and "6 GiB" in lines[1] and "10 GiB" in lines[1]
 
 
-def test_devices_add_up_hard_compute_limits(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_devices_sums_only_hard_compute_limits(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     for name, percent, soft in (("c1", 30, False), ("c2", 50, False), ("c3", 90, True), ("c4", None, False)):
         start(name, pure.share(0, 0, GIB)._replace(compute_percent=percent, soft=soft))
     first, second = json.loads(cli("devices", "--format", "json")[1])
@@ -314,7 +312,7 @@ def test_dead_and_damaged_leases_are_shown_and_pruned(
     assert cli("prune")[1] == "nothing to remove\n"
 
 
-def test_limits_of_what_runs(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     page = start("c1", pure.share(0, 0, 8 * GIB), pure.share(1, 1, 2 * GIB)._replace(compute_percent=30))
     charge(page, 0, 1, 5 * GIB, GIB)
     assert cli("limit", "show", "c") == (
@@ -348,7 +346,7 @@ def test_limits_of_what_runs(cli: Callable[..., Any], start: Callable[..., Path]
     assert cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0")[1].splitlines()[-2] == "nothing changed"
 
 
-def test_a_pause_is_said_once(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+def test_second_pause_reports_no_change(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     start("c1", pure.share(0, 0, GIB))
     assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
     assert cli("pause", "c1") == (0, "c1 is paused already\n", "")

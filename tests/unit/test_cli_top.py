@@ -1,4 +1,4 @@
-"""gpushare top: numbers over a known state directory, what is drawn at each size, keys and signals on a terminal."""
+"""gpushare top: its numbers, its layout at each size, and keys and signals on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit import pure
 from tests.unit.clihost import GIB, charge, compute
 
 SOURCE = str(Path(leases.__file__).resolve().parents[2])
-# The program over a state directory, with the host as a value: what makes a person's terminal is all real
+# The program over a state directory with a fixed host; the terminal is a real one
 PROGRAM = f"""
 import sys
 sys.path[:0] = [{SOURCE!r}, {os.getcwd()!r}]
@@ -68,7 +68,7 @@ def names_in(text: str) -> list[str]:
         ("name", ["big", "hungry", "old"]),
     ],
 )
-def test_once_is_plain_and_in_the_order_asked_for(
+def test_once_prints_plain_table_in_requested_order(
     cli: Callable[..., Any], three: Path, sort: str, order: list[str]
 ) -> None:
     code, text, error = cli("top", "--once", "--sort", sort)
@@ -79,10 +79,10 @@ def test_once_is_plain_and_in_the_order_asked_for(
         *("PROCESSES", "STATE", "AGE")
     ]
     (line,) = (line for line in text.splitlines() if line.startswith("hungry"))
-    assert "1 GiB  " in line and "% of 60%" in line and " 50%  " in line  # 50 s of the 100 s since its start
+    assert "1 GiB  " in line and "% of 60%" in line and " 50%  " in line  # 50 s of the 100 s since the start
 
 
-def test_json_is_an_object_in_a_line_with_what_list_and_devices_say(cli: Callable[..., Any], three: Path) -> None:
+def test_json_line_matches_list_and_devices(cli: Callable[..., Any], three: Path) -> None:
     code, text, error = cli("top", "--once", "--format", "json")
     assert (code, error, text.count("\n")) == (0, "", 1)
     value = json.loads(text)
@@ -97,14 +97,14 @@ def test_json_is_an_object_in_a_line_with_what_list_and_devices_say(cli: Callabl
     assert first["granted_bytes"] == 6 * GIB and abs(value["time"] - time.time()) < 60
 
 
-def test_throttled_is_since_the_look_before(
+def test_throttled_counts_since_previous_sample(
     start: Callable[..., Path], state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = start("c1", pure.share(0, 0, GIB)._replace(compute_percent=30), created=time.time() - 1000)
     now = 10**15
     monkeypatch.setattr(time, "monotonic_ns", lambda: now)
     sampler = sample.Sampler(Paths("/none.yaml", str(state)))
-    waited = [0, 100, 350, 350, 90]  # seconds held back, at looks 100 s apart; then the container lies
+    waited = [0, 100, 350, 350, 90]  # seconds of waiting, in samples 100 s apart; the last one is forged
     seen = []
     for seconds in waited:
         compute(page, 0, 30, waited_ns=seconds * 10**9)
@@ -122,7 +122,7 @@ def test_without_a_driver_containers_are_shown(
     assert value["devices"] == [] and "no NVIDIA driver" in value["note"] and len(value["containers"]) == 3
 
 
-def test_it_says_what_it_cannot_read(cli: Callable[..., Any], state: Path, tmp_path: Path) -> None:
+def test_unreadable_state_is_reported(cli: Callable[..., Any], state: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "containers").write_text("")
     code, text, error = cli("--state", str(tmp_path / "other"), "top", "--once")
@@ -144,7 +144,7 @@ def test_it_says_what_it_cannot_read(cli: Callable[..., Any], state: Path, tmp_p
         ("", View("memory", False, 5)),
     ],
 )
-def test_keys(key: str, view: View) -> None:
+def test_key_changes_view(key: str, view: View) -> None:
     assert top.pressed(View("memory", False, 5), key) == view
 
 
@@ -158,12 +158,12 @@ def test_keys(key: str, view: View) -> None:
         ("é".encode(), ["", ""]),
     ],
 )
-def test_key_sequences(data: bytes, keys: list[str]) -> None:
+def test_key_sequences_are_decoded(data: bytes, keys: list[str]) -> None:
     assert [terminal._name(key) for key in terminal._KEY.findall(data)] == keys
 
 
 def many(state: Path, count: int) -> sample.Sample:
-    """`count` containers on one device, without any file."""
+    """`count` containers on one device, without files."""
     from gpushare.cli import facts
 
     lines = []
@@ -187,7 +187,7 @@ def drawn(taken: sample.Sample, view: View, width: int, height: int) -> str:
 @pytest.mark.parametrize("height", [1, 5, 8, 24, 100])
 @pytest.mark.parametrize("width", [10, 40, 80, 132, 250])
 @pytest.mark.parametrize("count", [0, 1, 40])
-def test_every_size_shows_whole_lines_and_no_more_than_fit(state: Path, width: int, height: int, count: int) -> None:
+def test_every_size_shows_only_whole_lines(state: Path, width: int, height: int, count: int) -> None:
     taken = many(state, count)
     view = topscreen.scrolled(View("name", False, 1 << 30), taken, height)
     text = drawn(taken, view, width, height)
@@ -201,17 +201,17 @@ def test_every_size_shows_whole_lines_and_no_more_than_fit(state: Path, width: i
 
 
 def titles(taken: sample.Sample, width: int) -> tuple[list[str], int]:
-    """Of the columns of containers that are shown, and how long bars are."""
+    """The titles of the shown columns, and the length of the bars."""
     shown, length = topscreen.fitting(topscreen.CONTAINERS, taken.lines, width)
     return [topscreen.CONTAINERS[n].column.title for n in shown], length
 
 
-def test_columns_leave_and_bars_grow_with_the_terminal(state: Path) -> None:
+def test_width_selects_columns_and_bar_length(state: Path) -> None:
     taken = many(state, 3)
     wide, length = titles(taken, 200)
     assert wide == [cell.column.title for cell in topscreen.CONTAINERS] and wide.count("used/limit") == 2
     assert length > topscreen.BAR_CELLS
-    at_80, length = titles(taken, 80)  # one device, all running: that is said by no column
+    at_80, length = titles(taken, 80)  # one running device: no column shows that
     assert at_80 == ["container", "memory", "used/limit", "compute", "used/limit", "throttled"] and length >= 5
     assert titles(taken, 20)[0] == ["container", "memory", "compute"]
     dead = taken.lines[0]._replace(container=taken.lines[0].container._replace(state="dead"))
@@ -219,7 +219,7 @@ def test_columns_leave_and_bars_grow_with_the_terminal(state: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200, 400])
-def test_bars_never_make_a_table_too_wide(state: Path, width: int) -> None:
+def test_bars_fit_width(state: Path, width: int) -> None:
     taken = many(state, 40)
     _, length = titles(taken, width)
     text = drawn(taken, View(), width, 24)
@@ -227,10 +227,10 @@ def test_bars_never_make_a_table_too_wide(state: Path, width: int) -> None:
     assert re.search(rf"[█░]{{{length}}} +\d+%", text)
 
 
-def test_screen_follows_keys_and_size_and_is_given_back(three: Path) -> None:
+def test_screen_follows_keys_and_size_and_is_restored(three: Path) -> None:
     with Terminal(program(three, "top", "--interval", "60"), 100, 24) as one:
         before = one.modes
-        text = one.expect("q quit")  # the last line that is drawn
+        text = one.expect("q quit")  # the last line of the screen
         assert names_in(text) == ["big", "hungry", "old"] and "by memory" in text
         assert len(text.splitlines()) == 24 and "░" in text
         assert one.modes_now() != before  # keys arrive one at a time
@@ -246,7 +246,7 @@ def test_screen_follows_keys_and_size_and_is_given_back(three: Path) -> None:
         assert one.raw.endswith(b"\x1b[?1049l\x1b[?25h") or b"\x1b[?1049l" in one.raw[-40:]
 
 
-def test_space_looks_at_once(three: Path, start: Callable[..., Path]) -> None:
+def test_space_refreshes_at_once(three: Path, start: Callable[..., Path]) -> None:
     with Terminal(program(three, "top", "--interval", "3600")) as one:
         one.expect("3 containers")
         start("late", pure.share(0, 0, GIB))
@@ -257,7 +257,7 @@ def test_space_looks_at_once(three: Path, start: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
 )
-def test_signals_give_the_terminal_back(three: Path, number: signal.Signals, code: int) -> None:
+def test_signal_restores_terminal(three: Path, number: signal.Signals, code: int) -> None:
     with Terminal(program(three, "top")) as one:
         one.expect("q quit")
         one.process.send_signal(number)
@@ -265,8 +265,8 @@ def test_signals_give_the_terminal_back(three: Path, number: signal.Signals, cod
         assert one.modes_now() == one.modes and b"\x1b[?1049l" in one.raw and b"Traceback" not in one.raw
 
 
-def test_it_stops_and_goes_on_like_any_program(three: Path) -> None:
-    """Ctrl-Z: while it is stopped the terminal is the shell's."""
+def test_ctrl_z_stops_and_fg_resumes(three: Path) -> None:
+    """Ctrl-Z: while the program is stopped, the terminal belongs to the shell."""
     with Terminal(program(three, "top", "--interval", "60")) as one:
         one.expect("q quit")
         one.process.send_signal(signal.SIGTSTP)
@@ -280,8 +280,8 @@ def test_it_stops_and_goes_on_like_any_program(three: Path) -> None:
         assert one.end() == 0
 
 
-def test_without_a_keyboard_it_goes_on_until_it_is_ended(three: Path) -> None:
-    """`gpushare top </dev/null`: no key to wait for, and the end of a file is none."""
+def test_without_keyboard_runs_until_signal(three: Path) -> None:
+    """`gpushare top </dev/null`: end of file is not a key."""
     words = ["sh", "-c", 'exec "$@" </dev/null', "sh", *program(three, "top", "--interval", "0.1")]
     with Terminal(words) as one:
         one.expect("q quit")
@@ -292,14 +292,14 @@ def test_without_a_keyboard_it_goes_on_until_it_is_ended(three: Path) -> None:
         assert one.end() == 143
 
 
-def test_colour_only_where_it_is_wanted(three: Path) -> None:
+def test_colour_obeys_no_color(three: Path) -> None:
     for env, args, coloured in (({}, (), True), ({"NO_COLOR": "1"}, (), False), ({}, ("--no-color",), False)):
         with Terminal(program(three, "top", *args), env=env) as one:
             one.expect("q quit")
             assert (re.search(rb"\x1b\[[0-9;]*m", one.raw) is not None) == coloured, (env, args)
 
 
-def test_dumb_terminal_gets_plain_looks(three: Path) -> None:
+def test_dumb_terminal_gets_plain_tables(three: Path) -> None:
     with Terminal(program(three, "top", "--interval", "0.1"), 160, 50, env={"TERM": "dumb"}) as one:
         text = one.expect(lambda text: text.count("CONTAINER") >= 2)
         assert "\x1b" not in text and b"\x1b" not in one.raw
@@ -308,7 +308,7 @@ def test_dumb_terminal_gets_plain_looks(three: Path) -> None:
         assert b"Traceback" not in one.raw
 
 
-def test_in_a_pipe_it_goes_on_until_nobody_reads(three: Path) -> None:
+def test_pipe_output_ends_when_reader_closes(three: Path) -> None:
     command = program(three, "top", "--interval", "0.1", "--format", "json")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr

@@ -1,4 +1,4 @@
-"""The command line of an OCI runtime, as both runc and crun read it; never a guess."""
+"""Parse the command line of an OCI runtime as runc and crun do, without guessing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gpushare.programs.commandline import parse
         ("- create", "-", "", "."),
     ],
 )
-def test_what_a_line_means(line: str, command: str, container: str, bundle: str) -> None:
+def test_line_is_parsed(line: str, command: str, container: str, bundle: str) -> None:
     call = parse(line.split())
     assert (call.unknown, call.command, call.container_id, call.bundle) == ("", command, container, bundle)
     assert call.rest == tuple(line.split())
@@ -56,30 +56,30 @@ def test_what_a_line_means(line: str, command: str, container: str, bundle: str)
         ("-- create c", "--"),
     ],
 )
-def test_what_is_not_known_is_named(line: str, flag: str) -> None:
+def test_unknown_flag_is_named(line: str, flag: str) -> None:
     assert parse(line.split()).unknown == flag
 
 
-def test_only_a_line_that_could_start_something_is_refused() -> None:
+def test_unknown_flag_matters_only_for_starting_commands() -> None:
     assert commandline.could_start(parse(["--new", "create", "c"]))
     assert not commandline.could_start(parse(["--new", "kill", "c"]))
 
 
-def test_our_own_flags_come_first_and_are_not_passed_on() -> None:
+def test_gpushare_flags_are_removed() -> None:
     call = parse(["--gpushare-state=/s", "--gpushare-config", "/c", "--root", "/r", "state", "c"])
     assert (call.config, call.state_dir, call.rest) == ("/c", "/s", ("--root", "/r", "state", "c"))
     assert parse(["--root", "/r", "--gpushare-config", "/c", "state", "c"]).unknown == "--gpushare-config"
     assert parse(["exec", "c", "--gpushare-config"]).rest == ("exec", "c", "--gpushare-config")
 
 
-def test_log_of_the_engine() -> None:
+def test_log_flags_are_parsed() -> None:
     call = parse(["--log", "/l", "--log-format=json", "create", "c"])
     assert (call.log, call.log_format) == ("/l", "json")
-    assert parse(["--log", "/l", "--new", "create", "c"]).log == "/l"  # where the refusal of --new is written
+    assert parse(["--log", "/l", "--new", "create", "c"]).log == "/l"  # the refusal of --new is written there
 
 
 def flags_in_help(*command: str) -> set[str]:
-    """Every flag that a program's own help lists."""
+    """Every flag that the program's own help lists."""
     text = subprocess.run([*command, "--help"], capture_output=True, text=True).stdout
     lines = (line.strip() for line in text.splitlines() if line.startswith((" ", "\t")))
     words = [part.split() for line in lines if line.startswith("-") for part in line.split("  ")[0].split(", ")]
@@ -87,7 +87,7 @@ def flags_in_help(*command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("program", ["runc", "crun"])
-def test_tables_know_every_flag_of_the_installed_runtimes(program: str) -> None:
+def test_tables_contain_every_flag_of_installed_runtimes(program: str) -> None:
     known = {*commandline.GLOBAL_VALUE, *commandline.GLOBAL_BARE}
     assert flags_in_help(program) - known == set()
     assert "root" in flags_in_help(program)

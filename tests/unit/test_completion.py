@@ -1,4 +1,4 @@
-"""Completion as a person has it: a real shell on a terminal, in which the Tab key is pressed."""
+"""Completion in a real shell on a terminal, by pressing the Tab key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENV = {"PATH": f"{BIN}:{os.environ['PATH']}", "PS1": "$ "}
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Callable[[str], Terminal]:
-    """shell(name): one without anybody's start-up files, with the completion script read."""
+    """shell(name): a shell without start-up files that has read the completion script."""
 
     def start(name: str) -> Terminal:
         commands = {
@@ -32,7 +32,7 @@ def shell(tmp_path: Path) -> Callable[[str], Terminal]:
             "fish": ["fish", "--no-config", "-i"],
         }
         env = {**ENV, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
-        one = Terminal(commands[name], 400, 40, env)  # a worker has longer paths; a line of it twice
+        one = Terminal(commands[name], 400, 40, env)  # a worker has longer paths, and a line contains one twice
         setup = {
             "bash": "source <(gpushare completion bash)",
             "zsh": "autoload -U compinit; compinit -u -D; source <(gpushare completion zsh)",
@@ -61,7 +61,7 @@ def test_tab_completes_commands_options_and_their_values(shell: Callable[[str], 
         ):
             one.press(f"{typed}\t")
             one.expect(wanted)
-            one.press("\x15")  # Ctrl-U: the line is empty again
+            one.press("\x15")  # Ctrl-U clears the line
 
 
 def test_tab_completes_ids(
@@ -79,7 +79,7 @@ def test_tab_completes_ids(
 @pytest.mark.parametrize(
     "words", ["gpushare inspect x", "gpushare --state /none inspect x", "gpushare nothing x", "gpushare"]
 )
-def test_nobody_is_told_of_errors_while_typing(words: str) -> None:
+def test_completion_prints_no_errors(words: str) -> None:
     environment = {
         **ENV,
         "_GPUSHARE_COMPLETE": "bash_complete",
@@ -90,6 +90,6 @@ def test_nobody_is_told_of_errors_while_typing(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_script_of_an_unknown_shell(cli: Callable[..., Any]) -> None:
+def test_unknown_shell_is_refused(cli: Callable[..., Any]) -> None:
     code, text, error = cli("completion", "csh")
     assert (code, text) == (2, "") and "'bash', 'zsh', 'fish'" in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The configuration file: one table, and errors that name file, line, key and value."""
+"""The configuration file: one table of keys, and errors that name file, line, key and value."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from gpushare.core.model import Config, Policy, SharingRule
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
-def test_written_files_are_the_table_s() -> None:
+def test_committed_files_match_table() -> None:
     """`python -m tests.unit.test_config` writes them again."""
     assert (CONFIG_DIR / "config.yaml").read_text() == config.sample()
     assert json.loads((CONFIG_DIR / "config.schema.json").read_text()) == config.schema()
 
 
-def test_the_sample_is_the_defaults() -> None:
+def test_sample_equals_defaults() -> None:
     assert config.parse_config(config.sample(), "sample") == Config()
     assert config.parse_config("version: 1", "minimal") == Config()
 
 
-def test_no_usual_file_is_the_defaults_and_a_named_one_must_be_there(
+def test_missing_default_file_means_defaults_but_named_file_must_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "none.yaml")
@@ -53,7 +53,7 @@ def test_schema_is_closed_and_documented() -> None:
         for key, value in item["properties"].items():
             assert value["description"].endswith("."), key
             assert "default" in value, key
-            assert key == key.lower() or "NVIDIA's device plugin" in str(value)  # whose spelling is kept
+            assert key == key.lower() or "NVIDIA's device plugin" in str(value)  # NVIDIA's spelling is kept
 
 
 EVERYTHING = """
@@ -90,7 +90,7 @@ log: {decisions: /var/log/gpushare.log}
 """
 
 
-def test_every_key_arrives() -> None:
+def test_every_key_sets_its_field() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
     policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
@@ -114,11 +114,11 @@ def test_every_key_arrives() -> None:
         for name, value, other in zip(one._fields, one, default)
         if value == other
     ]
-    assert untouched == ["state_dir"]  # --state says where it is; every other key has an effect
+    assert untouched == ["state_dir"]  # --state sets it; every other key has an effect
 
 
 @pytest.mark.parametrize("text", ["version: 1", EVERYTHING])
-def test_effective_says_what_the_file_would(text: str) -> None:
+def test_effective_values_parse_to_same_config(text: str) -> None:
     loaded = config.parse_config(text, "f")
     values = keys.effective(loaded)
     assert list(values) == [key.path for key in keys.KEYS]
@@ -170,7 +170,7 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\npolicy:\n  allowed_devices: ['']", "is wrong; expected an index such as 0 or a whole uuid"),
         ("version: 1\npolicy:\n  allowed_devices: [all]", 'f.yaml:3: policy.allowed_devices[0]: "all" is wrong'),
         ("version: 1\npolicy:\n  allowed_devices: ['0 ']", "expected an index such as 0 or a whole uuid"),
-        ("version: 1\nmemory_overcommit: " + "9" * 5000, "f.yaml:"),  # which Python reads, or not
+        ("version: 1\nmemory_overcommit: " + "9" * 5000, "f.yaml:"),  # newer Pythons cannot read it
         ("version: 1\nshim_dir: 2024-13-01", "f.yaml: not valid YAML: month must be"),
         ("version: 1\0", "f.yaml: not valid YAML: special characters are not allowed"),
         ("version: 1\npolicy:", 'f.yaml:2: policy: "null" is wrong; expected indented keys, one per line'),
@@ -195,7 +195,7 @@ def test_effective_says_what_the_file_would(text: str) -> None:
         ("version: 1\na: &a {b: *a}", "f.yaml:2: a: unknown key"),
     ],
 )
-def test_errors_name_line_key_and_value(text: str, message: str) -> None:
+def test_error_names_line_key_and_value(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.parse_config(text, "f.yaml")
     assert message.replace('\\"', '"') in str(caught.value).replace('\\"', '"')
@@ -239,7 +239,7 @@ sharing:
     assert str(caught.value) == expected
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         config.load_config(str(tmp_path))
     (tmp_path / "a").write_bytes(b"version: \xff")
@@ -250,8 +250,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         config.load_config(str(tmp_path / "b"))
 
 
-def test_time_slicing_is_read_as_nvidia_s_device_plugin_spells_it() -> None:
-    """The block of its own documentation, pasted."""
+def test_time_slicing_accepts_device_plugin_spelling() -> None:
+    """The block from its own documentation."""
     pasted = """
 version: 1
 sharing:
@@ -289,13 +289,13 @@ sharing:
         ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [0]}]}}", "expected one of all"),
     ],
 )
-def test_equal_shares_that_make_no_sense_are_refused(text: str, message: str) -> None:
+def test_invalid_equal_shares_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.parse_config(f"version: 1\nsharing: {text}", "f.yaml")
     assert message in str(caught.value).replace('\\"', '"')
 
 
-def test_the_sample_says_every_key() -> None:
+def test_sample_contains_every_key() -> None:
     assert list(config._given(yaml.safe_load(config.sample()))) == [
         key.path for key in keys.KEYS if key.path != "shim_dir"
     ]

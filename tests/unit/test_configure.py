@@ -1,5 +1,5 @@
 """gpushare runtime configure: real files below a temporary root, through the command line. Docker stands for all
-engines here; what is an engine's own is in test_engines.py."""
+engines; test_engines.py tests what is specific to one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ root, programs = configurehost.root, configurehost.programs
 cli, daemon_json = configurehost.cli, configurehost.daemon_json
 
 
-def test_new_file_comes_and_goes(cli: Callable[..., Any], root: Path, programs: Path) -> None:
+def test_configure_creates_file_and_undo_removes_it(cli: Callable[..., Any], root: Path, programs: Path) -> None:
     before = tree(root)
     code, text, error = cli("docker")
     assert (code, text) == (0, "create /etc/docker/daemon.json\n")
@@ -44,7 +44,7 @@ def test_new_file_comes_and_goes(cli: Callable[..., Any], root: Path, programs: 
     assert cli("docker", "--undo") == (0, "nothing to do\n", "")
 
 
-def test_nothing_else_in_the_file_changes_and_undo_gives_back_every_byte(
+def test_configure_edits_only_its_entry_and_undo_restores_every_byte(
     cli: Callable[..., Any], daemon_json: Path, programs: Path
 ) -> None:
     daemon_json.chmod(0o640)
@@ -61,7 +61,7 @@ def test_nothing_else_in_the_file_changes_and_undo_gives_back_every_byte(
     assert tree(daemon_json.parent) == before
 
 
-def test_undo_after_an_edit_removes_only_what_is_ours(cli: Callable[..., Any], daemon_json: Path) -> None:
+def test_undo_after_edit_removes_only_gpushare_entries(cli: Callable[..., Any], daemon_json: Path) -> None:
     cli("docker", "--default")
     value = json.loads(daemon_json.read_text())
     value["runtimes"]["kata"] = {"path": "/bin/kata"}
@@ -73,7 +73,7 @@ def test_undo_after_an_edit_removes_only_what_is_ours(cli: Callable[..., Any], d
     assert left["default-runtime"] == "runc"
 
 
-def test_configure_again_after_an_edit_remembers_the_edit(cli: Callable[..., Any], daemon_json: Path) -> None:
+def test_second_configure_keeps_edit(cli: Callable[..., Any], daemon_json: Path) -> None:
     cli("docker")
     daemon_json.write_text(daemon_json.read_text().replace("8.8.8.8", "9.9.9.9"))
     assert cli("docker", "--default")[0] == 0
@@ -81,7 +81,7 @@ def test_configure_again_after_an_edit_remembers_the_edit(cli: Callable[..., Any
     assert daemon_json.read_text() == HAND.replace("8.8.8.8", "9.9.9.9")
 
 
-def test_undo_without_the_record(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
+def test_undo_works_without_record(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
     cli("docker", "--default")
     (root / record.path_of("docker").lstrip("/")).unlink()
     assert cli("docker", "--undo")[0] == 0
@@ -90,7 +90,9 @@ def test_undo_without_the_record(cli: Callable[..., Any], daemon_json: Path, roo
     }
 
 
-def test_lost_record_is_made_again_without_our_entries(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
+def test_lost_record_is_rebuilt_without_gpushare_entries(
+    cli: Callable[..., Any], daemon_json: Path, root: Path
+) -> None:
     cli("docker")
     (root / record.path_of("docker").lstrip("/")).unlink()
     cli("docker", "--default")
@@ -98,7 +100,7 @@ def test_lost_record_is_made_again_without_our_entries(cli: Callable[..., Any], 
     assert daemon_json.read_text() == HAND
 
 
-def test_damaged_record_is_said(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
+def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
     cli("docker")
     path = root / record.path_of("docker").lstrip("/")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -111,7 +113,7 @@ def test_damaged_record_is_said(cli: Callable[..., Any], daemon_json: Path, root
 
 
 @pytest.mark.parametrize("options", [(), ("--default",), ("--undo",)])
-def test_dry_run_changes_nothing_and_prints_what_patch_takes(
+def test_dry_run_changes_nothing_and_prints_patch(
     cli: Callable[..., Any], daemon_json: Path, root: Path, options: tuple[str, ...]
 ) -> None:
     if options == ("--undo",):
@@ -135,13 +137,13 @@ def test_json_report(cli: Callable[..., Any], daemon_json: Path) -> None:
     assert '+    "gpushare": {' in change["diff"]
 
 
-def test_a_program_of_somebody_else_is_noted(cli: Callable[..., Any], programs: Path) -> None:
+def test_program_not_owned_by_root_is_noted(cli: Callable[..., Any], programs: Path) -> None:
     os.chown(programs / "gpushare-hook", 12, 34)
     code, _, error = cli("docker")
     assert code == 0 and f"{programs / 'gpushare-hook'} belongs to uid 12" in error and "gpushare-runtime" not in error
 
 
-def test_the_resolved_path_is_written(cli: Callable[..., Any], root: Path, programs: Path, tmp_path: Path) -> None:
+def test_resolved_path_is_written(cli: Callable[..., Any], root: Path, programs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(programs)
     code = main(
         ["runtime", "configure", "docker", "--root", str(root), "--program", str(tmp_path / "link/gpushare-runtime")]
@@ -150,10 +152,10 @@ def test_the_resolved_path_is_written(cli: Callable[..., Any], root: Path, progr
     assert docker.entry("", (root / "etc/docker/daemon.json").read_text()) == str(programs / "gpushare-runtime")
 
 
-def test_of_the_bundle_the_launchers_are_written(
+def test_bundle_writes_launcher_paths(
     root: Path, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gpushare is in libexec, beside programs of the same names that start Python for every container."""
+    """The bundle's gpushare is in libexec, beside programs of the same names that start Python for every container."""
     shutil.copytree(programs, tmp_path / "libexec")
     (tmp_path / "libexec" / "gpushare").write_text("")
     (programs / "gpushare").symlink_to("../libexec/gpushare")
@@ -167,7 +169,7 @@ def test_of_the_bundle_the_launchers_are_written(
 
 @pytest.mark.parametrize("wheel", [False, True])
 def test_snapshot_that_does_not_start_is_removed(wheel: bool, programs: Path, tmp_path: Path) -> None:
-    """Where an archive or a wheel is installed nothing runs until an engine is configured."""
+    """An archive or a wheel runs nothing before an engine is configured."""
     program = str(programs / "gpushare-runtime")
     if wheel:
         (programs / "gpushare-runtime.py").touch()
@@ -184,7 +186,7 @@ def test_snapshot_that_does_not_start_is_removed(wheel: bool, programs: Path, tm
     assert str(snapshot) in note and "was removed" in note and not snapshot.exists()
 
 
-def test_snapshot_that_cannot_be_removed(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unremovable_snapshot_is_reported(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "libexec" / "snapshot"
     snapshot.parent.mkdir()
     snapshot.write_bytes(b"\x7fELF")
@@ -198,7 +200,7 @@ def test_snapshot_that_cannot_be_removed(programs: Path, tmp_path: Path, monkeyp
     assert error.value.hint == f"rm {snapshot}"
 
 
-def test_what_to_do_next_is_the_last_line(root: Path, programs: Path) -> None:
+def test_last_line_is_next_step(root: Path, programs: Path) -> None:
     program = str(programs / "gpushare-runtime")
     script = "import sys; from gpushare.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "runtime", "configure", "docker", "--dry-run"]
@@ -214,7 +216,7 @@ def test_what_to_do_next_is_the_last_line(root: Path, programs: Path) -> None:
     assert done.stdout.splitlines()[-1] == "gpushare: then run: systemctl reload docker"
 
 
-def test_other_paths_of_ours_reach_the_runtime(root: Path, programs: Path) -> None:
+def test_non_default_paths_are_passed_to_runtime(root: Path, programs: Path) -> None:
     program = str(programs / "gpushare-runtime")
     args = ["--config", "/c.yaml", "--state", "/s", "runtime", "configure", "docker"]
     assert main([*args, "--root", str(root), "--program", program]) == 0
@@ -223,12 +225,12 @@ def test_other_paths_of_ours_reach_the_runtime(root: Path, programs: Path) -> No
     assert value["runtimes"]["gpushare"]["runtimeArgs"] == wanted
 
 
-def test_profile_is_written_and_never_over_an_edited_file(cli: Callable[..., Any], root: Path) -> None:
+def test_profile_never_replaces_edited_file(cli: Callable[..., Any], root: Path) -> None:
     path = root / "etc/gpushare/config.yaml"
     assert cli("--profile", "workstation")[:2] == (0, "create /etc/gpushare/config.yaml\n")
     assert path.read_text() == profiles.text("workstation")
     assert cli("--profile", "workstation")[1] == "nothing to do\n"
-    assert cli("docker", "--profile", "cluster")[0] == 0  # nobody has edited it
+    assert cli("docker", "--profile", "cluster")[0] == 0  # the file is unedited
     assert path.read_text() == profiles.text("cluster")
     path.write_text("version: 1\nmemory_overcommit: 1.5\n")
     before = tree(root)
@@ -243,14 +245,14 @@ def test_profile_is_written_and_never_over_an_edited_file(cli: Callable[..., Any
     assert path.read_text() == profiles.text("cluster")
 
 
-def test_undo_leaves_the_profile_alone(cli: Callable[..., Any], root: Path) -> None:
+def test_undo_keeps_profile(cli: Callable[..., Any], root: Path) -> None:
     cli("docker", "--profile", "cluster")
     assert cli("docker", "--undo", "--profile", "cluster")[0] == 2
     assert cli("docker", "--undo")[0] == 0
     assert (root / "etc/gpushare/config.yaml").read_text() == profiles.text("cluster")
 
 
-def test_without_an_engine_it_lists_them(cli: Callable[..., Any], root: Path, daemon_json: Path) -> None:
+def test_without_engine_lists_engines(cli: Callable[..., Any], root: Path, daemon_json: Path) -> None:
     (root / "usr/sbin").mkdir(parents=True)
     (root / "usr/sbin/dockerd").touch()
     rows = {line.split()[0]: line.split()[1:] for line in cli()[1].splitlines()[1:]}
@@ -269,7 +271,7 @@ def test_docker_has_no_hooks(cli: Callable[..., Any]) -> None:
     assert code == 78 and "leave out --hook-only" in error
 
 
-def test_two_daemons_are_configured_and_undone_each_for_itself(
+def test_two_daemons_are_configured_and_undone_independently(
     cli: Callable[..., Any], daemon_json: Path, root: Path
 ) -> None:
     before = tree(root)
@@ -281,13 +283,13 @@ def test_two_daemons_are_configured_and_undone_each_for_itself(
     assert cli("docker", "--undo", "--config-file", "/etc/docker/second.json")[0] == 0
     assert second.read_text() == "{}" and daemon_json.read_text() == configured
     cli("docker", "--config-file", "/etc/docker/second.json")
-    second.unlink()  # that daemon is gone; nobody trips over its record
+    second.unlink()  # that daemon was removed; its record must not matter
     assert cli("docker", "--default")[0] == 0 and "second" not in (root / record.path_of("docker")[1:]).read_text()
     assert cli("docker", "--undo")[0] == 0
     after = tree(root)
     assert {name: after[name] for name in after if not name.startswith("var")} == before
 
 
-def test_unknown_profiles() -> None:
+def test_unknown_profile_is_refused() -> None:
     with pytest.raises(GpushareError):
         profiles.text("other")

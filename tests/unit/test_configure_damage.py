@@ -1,4 +1,4 @@
-"""`gpushare runtime configure` where something is in its way: files of odd kinds, another command, kill -9."""
+"""`gpushare runtime configure` with an obstacle: files of odd kinds, a concurrent command, kill -9."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ cli, daemon_json = configurehost.cli, configurehost.daemon_json
         ('{"runtimes": {}, "runtimes": {}}', '"runtimes" occurs twice'),
     ],
 )
-def test_a_broken_file_is_named_and_left_alone(
+def test_broken_file_is_named_and_kept(
     cli: Callable[..., Any], daemon_json: Path, root: Path, text: str, message: str
 ) -> None:
     daemon_json.write_text(text)
@@ -67,7 +67,7 @@ def _fifo(path: Path) -> None:
         (lambda path: path.write_bytes(b" " * (host.MAX_BYTES + 1)), "is larger than"),
     ],
 )
-def test_what_is_no_usual_file_is_left_alone(
+def test_special_file_is_refused_and_kept(
     cli: Callable[..., Any], daemon_json: Path, root: Path, spoil: Callable[[Path], Any], message: str
 ) -> None:
     spoil(daemon_json)
@@ -77,7 +77,7 @@ def test_what_is_no_usual_file_is_left_alone(
     assert sorted(path.name for path in root.rglob("*")) == names
 
 
-def test_links_out_of_root_are_refused(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
+def test_link_out_of_root_is_refused(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (root / "etc/docker").symlink_to(tmp_path / "outside")
     code, _, error = cli("docker")
@@ -85,8 +85,8 @@ def test_links_out_of_root_are_refused(cli: Callable[..., Any], root: Path, tmp_
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_all_or_nothing(root: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    """The rename of one of three files fails: the files, and the folders, are as before."""
+def test_failed_rename_undoes_every_change(root: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """The rename of one of three files fails: files and folders are unchanged."""
     (root / "etc/a").write_text("a")
     before = tree(root)
     changes = [
@@ -108,7 +108,7 @@ def test_all_or_nothing(root: Path, monkeypatch: pytest.MonkeyPatch, failing: in
     assert tree(root) == before
 
 
-def test_a_file_that_changes_meanwhile_is_not_overwritten(root: Path) -> None:
+def test_concurrently_changed_file_is_not_overwritten(root: Path) -> None:
     (root / "etc/a").write_text("b")
     with pytest.raises(ConfigError, match="changed meanwhile"):
         host.Host(str(root)).write([host.Change("/etc/new", None, ""), host.Change("/etc/a", "a", "A")])
@@ -126,7 +126,7 @@ def test_a_file_that_changes_meanwhile_is_not_overwritten(root: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["gpushare-runtime", "gpushare-hook"])
-def test_programs_that_others_can_change_are_not_written_anywhere(
+def test_program_writable_by_other_users_is_refused(
     cli: Callable[..., Any], root: Path, programs: Path, name: str, spoil: Callable[[Path], Any], message: str
 ) -> None:
     spoil(programs / name)
@@ -137,13 +137,13 @@ def test_programs_that_others_can_change_are_not_written_anywhere(
 
 
 class Killed(BaseException):
-    """Nothing of ours runs after it, but that descriptors are closed."""
+    """A kill: no code runs after it, but its descriptors are closed."""
 
 
 @pytest.mark.parametrize("call", ["makedirs", "chmod", "fchmod", "fsync", "rename", "unlink", "rmdir"])
 @pytest.mark.parametrize("during", [(), ("--undo",)])
 @pytest.mark.parametrize("engine", ["docker", "podman"])
-def test_killed_at_any_step_an_undo_gives_everything_back(
+def test_undo_restores_everything_after_kill_at_any_step(
     cli: Callable[..., Any],
     root: Path,
     daemon_json: Path,
@@ -179,7 +179,7 @@ def test_killed_at_any_step_an_undo_gives_everything_back(
     assert steps or (call in ("unlink", "rmdir")) != bool(during)
 
 
-def test_a_file_that_another_command_writes_is_waited_for(
+def test_configure_waits_for_concurrent_writer(
     cli: Callable[..., Any], root: Path, daemon_json: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = threading.Event()
@@ -197,7 +197,7 @@ def test_a_file_that_another_command_writes_is_waited_for(
     assert (daemon_json.read_text(), Path(path).read_text()) == ('{"other": 1}', "mine")
 
 
-def test_a_folder_that_another_command_makes_meanwhile(
+def test_concurrently_created_folder_is_kept(
     cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = host.Host.missing_folders

@@ -1,4 +1,4 @@
-"""NVIDIA_REQUIRE_*: the grammar, the comparisons, and what the host does not know."""
+"""NVIDIA_REQUIRE_*: the grammar, the comparisons, and properties that the host does not know."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def met(value: str, gpu: Optional[Device] = GPU, host: Inventory = HOST) -> bool
     return True
 
 
-def test_grammar() -> None:
+def test_terms_and_alternatives_are_parsed() -> None:
     assert constraints.parse(NAME, " cuda>=12.4  brand=tesla,driver<536 ") == (
         (Term("cuda", ">=", "12.4"),),
         (Term("brand", "=", "tesla"), Term("driver", "<", "536")),
@@ -62,7 +62,7 @@ def test_grammar() -> None:
         ("", True),
     ],
 )
-def test_comparisons(value: str, holds: bool) -> None:
+def test_comparison_matches_device(value: str, holds: bool) -> None:
     assert met(value) is holds
 
 
@@ -81,24 +81,24 @@ def test_comparisons(value: str, holds: bool) -> None:
         "cuda>=²",
     ],
 )
-def test_nonsense_is_refused_and_quoted(value: str) -> None:
+def test_invalid_term_is_refused_and_quoted(value: str) -> None:
     with pytest.raises(RequestError) as caught:
         constraints.parse(NAME, value)
     assert str(caught.value).startswith(f'{NAME}="{value}": ')
 
 
-def test_too_many_terms() -> None:
+def test_too_many_terms_are_refused() -> None:
     with pytest.raises(RequestError, match="more than 512 terms"):
         constraints.parse(NAME, "cuda>=1," * 600)
 
 
-def test_what_is_not_known_holds_nothing() -> None:
+def test_unknown_property_meets_no_term() -> None:
     unknown = HOST._replace(cuda_version="")
     assert not met("cuda>=1.0", host=unknown) and not met("cuda!=1.0", host=unknown)
     assert not met("brand=tesla", device(0)) and not met("brand!=geforce", device(0))
 
 
-def test_without_a_device_nothing_breaks_a_term_about_devices() -> None:
+def test_device_term_is_met_without_device() -> None:
     assert met("brand=geforce,arch>=9.0", None)
     assert not met("cuda>=13.0,brand=tesla", None)
 
@@ -110,7 +110,7 @@ def test_every_requirement_must_hold() -> None:
 
 
 @given(st.text(alphabet="cudabrndiveh>=<!,. 0129x", max_size=40))
-def test_any_text_is_judged_or_refused(value: str) -> None:
+def test_arbitrary_text_is_evaluated_or_refused(value: str) -> None:
     try:
         alternatives = constraints.parse(NAME, value)
     except RequestError:

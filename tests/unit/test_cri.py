@@ -1,4 +1,4 @@
-"""Annotations of a CRI count only where the engine is configured as one; a device in a pod's sandbox is refused."""
+"""CRI annotations count only under an engine that is configured as a CRI. A device in a pod's sandbox is refused."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ RULE = {"linux": {"resources": {"devices": [{"allow": True, "type": "c", "major"
 ADMIN = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
 
 
-def test_no_annotation_of_a_cri_is_left_without_one() -> None:
+def test_cri_annotations_are_dropped_without_cri() -> None:
     one = bundle(annotations={**POD, **CRIO_SANDBOX, "other": "x"}, cri=False)
     assert (one.container_type, one.container_name, one.annotations) == ("", "", {"other": "x"})
     assert POD.keys() <= constants.CRI_ANNOTATIONS
 
 
 @pytest.mark.parametrize("claims", [POD, SANDBOX, CRIO_SANDBOX], ids=lambda claims: next(iter(claims.values())))
-def test_limit_holds_whatever_an_image_claims(claims: dict[str, str]) -> None:
+def test_limit_applies_despite_forged_cri_annotations(claims: dict[str, str]) -> None:
     one = bundle("GPUSHARE_MEMORY=1Gi", annotations=claims, cri=False, **DEVICE)
     assert request.mentions(one)
     found = request.resolve(one, node(), with_injected=True)
     assert found is not None and ("GPUSHARE_MEMORY", "1Gi") in found.sources and found.memory
 
 
-def test_device_is_a_request_whatever_an_image_claims() -> None:
+def test_device_is_request_despite_forged_cri_annotations() -> None:
     one = bundle(annotations=SANDBOX, cri=False, **DEVICE)
     assert request.mentions(one)
     assert request.resolve(one, node(), with_injected=True) is not None
@@ -48,8 +48,8 @@ def test_device_is_a_request_whatever_an_image_claims() -> None:
 
 @pytest.mark.parametrize("claims", [POD, SANDBOX, CRIO_SANDBOX], ids=lambda claims: next(iter(claims.values())))
 @pytest.mark.parametrize("key", ["gpushare.io/memory", "app.gpushare.io/memory", "gpu-memory"])
-def test_annotation_for_a_pod_is_refused_with_the_remedy(claims: dict[str, str], key: str) -> None:
-    """Neither granted to each container nor overlooked."""
+def test_pod_annotation_without_cri_is_refused_with_remedy(claims: dict[str, str], key: str) -> None:
+    """The annotation is neither granted to each container nor ignored."""
     one = bundle(annotations={**claims, key: "1Gi"}, cri=False)
     assert request.mentions(one)
     with pytest.raises(RequestError) as refused:
@@ -57,29 +57,29 @@ def test_annotation_for_a_pod_is_refused_with_the_remedy(claims: dict[str, str],
     assert "gpushare runtime configure containerd" in refused.value.hint
 
 
-def test_annotation_of_a_container_in_a_pod_of_podman_counts() -> None:
-    said = {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.SandboxID": "p"}
-    one = bundle(annotations={**said, "gpushare.io/memory": "1Gi"}, cri=False)
+def test_podman_pod_container_annotation_counts() -> None:
+    cri_annotations = {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.SandboxID": "p"}
+    one = bundle(annotations={**cri_annotations, "gpushare.io/memory": "1Gi"}, cri=False)
     assert request.resolve(one, node()) is not None
 
 
 @pytest.mark.parametrize("more", [DEVICE, RULE], ids=["node", "rule"])
 @pytest.mark.parametrize("with_injected", [False, True])
-def test_device_in_a_sandbox_is_refused(more: dict[str, Any], with_injected: bool) -> None:
+def test_device_in_sandbox_is_refused(more: dict[str, Any], with_injected: bool) -> None:
     one = bundle(annotations=SANDBOX, **more)
     assert request.mentions(one)
     with pytest.raises(RequestError, match="a pod's sandbox has"):
         request.resolve(one, node(), with_injected)
 
 
-def test_pods_limit_counts_for_a_container_with_an_injected_device() -> None:
-    """Its name must not hide a limit that the user set for the pod."""
+def test_pod_limit_applies_to_injected_device() -> None:
+    """The name of a device must not hide the limit that the user set for the pod."""
     one = bundle(annotations={**POD, "gpushare.io/memory": "1Gi"}, **DEVICE)
     found = request.resolve(one, node(), with_injected=True)
     assert found is not None and ("gpushare.io/memory", "1Gi") in found.sources
 
 
-def test_entry_of_a_pod_is_only_for_what_a_cri_started() -> None:
+def test_privileged_pod_entry_needs_cri() -> None:
     rules = node(privileged_containers=("ml/app",)).config.policy
     assert policy.listed(bundle(annotations=POD, process=ADMIN), rules)
     with pytest.raises(RequestError, match="would make this a container of a pod"):

@@ -1,4 +1,4 @@
-"""Which device numbers a container with a rule for all devices is denied."""
+"""The device numbers that a container with a rule for all devices is denied."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_not_granted_at_all_is_denied_by_major(root: Path) -> None:
+def test_ungranted_major_is_denied_as_a_whole(root: Path) -> None:
     assert deny_devices.numbers(str(root), ()) == [(195, -1), (234, -1), (240, 0), (510, -1)]
 
 
-def test_what_is_granted_in_part_is_denied_by_minor(root: Path) -> None:
+def test_partly_granted_major_is_denied_by_minor(root: Path) -> None:
     granted = [(195, 0), (195, 255), (510, 0), (234, 2)]
     denied = deny_devices.numbers(str(root), granted)
     assert not set(denied) & set(granted)
     assert {(195, 1), (195, 63), (195, 100), (195, 254), (510, 1), (234, 1), (240, 0)} <= set(denied)
-    # no rule for a major of which something is granted: cgroup v1 could not allow that again
+    # no rule for a major with a granted minor: cgroup v1 could not allow that minor again
     assert all(minor >= 0 for _, minor in denied)
     assert not any(major == 1 for major, _ in denied)
 
 
-def test_a_host_without_the_driver(tmp_path: Path) -> None:
+def test_host_without_driver_denies_nothing(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/devices").write_text("Character devices:\n  1 mem\n")
     assert not deny_devices.is_there(str(tmp_path))
 
 
-def test_a_rule_that_cannot_be_denied_in_part_is_for_all_other_majors() -> None:
+def test_wide_rule_is_narrowed_to_other_majors() -> None:
     def of(**rule: object) -> object:
         return deny_devices.narrower({"allow": True, "type": "c", "access": "rwm", **rule}, {195, 510})
 
@@ -70,12 +70,12 @@ def test_a_rule_that_cannot_be_denied_in_part_is_for_all_other_majors() -> None:
     assert of(allow=False) is of(type="b") is of(type="a") is deny_devices.narrower("rule", {195}) is None
 
 
-def test_a_rule_for_a_major_has_no_minor() -> None:
+def test_major_rule_has_no_minor() -> None:
     assert "minor" not in spec_record.denial(195, -1)
     assert spec_record.denial(195, 0)["minor"] == 0
 
 
-def test_rule_reaches_nvidia_unless_it_is_an_engines_default() -> None:
+def test_engine_default_rules_do_not_reach_nvidia() -> None:
     def of(**rule: object) -> bool:
         return cdi_devices.reaches({"allow": True, "type": "c", "major": 10, "minor": 229, "access": "rwm", **rule})
 
@@ -85,11 +85,11 @@ def test_rule_reaches_nvidia_unless_it_is_an_engines_default() -> None:
     assert of(major=-1) and of(major=None) and of(major="195") and of(major=True) and of(major=195.0)
     assert of(type="a") and of(type=None) and of(type="") and of(type="u") and of(type="C")
     assert of(major=-1, access="") and of(major=-1, access=None) and of(major=1 << 32 | 195)
-    assert cdi_devices.reaches({"allow": True, "major": 1, "minor": 3})  # no type is all types, whatever the numbers
+    assert cdi_devices.reaches({"allow": True, "major": 1, "minor": 3})  # without a type, a rule covers all types
     assert not cdi_devices.reaches("rule") and not cdi_devices.reaches({"type": "c", "major": 195})
 
 
-def test_number_that_a_runtime_could_cut_to_nvidias_is_no_rule() -> None:
+def test_rule_with_truncatable_number_is_dropped() -> None:
     for major in (1 << 32 | 195, 4096, -2, 195 - (1 << 32), True, 195.0, "195"):
         assert deny_devices.narrower({"allow": True, "type": "c", "major": major, "access": "rwm"}, {195}) == []
 
@@ -112,14 +112,14 @@ def test_rules_are_narrowed_with_and_without_privileges(root: Path, rule: dict[s
         deny_devices.refuse(plain, config("*"))
 
 
-def test_rule_for_another_vendors_device_is_left_alone(root: Path) -> None:
+def test_rule_for_other_vendor_is_kept(root: Path) -> None:
     one = bundle(linux={"resources": {"devices": [{"allow": True, "type": "c", "major": 226, "access": "rwm"}]}})
     config = Config(driver_root=str(root), policy=Policy())
     assert deny_devices.may_apply(one) and not deny_devices.applies(one, config)
     deny_devices.refuse(one, config)
 
 
-def test_hook_leaves_alone_what_privileged_started(root: Path) -> None:
+def test_hook_accepts_privileged_container(root: Path) -> None:
     admin = {"process": {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}}
     one = bundle(linux={"resources": {"devices": [{"allow": True, "access": "rwm"}]}}, **admin)
     deny_devices.refuse(one, Config(driver_root=str(root), policy=Policy(privileged_containers=())))

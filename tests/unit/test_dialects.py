@@ -1,4 +1,4 @@
-"""The languages of requests: their whole grammar, and that nothing misspelt becomes no limit."""
+"""The request dialects: their whole grammar, and that a misspelt limit never means no limit."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def read_own(*env: tuple[str, str], annotations: Any = None, inventory: Inventor
         ("GPU-aaaaaaaa", Selection("list", names=("GPU-aaaaaaaa",))),
     ],
 )
-def test_visible_devices(value: str, selection: Optional[Selection]) -> None:
+def test_visible_devices_are_parsed(value: str, selection: Optional[Selection]) -> None:
     found = read_nvidia((NAME, value))
     assert (found and found.selection) == selection
 
 
-def test_unset_is_nothing() -> None:
+def test_unset_variable_requests_nothing() -> None:
     assert read_nvidia() is None
     assert read_nvidia(("NVIDIA_DRIVER_CAPABILITIES", "all")) is None
 
@@ -79,7 +79,7 @@ def test_unset_is_nothing() -> None:
         ("void,no-gpu-has-1024MiB-to-run", RequestError, "the scheduler found no device"),
     ],
 )
-def test_bad_devices_quote_name_and_value(value: str, error: type[GpushareError], what: str) -> None:
+def test_bad_devices_are_refused_with_name_and_value(value: str, error: type[GpushareError], what: str) -> None:
     with pytest.raises(error) as caught:
         read_nvidia((NAME, value))
     assert str(caught.value).startswith(f'{NAME}="{value}": ')
@@ -87,7 +87,7 @@ def test_bad_devices_quote_name_and_value(value: str, error: type[GpushareError]
 
 
 @pytest.mark.parametrize("value", ["gpu0", "0,", "0,none"])
-def test_any_is_offered_where_it_is_known(value: str) -> None:
+def test_hint_offers_any_only_for_own_variable(value: str) -> None:
     with pytest.raises(RequestError) as ours:
         read_own(("GPUSHARE_DEVICES", value))
     with pytest.raises(RequestError) as others:
@@ -95,13 +95,13 @@ def test_any_is_offered_where_it_is_known(value: str) -> None:
     assert ours.value.hint.startswith("write any, all,") and others.value.hint.startswith("write all,")
 
 
-def test_ambiguous_uuid() -> None:
+def test_ambiguous_uuid_is_refused() -> None:
     twins = Inventory("/", "1", (device(0), device(1, uuid="GPU-aaaaaaaa-9999-0000-0000-000000000000")))
     with pytest.raises(RequestError, match="more than one device"):
         dialects.parse_devices("N", "GPU-aaaaaaaa", twins, any_allowed=False)
 
 
-def test_no_devices_on_the_host() -> None:
+def test_host_without_devices_is_refused() -> None:
     with pytest.raises(DeviceError, match="this host has no device"):
         nvidia.read(((NAME, "0"),), {}, {}, Inventory("/", "1", ()))
 
@@ -119,12 +119,12 @@ def test_no_devices_on_the_host() -> None:
         ("compute, utility", ("compute", "utility")),
     ],
 )
-def test_capabilities(value: Optional[str], found: tuple[str, ...]) -> None:
+def test_capabilities_are_parsed(value: Optional[str], found: tuple[str, ...]) -> None:
     env = () if value is None else (("NVIDIA_DRIVER_CAPABILITIES", value),)
     assert nvidia.capabilities(env) == found
 
 
-def test_unknown_capability() -> None:
+def test_unknown_capability_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         read_nvidia((NAME, "0"), ("NVIDIA_DRIVER_CAPABILITIES", "utility,banana"))
     assert str(caught.value).startswith('NVIDIA_DRIVER_CAPABILITIES="utility,banana": unknown capability "banana"')
@@ -134,13 +134,13 @@ def volume(name: str, source: str = "/dev/null") -> dict[str, str]:
     return {"destination": f"/var/run/nvidia-container-devices/{name}", "source": source}
 
 
-def test_volume_requests_count_before_the_variable() -> None:
+def test_volume_request_overrides_variable() -> None:
     found = read_nvidia((NAME, "all"), spec={"mounts": [volume("1"), volume("0", "/elsewhere"), 7]})
     assert found and found.selection == Selection("list", names=("1",))
     assert any("all" in line for line in found.ignored)
 
 
-def test_volume_request_for_cdi() -> None:
+def test_cdi_volume_request_is_parsed() -> None:
     found = read_nvidia(spec={"mounts": [volume("cdi/nvidia.com/gpu/1")]})
     assert found is not None and found.selection == Selection("list", names=("1",))
     with pytest.raises(RequestError, match="cdi/example.com/net/0 names no GPU"):
@@ -148,8 +148,8 @@ def test_volume_request_for_cdi() -> None:
 
 
 @pytest.mark.parametrize("vendor", ["nvidia.com", "k8s.device-plugin.nvidia.com"])
-def test_names_of_cdi(vendor: str) -> None:
-    """What NVIDIA's runtime takes in CDI mode, and KAI writes."""
+def test_cdi_device_names_are_parsed(vendor: str) -> None:
+    """The names that NVIDIA's runtime accepts in CDI mode, and that KAI writes."""
     found = read_nvidia((NAME, f"{vendor}/gpu=1,{vendor}/gpu={UUIDS[0]}"))
     assert found is not None and found.selection == Selection("list", names=("1", UUIDS[0]))
     everything = read_nvidia((NAME, f"{vendor}/gpu=all"))
@@ -159,7 +159,7 @@ def test_names_of_cdi(vendor: str) -> None:
             read_nvidia((NAME, odd))
 
 
-def test_contradictory_duplicates() -> None:
+def test_contradictory_duplicates_are_refused() -> None:
     assert read_nvidia((NAME, "0"), (NAME, "0"))
     with pytest.raises(RequestError, match=f'{NAME} is given twice: "0" and "1"'):
         read_nvidia((NAME, "0"), (NAME, "1"))
@@ -167,7 +167,7 @@ def test_contradictory_duplicates() -> None:
         read_own(("GPUSHARE_MEMORY", "4Gi"), ("GPUSHARE_MEMORY", "8Gi"))
 
 
-def test_conflicts() -> None:
+def test_conflicting_hooks_and_mounts_are_found() -> None:
     spec = {
         "hooks": {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}, {"path": "/usr/bin/gpushare-hook"}]},
         "mounts": [{"destination": "/usr/lib/libcuda.so.1"}, {"destination": "/data"}],
@@ -194,18 +194,18 @@ def test_conflicts() -> None:
         ("", gpushare_env.UNNAMED),
     ],
 )
-def test_own_devices(value: str, selection: Selection) -> None:
+def test_own_device_variable_is_parsed(value: str, selection: Selection) -> None:
     found = read_own(("GPUSHARE_DEVICES", value))
     assert found and found.selection == selection
 
 
 @pytest.mark.parametrize("value", ["any:0", "any:17", "any:", "any:x", "any:-1", "any,0", "any:1,any:1", "Any"])
-def test_bad_any(value: str) -> None:
+def test_bad_any_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match=f'GPUSHARE_DEVICES="{value}"'):
         read_own(("GPUSHARE_DEVICES", value))
 
 
-def test_own_words() -> None:
+def test_own_variables_are_parsed() -> None:
     found = read_own(
         ("GPUSHARE_MEMORY", "4Gi"),
         ("GPUSHARE_COMPUTE", "30%"),
@@ -224,13 +224,13 @@ def test_own_words() -> None:
 
 
 @pytest.mark.parametrize("variable", list(gpushare_env.ROWS))
-def test_every_bad_word_is_quoted(variable: str) -> None:
+def test_bad_value_is_quoted(variable: str) -> None:
     with pytest.raises(RequestError, match=f'^{variable}="banana": '):
         read_own((variable, "banana"))
 
 
 @pytest.mark.parametrize("variable", [name for name in gpushare_env.ROWS if name != constants.ENV_DEVICES])
-def test_empty_is_no_word(variable: str) -> None:
+def test_empty_value_is_refused(variable: str) -> None:
     """`GPUSHARE_MEMORY=` from an unset shell variable must not mean no limit."""
     with pytest.raises(RequestError, match=f'^{variable}="": '):
         read_own((variable, ""))
@@ -240,17 +240,17 @@ def test_empty_is_no_word(variable: str) -> None:
     "name",
     ["GPUSHARE_MEMROY", "GPUSHARE_MEM0RY", "gpushare_memory", "GPUSHARE_MEMORYS", "Gpushare_Compute", "GPUSHARE_MEM"],
 )
-def test_misspelt_names(name: str) -> None:
+def test_misspelt_variable_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; did you mean GPUSHARE_'):
         read_own((name, "4Gi"))
 
 
 @pytest.mark.parametrize("name", ["GPUSHARE_SERVICE_HOST", "GPUSHARE_PORT_8080_TCP", "GPUSHARE_LOG", "MEMORY"])
-def test_other_names_pass(name: str) -> None:
+def test_unrelated_variable_is_ignored(name: str) -> None:
     assert read_own((name, "x")) is None
 
 
-def test_misspelt_annotation() -> None:
+def test_misspelt_annotation_is_refused() -> None:
     with pytest.raises(RequestError, match='gpushare.io/memroy="4Gi": unknown annotation'):
         read_own(annotations={"gpushare.io/memroy": "4Gi"})
     with pytest.raises(RequestError, match="train.gpushare.io/memroy"):
@@ -263,15 +263,15 @@ def memory(request: Optional[Request]) -> Optional[str]:
     return request.memory[0][1].text if request and request.memory else None
 
 
-def test_annotation_outside_a_pod() -> None:
+def test_annotation_outside_pod_counts() -> None:
     found = read_own(annotations={"gpushare.io/memory": "4Gi"})
     assert memory(found) == "4Gi"
     assert found and found.sources == (("gpushare.io/memory", "4Gi"),)
 
 
 @pytest.mark.parametrize("variable", list(gpushare_env.ROWS))
-def test_every_annotation_means_what_the_variable_means(variable: str) -> None:
-    """The same value, by either way, gives the same request."""
+def test_annotation_equals_variable(variable: str) -> None:
+    """A value means the same as a variable and as an annotation."""
     value = {"devices": "1", "memory": "4Gi", "compute": "30%", "compute_mode": "soft", "priority": "high"}.get(
         variable[len("GPUSHARE_") :].lower(), "shim" if variable == constants.ENV_BACKEND else "1"
     )
@@ -281,14 +281,14 @@ def test_every_annotation_means_what_the_variable_means(variable: str) -> None:
     assert by_env._replace(sources=()) == by_annotation._replace(sources=())
 
 
-def test_scoped_annotations_are_for_their_container_only() -> None:
+def test_scoped_annotation_applies_only_to_its_container() -> None:
     both = {"train.gpushare.io/memory": "4Gi", "serve.gpushare.io/memory": "2Gi"}
     assert memory(read_own(annotations={KEY: "train", **both})) == "4Gi"
     assert memory(read_own(annotations={KEY: "serve", **both})) == "2Gi"
     assert read_own(annotations={KEY: "sidecar", **both}) is None
 
 
-def test_scoped_wins_over_unscoped() -> None:
+def test_scoped_annotation_overrides_unscoped() -> None:
     found = read_own(
         ("GPUSHARE_DEVICES", "any"),
         annotations={KEY: "train", "train.gpushare.io/memory": "4Gi", "gpushare.io/memory": "1Gi"},
@@ -296,23 +296,23 @@ def test_scoped_wins_over_unscoped() -> None:
     assert memory(found) == "4Gi"
 
 
-def test_unscoped_in_a_pod_needs_a_named_device() -> None:
+def test_unscoped_annotation_in_pod_needs_named_device() -> None:
     pod = {KEY: "train", "gpushare.io/memory": "4Gi"}
     assert read_own(annotations=pod) is None
     assert read_own((NAME, "void"), annotations=pod) is None
-    assert read_own(("GPUSHARE_DEVICES", ""), annotations=pod) is not None  # asked for, but by no device:
+    assert read_own(("GPUSHARE_DEVICES", ""), annotations=pod) is not None  # requested, but by no device:
     assert memory(read_own(("GPUSHARE_DEVICES", ""), annotations=pod)) is None
     assert memory(read_own((NAME, "all"), annotations=pod)) == "4Gi"
     assert memory(read_own(("GPUSHARE_DEVICES", "any"), annotations=pod)) == "4Gi"
     assert memory(read_own(annotations={**pod, "train.gpushare.io/devices": "0"})) == "4Gi"
 
 
-def test_ignored_annotation_is_said() -> None:
+def test_ignored_annotation_is_reported() -> None:
     found = read_own(("GPUSHARE_PRIORITY", "high"), annotations={KEY: "train", "gpushare.io/memory": "4Gi"})
     assert found and found.ignored == ('gpushare.io/memory="4Gi": container "train" names no device',)
 
 
-def test_variable_and_annotation() -> None:
+def test_contradicting_variable_and_annotation_are_refused() -> None:
     assert read_own(("GPUSHARE_MEMORY", "4Gi"), annotations={"gpushare.io/memory": "4Gi"})
     with pytest.raises(RequestError, match='GPUSHARE_MEMORY="4Gi" and annotation gpushare.io/memory="8Gi" contradict'):
         read_own(("GPUSHARE_MEMORY", "4Gi"), annotations={"gpushare.io/memory": "8Gi"})
@@ -323,7 +323,7 @@ texts = st.lists(words | st.text(max_size=6), max_size=4).map(",".join)
 
 
 @given(texts)
-def test_any_device_text_is_read_or_refused(text: str) -> None:
+def test_arbitrary_device_text_is_parsed_or_refused(text: str) -> None:
     for any_allowed in (True, False):
         try:
             found = dialects.parse_devices("N", text, HOST, any_allowed)
@@ -343,8 +343,8 @@ def test_any_device_text_is_read_or_refused(text: str) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(list(gpushare_env.ROWS)), texts, min_size=1))
-def test_any_own_words_are_read_or_refused(env: dict[str, str]) -> None:
-    """And a memory limit that was asked for is in the request."""
+def test_arbitrary_own_values_are_parsed_or_refused(env: dict[str, str]) -> None:
+    """A memory limit that was requested is also in the result."""
     try:
         found = gpushare_env.read(tuple(env.items()), {}, {}, HOST)
     except (RequestError, DeviceError):
@@ -354,8 +354,8 @@ def test_any_own_words_are_read_or_refused(env: dict[str, str]) -> None:
     assert bool(found.compute) == (constants.ENV_COMPUTE in env)
 
 
-def test_injected_device_of_another_name_is_still_that_device() -> None:
-    """`--device /dev/nvidia1:/dev/gpu`: what opens is in the numbers."""
+def test_renamed_injected_device_is_recognized() -> None:
+    """`--device /dev/nvidia1:/dev/gpu`: the device numbers decide, not the name."""
     devices = [
         {"path": "/dev/gpu", "type": "c", "major": 195, "minor": 1},
         {"path": "/dev/b", "type": "b", "major": 195, "minor": 0},
@@ -367,7 +367,7 @@ def test_injected_device_of_another_name_is_still_that_device() -> None:
 @pytest.mark.parametrize(
     "path", ["/dev//nvidia1", "//dev/nvidia1", "dev/nvidia1", "/dev/x/../nvidia1/", "/dev/nvidia1"]
 )
-def test_injected_device_in_any_spelling_is_seen_and_taken_out(path: str) -> None:
+def test_injected_device_in_any_spelling_is_found_and_removed(path: str) -> None:
     node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path, "source": "/d/nvidia1"}
     assert cdi_devices.minors({"linux": {"devices": [node]}}) == (1,) == cdi_devices.minors({"mounts": [mount]})
     for source in ("/var/lib/volumes/0a1b/_data", "tmpfs", "", None, 1):  # VOLUME of an image
@@ -377,8 +377,10 @@ def test_injected_device_in_any_spelling_is_seen_and_taken_out(path: str) -> Non
 
 
 @pytest.mark.parametrize("capabilities, found", [(["CAP_SYS_ADMIN"], ()), (["CAP_MKNOD"], (0,))])
-def test_a_rule_for_all_devices_alone_is_not_privileged(capabilities: list[str], found: tuple[int, ...]) -> None:
-    """Else `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would be a GPU that nobody has a lease on."""
+def test_rule_for_all_devices_without_sys_admin_is_not_privileged(
+    capabilities: list[str], found: tuple[int, ...]
+) -> None:
+    """Otherwise `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would give a GPU without a lease."""
     devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]
     linux = {"devices": devices, "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
     assert cdi_devices.minors({"linux": linux, "process": {"capabilities": {"bounding": capabilities}}}) == found

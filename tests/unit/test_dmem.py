@@ -1,4 +1,4 @@
-"""The kernel's dmem controller on a tree of plain files: what is found, written, changed and taken back."""
+"""The kernel's dmem controller on a tree of plain files: limits found, written, changed and removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPACITY = f"drm/{GPU.bus_id}/vram0 17179869184\nnvidia/0000:0a:00.0/vidmem 1\n{
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A simulated driver root whose cgroup of this process can limit devices."""
+    """A simulated driver root; the cgroup of this process can limit devices."""
     root = tmp_path / "sys/fs/cgroup"
     own = next(line[3:].strip() for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::")
     leaf = root / own.strip("/")
@@ -52,7 +52,7 @@ def limits(tmp_path: Path, *shares: model.Share) -> list[KernelLimit]:
     return list(dmem.ops(found, inventory(tmp_path), str(tmp_path)))
 
 
-def says(leaf: Path) -> tuple[str, str]:
+def written(leaf: Path) -> tuple[str, str]:
     return (leaf / "dmem.max").read_text(), (leaf / "dmem.min").read_text()
 
 
@@ -71,7 +71,7 @@ def says(leaf: Path) -> tuple[str, str]:
         ("?", "nvidia/?/vidmem 5\n", ""),
     ],
 )
-def test_a_device_is_its_driver_s_region(bus_id: str, capacity: str, found: str) -> None:
+def test_region_is_found_by_bus_id(bus_id: str, capacity: str, found: str) -> None:
     assert dmem.region_of(device(0, bus_id=bus_id), capacity) == found
 
 
@@ -79,7 +79,7 @@ def test_a_device_is_its_driver_s_region(bus_id: str, capacity: str, found: str)
     ("capacity", "reason"),
     [(None, "the kernel has no dmem controller"), ("", "the driver has no region for 0000:01:00.0"), (CAPACITY, None)],
 )
-def test_support_is_what_the_kernel_says(
+def test_support_follows_kernel_capacity_file(
     tree: Path, tmp_path: Path, capacity: Optional[str], reason: Optional[str]
 ) -> None:
     path = tmp_path / "sys/fs/cgroup/dmem.capacity"
@@ -88,56 +88,56 @@ def test_support_is_what_the_kernel_says(
     assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
 
 
-def test_a_host_without_the_controller_says_so() -> None:
-    """The kernel that this runs on may have it; then there is no such device."""
+def test_host_without_controller_is_unsupported() -> None:
+    """The kernel under this test may have the controller, but has no such device."""
     found = dmem.unsupported(GPU, model.Inventory("/", "615", (GPU,)))
     assert found is not None and ("no dmem controller" in found or "no region" in found)
 
 
-def test_a_limit_is_written_read_back_changed_and_taken_back(tree: Path, tmp_path: Path) -> None:
+def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Path) -> None:
     undo = dmem.hold(os.getpid(), limits(tmp_path))
-    assert says(tree) == (f"{REGION} {4 * GIB}",) * 2
+    assert written(tree) == (f"{REGION} {4 * GIB}",) * 2
     before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
     for size, text in ((5 * GIB, str(5 * GIB)), (GIB, str(GIB))):
         after = (before[0]._replace(memory_limit_bytes=size),)
         backends.change(before, after, str(tmp_path))
-        assert says(tree) == (f"{REGION} {text}",) * 2
+        assert written(tree) == (f"{REGION} {text}",) * 2
         before = after
     (tree / "dmem.max").write_text("untouched")
     backends.change(before, (before[0]._replace(compute_percent=5),), str(tmp_path))
-    assert says(tree)[0] == "untouched", "nothing of memory changed"
+    assert written(tree)[0] == "untouched", "the memory limit is unchanged"
     backends.change((), before, str(tmp_path))
-    assert says(tree)[0] == f"{REGION} {GIB}", "a change that was killed is finished whatever is there"
+    assert written(tree)[0] == f"{REGION} {GIB}", "a killed change is completed from any state"
     backends.change(before, (before[0]._replace(memory_limit_bytes=None),), str(tmp_path))
-    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+    assert written(tree) == (f"{REGION} max", f"{REGION} 0")
     undo()
-    assert says(tree) == (f"{REGION} max", f"{REGION} 0")
+    assert written(tree) == (f"{REGION} max", f"{REGION} 0")
 
 
-def test_the_shim_s_shares_touch_no_cgroup(tree: Path, tmp_path: Path) -> None:
+def test_shim_allocation_touches_no_cgroup(tree: Path, tmp_path: Path) -> None:
     shares = (model.Share(0, GPU, 4 * GIB),)
     backends.change(shares, (shares[0]._replace(memory_limit_bytes=1),), str(tmp_path))
-    assert says(tree) == ("", "") and not (tmp_path / dmem.RECORD).exists()
+    assert written(tree) == ("", "") and not (tmp_path / dmem.RECORD).exists()
 
 
-def test_without_the_controller_in_the_container_s_cgroup_nothing_starts(tree: Path, tmp_path: Path) -> None:
+def test_missing_controller_in_container_cgroup_refuses_start(tree: Path, tmp_path: Path) -> None:
     (tree / "dmem.max").unlink()
     with pytest.raises(KernelError, match=r"dmem\.max\" is not there: .*; write \+dmem to cgroup.subtree_control"):
         dmem.hold(os.getpid(), limits(tmp_path))
     assert not (tmp_path / dmem.RECORD).exists()
 
 
-def test_a_cgroup_with_others_in_it_is_not_limited(tree: Path, tmp_path: Path) -> None:
+def test_cgroup_with_foreign_process_is_refused(tree: Path, tmp_path: Path) -> None:
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n1\n")
     with pytest.raises(KernelError, match="not the container's own cgroup: process 1 is in it"):
         dmem.hold(os.getpid(), limits(tmp_path))
-    assert says(tree) == ("", "")
+    assert written(tree) == ("", "")
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n")
     dmem.hold(os.getpid(), limits(tmp_path))
 
 
-def test_a_limit_that_is_not_there_after_writing_is_none(tree: Path, tmp_path: Path) -> None:
-    """A kernel, or a file, that takes everything and holds nothing."""
+def test_limit_that_does_not_read_back_is_refused(tree: Path, tmp_path: Path) -> None:
+    """A kernel or file that accepts every write and stores nothing."""
     (tree / "dmem.max").unlink()
     (tree / "dmem.max").symlink_to("/dev/null")
     with pytest.raises(KernelError):
@@ -164,9 +164,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bytes, int]]:
     yield fails
 
 
-def test_a_change_that_the_kernel_refuses_changes_nothing(
-    tree: Path, tmp_path: Path, failing: dict[bytes, int]
-) -> None:
+def test_refused_change_changes_nothing(tree: Path, tmp_path: Path, failing: dict[bytes, int]) -> None:
     (tmp_path / "sys/fs/cgroup/dmem.capacity").write_text(f"{CAPACITY}nvidia/{device(1).bus_id}/vidmem 5\n")
     both = tuple(model.Share(slot, device(slot), 4 * GIB, memory_backend="dmem") for slot in (0, 1))
     (tree / "dmem.max").write_text("")
@@ -178,26 +176,26 @@ def test_a_change_that_the_kernel_refuses_changes_nothing(
     failing[f"other {GIB}".encode()] = errno.EBUSY
     with pytest.raises(CapacityError, match="in use; free it first"):
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
-    assert says(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
+    assert written(tree)[0].split()[1] == str(4 * GIB), "the first device has its limit again"
     failing[f"other {GIB}".encode()] = errno.EINVAL
     with pytest.raises(syscalls.SyscallError, match="Invalid argument"):
         backends.change(both, tuple(share._replace(memory_limit_bytes=GIB) for share in both), str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"directory": "/x", "regions": {}}', '{"directory": 1}'])
-def test_a_damaged_record_changes_nothing(tmp_path: Path, text: str) -> None:
+def test_damaged_record_changes_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / dmem.RECORD).write_text(text)
     before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
     with pytest.raises(KernelError, match="start it again"):
         backends.change(before, (before[0]._replace(memory_limit_bytes=5),), str(tmp_path))
 
 
-# Limits of the driver's own, through NVML
+# Limits that the driver enforces, through NVML
 
 
 @pytest.fixture
 def nvml_dir(tmp_path: Path, tree: Path) -> Path:
-    """A host without the controller, with a driver that holds limits by itself: the directory of its library."""
+    """The library directory of a host without the controller whose driver enforces limits itself."""
     (tmp_path / "sys/fs/cgroup/dmem.capacity").unlink()
     libdir = tmp_path / "usr/lib/x86_64-linux-gnu"
     libdir.mkdir(parents=True)
@@ -207,7 +205,7 @@ def nvml_dir(tmp_path: Path, tree: Path) -> Path:
     return libdir
 
 
-def test_without_the_controller_a_newer_driver_is_told_through_nvml(nvml_dir: Path, tmp_path: Path, tree: Path) -> None:
+def test_newer_driver_is_limited_through_nvml(nvml_dir: Path, tmp_path: Path, tree: Path) -> None:
     newer = inventory(tmp_path, driver_version="615.71")
     assert dmem.unsupported(GPU, newer) is None
     assert "no limits of its own" in (dmem.unsupported(GPU, inventory(tmp_path, driver_version="590.1")) or "")
@@ -219,11 +217,11 @@ def test_without_the_controller_a_newer_driver_is_told_through_nvml(nvml_dir: Pa
     backends.change(both, (both[0]._replace(memory_limit_bytes=GIB), both[1]), str(tmp_path))
     backends.change((), both, str(tmp_path))
     undo()
-    said = [line.split() for line in (nvml_dir / "limits").read_text().splitlines()]
-    assert {line[1] for line in said} == {str(tree)}
+    calls = [line.split() for line in (nvml_dir / "limits").read_text().splitlines()]
+    assert {line[1] for line in calls} == {str(tree)}
     most, none = [str(4 * GIB)] * 2, ["0", str((1 << 64) - 1)]
     first, second = GPU.uuid, device(1).uuid
-    assert [[line[0], *line[2:]] for line in said] == [
+    assert [[line[0], *line[2:]] for line in calls] == [
         *([first, *most], [second, *most], [first, str(GIB), str(GIB)]),
         *([first, *most], [second, *most], [first, *none], [second, *none]),
     ]
@@ -238,7 +236,7 @@ def test_without_the_controller_a_newer_driver_is_told_through_nvml(nvml_dir: Pa
         ("hangs", "", "no answer in 0 s"),
     ],
 )
-def test_a_driver_that_does_not_take_a_limit_starts_nothing(
+def test_driver_that_rejects_limit_refuses_start(
     nvml_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, message: str
 ) -> None:
     monkeypatch.setattr(nvmllimits, "DEADLINE_S", 0.3 if file == "hangs" else 10.0)
@@ -249,7 +247,7 @@ def test_a_driver_that_does_not_take_a_limit_starts_nothing(
     assert not (tmp_path / dmem.RECORD).exists()
 
 
-def test_a_library_without_the_function_is_named(nvml_dir: Path, tmp_path: Path) -> None:
+def test_library_without_function_is_named(nvml_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="libc.so.6 has no nvmlDeviceSetMemoryLimits_v1"):
         nvmllimits.put("libc.so.6", GPU.uuid, "/cgroup", GIB)
     with pytest.raises(DeviceError, match="nvmlDeviceGetHandleByUUID returned 3"):
@@ -269,7 +267,7 @@ def plan_of(tmp_path: Path, **changes: Any) -> Plan:
     return plan.make_plan(bundle(), request, host, lease(*shares), image(), files())
 
 
-def test_the_plan_has_the_limit_before_any_device(tree: Path, tmp_path: Path) -> None:
+def test_plan_has_limit_before_devices(tree: Path, tmp_path: Path) -> None:
     kinds = [type(op).__name__ for op in plan_of(tmp_path).ops]
     assert kinds.index("WriteLimits") < kinds.index("KernelLimit") < kinds.index("DeviceNode")
     (op,) = (op for op in plan_of(tmp_path).ops if isinstance(op, KernelLimit))
@@ -305,7 +303,7 @@ REAL = KernelLimit("GPU-1", REGION, GIB, "/run/gpushare/containers/c/dmem")
         {"linux": {"resources": {"unified": {"dmem.max": f"{REGION} max", "io.max": "x"}}}},
     ],
 )
-def test_the_runtime_is_told_in_unified_and_it_comes_out_again(tmp_path: Path, spec: dict[str, Any]) -> None:
+def test_unified_limit_is_added_and_stripped(tmp_path: Path, spec: dict[str, Any]) -> None:
     made, _ = edited(tmp_path, spec, REAL)
     unified = made["linux"]["resources"]["unified"]
     assert unified["dmem.max"] == unified["dmem.min"] == f"{REGION} {GIB}"
@@ -313,19 +311,19 @@ def test_the_runtime_is_told_in_unified_and_it_comes_out_again(tmp_path: Path, s
     assert unified.keys() == {"dmem.max", "dmem.min", *others}
 
 
-def test_a_second_device_is_left_to_the_hook(tmp_path: Path) -> None:
-    """One region for each write, and a runtime writes a file once."""
+def test_second_device_is_left_to_hook(tmp_path: Path) -> None:
+    """Each write has one region, and a runtime writes a file once."""
     made, _ = edited(tmp_path, {}, REAL, REAL._replace(uuid="GPU-2", region="nvidia/0000:02:00.0/vidmem"))
     assert made["linux"]["resources"]["unified"]["dmem.max"] == f"{REGION} {GIB}"
 
 
-def test_a_simulated_tree_is_not_the_runtime_s(tmp_path: Path) -> None:
+def test_simulated_tree_is_not_in_config(tmp_path: Path) -> None:
     made, _ = edited(tmp_path, {}, REAL._replace(tree="/sim"))
     assert "unified" not in made["linux"]["resources"]
 
 
-def test_the_limits_file_says_who_holds_the_limit() -> None:
-    """So that a lost state directory does not lose it."""
+def test_limits_file_names_enforcer() -> None:
+    """A lost state directory must not lose the enforcer."""
     share = model.Share(0, GPU, 4 * GIB, memory_backend="dmem")
     (limit,) = shm_abi.read_limits(shm_abi.pack_limits((share,), 1)).devices
     assert limit.flags & shm_abi.DEVICE_MEMORY_DMEM and limit.memory_limit_bytes == 4 * GIB
@@ -333,7 +331,7 @@ def test_the_limits_file_says_who_holds_the_limit() -> None:
     assert not limit.flags
 
 
-def test_a_program_without_a_container_has_no_cgroup_to_limit(tmp_path: Path) -> None:
+def test_program_without_container_cannot_use_dmem(tmp_path: Path) -> None:
     host = model.Node(model.Config(policy=model.Policy(allowed_backends=("dmem", "shim"))), inventory(tmp_path))
     request = model.Request("own", model.Selection("any", 1), ())
     assert backends.for_programs(request, host).config.policy.allowed_backends == ("shim",)

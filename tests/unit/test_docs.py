@@ -1,4 +1,4 @@
-"""What is written down agrees with the code it describes."""
+"""The documentation agrees with the code."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from tests.support.host import TREE
 from tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
 
 
-def test_config_docs_are_generated() -> None:
+def test_config_docs_are_up_to_date() -> None:
     assert (TREE / "docs" / "config.md").read_text() == config_docs.text(), "run `make docs`"
 
 
-def test_dialect_docs_are_generated() -> None:
+def test_dialect_docs_are_up_to_date() -> None:
     assert (TREE / "docs" / "dialects.md").read_text() == dialect_docs.text(), "run `make docs`"
 
 
-def test_backend_docs_are_generated() -> None:
+def test_backend_docs_are_up_to_date() -> None:
     assert (TREE / "docs" / "backends.md").read_text() == backend_docs.text(), "run `make docs`"
 
 
-def test_metrics_docs_are_generated() -> None:
+def test_metrics_docs_are_up_to_date() -> None:
     assert (TREE / "docs" / "metrics.md").read_text() == metrics_docs.text(), "run `make docs`"
 
 
-def test_troubleshooting_is_generated() -> None:
+def test_troubleshooting_is_up_to_date() -> None:
     assert (TREE / "docs" / "troubleshooting.md").read_text() == error_docs.text(), "run `make docs`"
 
 
-def test_troubleshooting_knows_every_kind_of_error() -> None:
+def test_troubleshooting_lists_every_error_class() -> None:
     defined = set()
     for path in error_texts.SOURCES.rglob("*.py"):
         defined |= set(re.findall(r"^class (\w+)\((?!Value)\w*Error\)", path.read_text(), re.MULTILINE))
     assert {"GpushareError", *defined} <= set(error_texts.ERRORS)
 
 
-def test_troubleshooting_has_what_is_really_said() -> None:
-    """Messages of golden tests, which nobody has taken from the sources: each fits a row."""
+def test_troubleshooting_lists_printed_messages() -> None:
+    """Messages of the golden tests, which do not come from the sources: each must match a row."""
     rows = re.findall(r"^\| `+ ?(.*?) ?`+ \| ", error_docs.text(), re.MULTILINE)
     shapes = [re.compile(_shape(row.replace("\\|", "|"))) for row in rows if row != "PATH: REASON"]
-    said = []
+    messages = []
     for path in sorted((TREE / "tests" / "golden").rglob("*.txt")):
-        said += re.findall(r"^refused \(\w+, exit \d+\): (.*)", path.read_text(), re.MULTILINE)
-        said += [text for text in re.findall(r"^gpushare: (.*)", path.read_text(), re.MULTILINE) if "; " in text]
-    assert len(said) > 20
-    assert [text for text in said if not any(shape.match(text) for shape in shapes)] == []
+        messages += re.findall(r"^refused \(\w+, exit \d+\): (.*)", path.read_text(), re.MULTILINE)
+        messages += [text for text in re.findall(r"^gpushare: (.*)", path.read_text(), re.MULTILINE) if "; " in text]
+    assert len(messages) > 20
+    assert [text for text in messages if not any(shape.match(text) for shape in shapes)] == []
 
 
 def _shape(row: str) -> str:
     return re.escape(row).replace(re.escape("NAME=VALUE"), ".+=.*").replace("…", ".*") + "(;|$)"
 
 
-def test_what_a_start_knows_of_dialects_is_generated() -> None:
+def test_dialect_triggers_are_up_to_date() -> None:
     assert (TREE / "hook/gpushare/request/dialects/triggers.py").read_text() == dialect_docs.triggers(), (
         "run `make docs`"
     )
 
 
-def test_every_error_is_described() -> None:
+def test_every_error_is_documented() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert defined == set(config_docs.WHEN)
 
 
-def test_every_make_target_that_the_docs_name_exists() -> None:
+def test_make_targets_in_docs_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (TREE / "Makefile").read_text(), re.MULTILINE))
     for part in ("shim/shim.mk", "simulator/sim.mk", "packaging/packages.mk", "bench/bench.mk"):
         targets |= set(re.findall(r"^([a-z0-9-]+):", (TREE / part).read_text(), re.MULTILINE))
@@ -81,7 +81,7 @@ def test_every_make_target_that_the_docs_name_exists() -> None:
         assert named <= targets, f"{name} names {sorted(named - targets)}"
 
 
-def test_the_version_is_that_of_pyproject_everywhere() -> None:
+def test_versions_match_pyproject() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
     named = r"(?:gpushare(?:-installer)?[-_:]|newTag: )([0-9]+\.[0-9]+\.[0-9]+)"
     kubernetes = ("README.md", "installer/Dockerfile", "installer/kustomization.yaml")
@@ -92,14 +92,14 @@ def test_the_version_is_that_of_pyproject_everywhere() -> None:
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
-def test_samples_have_the_columns_that_the_commands_have(readme: str) -> None:
+def test_readme_samples_have_current_columns(readme: str) -> None:
     lines = (TREE / readme).read_text().splitlines()
     for name, columns in (("list", containers._LIST), ("devices", devices._COLUMNS)):
         heading = lines[lines.index(f"    $ gpushare {name}") + 1]
         assert re.split("  +", heading.strip()) == [one.title.upper() for one in columns if not one.only_tty], name
 
 
-def test_both_readmes_show_the_same_commands() -> None:
+def test_readmes_show_same_commands() -> None:
     def blocks(name: str) -> list[str]:
         lines = (TREE / name).read_text().splitlines()
         return [re.sub(r"\s+#.*", "", line) for line in lines if line.startswith("    ")]
@@ -107,8 +107,8 @@ def test_both_readmes_show_the_same_commands() -> None:
     assert blocks("README.md") == blocks("README.zh-CN.md")
 
 
-def test_both_readmes_say_the_same() -> None:
-    """As far as it needs no knowledge of Chinese: links, pictures, names and figures."""
+def test_readmes_have_same_links_and_figures() -> None:
+    """As far as a comparison needs no Chinese: links, pictures, names and figures."""
     english, chinese = ((TREE / name).read_text() for name in ("README.md", "README.zh-CN.md"))
     links = [set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
     assert links[0] == links[1]
@@ -118,7 +118,7 @@ def test_both_readmes_say_the_same() -> None:
     assert figures[0] == figures[1] and len(figures[0]) > 5
 
 
-def test_placement_words_are_described() -> None:
+def test_placement_conditions_are_documented() -> None:
     text = (TREE / "docs" / "placement.md").read_text()
     words = [f"any,{name}{sign}" for name, (sign, _) in conditions.CONDITIONS.items()]
     for key in keys.KEYS:
@@ -127,7 +127,7 @@ def test_placement_words_are_described() -> None:
     assert [word for word in words if word not in text] == []
 
 
-def test_capabilities_features_and_constraints_are_described() -> None:
+def test_capabilities_features_and_constraints_are_documented() -> None:
     text = (TREE / "docs" / "driver.md").read_text()
     words = [*dialects.CAPABILITIES, *constraints.PROPERTIES, *nvidia_driver_env.MIG_RIGHTS, nvidia_driver_env.ENV_IMEX]
     words += [feature.variable for feature in drivertable.FEATURES.values()]

@@ -1,4 +1,4 @@
-"""gpushare doctor: its table and its command. A file for each module of checks is beside this one."""
+"""gpushare doctor: its table and its command. Each module of checks has a test file beside this one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.unit.doctorhost import machine, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_every_name_is_there_once_and_says_what_is_well() -> None:
+def test_check_names_are_unique_and_documented() -> None:
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names) and all(check.meaning for check in CHECKS)
 
 
-def test_check_with_a_bug_does_not_hide_the_others(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_does_not_hide_others(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Machine) -> Result:
         raise ZeroDivisionError("x")
 
@@ -33,7 +33,7 @@ def test_check_with_a_bug_does_not_hide_the_others(machine: Machine, monkeypatch
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """answers(result, ...): what the checks find, in the order of the table."""
+    """answers(result, ...): the results of the checks, in the order of the table."""
 
     def set_(*results: Result) -> None:
         checks = tuple(
@@ -45,7 +45,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_
 
 
-def test_exit_code_table_and_json(cli: Callable[..., Any], answers: Callable[..., None]) -> None:
+def test_results_set_exit_code_table_and_json(cli: Callable[..., Any], answers: Callable[..., None]) -> None:
     answers(Result(OK, "well"), Result(WARN, "odd", "look"))
     code, text, error = cli("doctor")
     assert (code, error) == (0, "")
@@ -64,7 +64,7 @@ def test_exit_code_table_and_json(cli: Callable[..., Any], answers: Callable[...
     assert value["checks"][0] == {"name": "check 0", "result": "fail", "detail": "broken", "hint": "mend"}
 
 
-def test_broken_configuration_is_a_row_not_the_end(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_broken_configuration_is_one_failed_row(cli: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("version: 1\nmemory_overcomit: 2\n")
     code, text, error = cli("--config", str(tmp_path / "bad.yaml"), "doctor", "--format", "json")
     assert (code, error) == (1, "")

@@ -13,7 +13,7 @@ from tests.unit.doctorhost import ask, machine, put, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_driver_that_is_not_there_is_a_failure_and_the_rest_is_skipped(machine: Machine) -> None:
+def test_missing_driver_fails_and_skips_dependent_checks(machine: Machine) -> None:
     broken = machine._replace(inventory=None, driver_error=DeviceError("no driver", "load it"))
     assert ask("driver", broken) == Result(FAIL, "no driver", "load it")
     for name in ("driver files", "devices", "device nodes", "library loads", "containers"):
@@ -25,7 +25,7 @@ def test_driver_and_devices_are_named(machine: Machine) -> None:
     assert ask("devices", machine) == Result(OK, "0 Test GPU 16 GiB")
 
 
-def test_devices_that_nvml_does_not_know(machine: Machine) -> None:
+def test_device_of_unknown_size_is_reported(machine: Machine) -> None:
     assert machine.inventory
     unknown = machine.inventory._replace(devices=(pure.device(0, memory_bytes=0), pure.device(1)))
     result = ask("devices", machine._replace(inventory=unknown))
@@ -33,8 +33,8 @@ def test_devices_that_nvml_does_not_know(machine: Machine) -> None:
     assert ask("devices", machine._replace(inventory=unknown._replace(devices=()))).result == FAIL
 
 
-def test_driver_files(machine: Machine, root: Path) -> None:
-    assert ask("driver files", machine).result == FAIL  # there are none
+def test_missing_driver_files_are_reported(machine: Machine, root: Path) -> None:
+    assert ask("driver files", machine).result == FAIL  # the root has none
     libdir = "usr/lib/x86_64-linux-gnu"
     for stem in ("libcuda", "libnvidia-ml"):
         put(root, f"{libdir}/{stem}.so.{pure.VERSION}")
@@ -50,7 +50,7 @@ def test_driver_files(machine: Machine, root: Path) -> None:
     assert result.result == FAIL and pure.VERSION in result.detail and "550.1" in result.detail
 
 
-def test_device_nodes(machine: Machine, root: Path) -> None:
+def test_missing_device_nodes_are_reported(machine: Machine, root: Path) -> None:
     names = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0")
     for name in names:
         put(root, f"dev/{name}")

@@ -1,4 +1,4 @@
-"""gpushare doctor: programs, the low-level runtime, engines and their cgroups, hooks of NVIDIA's."""
+"""gpushare doctor: programs, the low-level runtime, engines and their cgroup drivers, NVIDIA's hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.doctorhost import ask, machine, put, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_programs(machine: Machine, root: Path) -> None:
+def test_missing_or_unsafe_programs_are_reported(machine: Machine, root: Path) -> None:
     settings = machine.settings._replace(
         program=str(root / "opt/gpushare-runtime"), hook=str(root / "opt/gpushare-hook")
     )
@@ -30,7 +30,7 @@ def test_programs(machine: Machine, root: Path) -> None:
         put(root, f"opt/{name}", "#!/bin/sh\n").chmod(0o755)
 
 
-def test_snapshot_that_does_not_start(machine: Machine, root: Path) -> None:
+def test_snapshot_that_does_not_start_is_reported(machine: Machine, root: Path) -> None:
     settings = machine.settings._replace(
         program=str(root / "opt/gpushare-runtime"), hook=str(root / "opt/gpushare-hook")
     )
@@ -44,7 +44,7 @@ def test_snapshot_that_does_not_start(machine: Machine, root: Path) -> None:
         assert found.result == FAIL and str(root / "libexec/snapshot") in found.detail and "remove it" in found.hint
 
 
-def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_broken_runtime_is_reported(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.config
     good = put(root, "opt/runc", "#!/bin/sh\necho runc version 1.9\necho more\n")
     good.chmod(0o755)
@@ -58,7 +58,7 @@ def test_runtime(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "no runc or crun" in ask("runtime", machine).detail
 
 
-def test_engines(machine: Machine, root: Path) -> None:
+def test_unconfigured_engines_are_reported(machine: Machine, root: Path) -> None:
     result = ask("engines", machine)
     assert result == Result(WARN, "docker: not configured", "gpushare runtime configure docker")
     configure.configure(ENGINES["docker"], machine.settings, machine.files)
@@ -82,14 +82,14 @@ def test_engines(machine: Machine, root: Path) -> None:
         ("podman", "etc/containers/containers.conf", 'cgroup_manager = "systemd"\n', "systemd"),
     ],
 )
-def test_cgroup_driver_of_an_engine(
+def test_cgroup_driver_is_read_from_engine_config(
     machine: Machine, root: Path, engine: str, file: str, text: str, driver: str
 ) -> None:
     put(root, file, text)
     assert engines.cgroup_driver(machine, engine) == driver
 
 
-def test_hook_alone_with_systemd_cgroups_is_warned_of(machine: Machine, root: Path) -> None:
+def test_hook_only_with_systemd_cgroups_warns(machine: Machine, root: Path) -> None:
     put(root, "usr/bin/crio")
     (root / "usr/bin/crio").chmod(0o755)
     assert ask("cgroup drivers", machine).result == OK
@@ -100,7 +100,7 @@ def test_hook_alone_with_systemd_cgroups_is_warned_of(machine: Machine, root: Pa
     assert ask("cgroup drivers", machine).result == OK
 
 
-def test_nvidia_hooks(machine: Machine, root: Path) -> None:
+def test_nvidia_hooks_are_reported(machine: Machine, root: Path) -> None:
     assert ask("NVIDIA hooks", machine) == Result(OK, "none")
     put(root, "etc/docker/daemon.json", '{"default-runtime": "nvidia"}')
     result = ask("NVIDIA hooks", machine)

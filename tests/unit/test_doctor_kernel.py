@@ -18,7 +18,7 @@ from tests.unit.doctorhost import ask, machine, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_rights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rights_report_root_or_rootless(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("rights", machine) == Result(OK, "root")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     told = ask("rights", machine)
@@ -33,7 +33,7 @@ def failing(number: int) -> Callable[..., Any]:
     return call
 
 
-def test_kernel_of_this_machine_has_everything(machine: Machine) -> None:
+def test_kernel_of_this_machine_passes(machine: Machine) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert ask("kernel", machine).result == OK
     assert len(os.listdir("/proc/self/fd")) == before
@@ -42,7 +42,7 @@ def test_kernel_of_this_machine_has_everything(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "call", ["open_tree", "detached_tmpfs", "pidfd_open", "openat2", "mount_setattr", "move_mount"]
 )
-def test_kernel_without_a_call(machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_kernel_without_system_call_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.setattr(syscalls, call, failing(errno.ENOSYS))
     result = ask("kernel", machine)
     assert result.result == FAIL and "lacks" in result.detail and "5.12" in result.hint
@@ -54,7 +54,7 @@ def test_kernel_without_a_call(machine: Machine, monkeypatch: pytest.MonkeyPatch
 
 
 def overlay(directory: Path) -> Path:
-    """A mounted overlay, which is no file system that can hide owners; of a private mount namespace (conftest.py)."""
+    """A mounted overlay, a file system that cannot hide owners. The mount namespace is private (conftest.py)."""
     for name in ("lower", "upper", "work", "root"):
         (directory / name).mkdir()
     options = ",".join(f"{name}dir={directory / name}" for name in ("lower", "upper", "work"))
@@ -62,7 +62,7 @@ def overlay(directory: Path) -> Path:
     return directory / "root"
 
 
-def test_file_system_that_cannot_hide_owners_is_named(
+def test_file_system_without_idmapped_mounts_is_named(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert machine.config is not None
@@ -100,7 +100,7 @@ def hierarchy(kind: str, options: str = "") -> mountns.MountEntry:
         ((("cgroup2", "rw"),), failing(errno.EPERM), WARN, "cannot be loaded"),
     ],
 )
-def test_cgroups(
+def test_cgroup_hierarchies_are_checked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, mounts: Any, load: Any, result: str, words: str
 ) -> None:
     found = [hierarchy(*one) for one in mounts]

@@ -1,4 +1,4 @@
-"""gpushare doctor: MPS. Daemons are values; integration/test_mps.py and test_mps_daemon.py ask of some that run."""
+"""gpushare doctor: MPS. Daemons are values here; integration/test_mps.py and test_mps_daemon.py run real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOTS = mps_control.Daemon(PID, 0)
 
 @pytest.fixture
 def allowed(machine: Machine, root: Path) -> Machine:
-    """A host whose policy and driver have MPS."""
+    """A host whose policy and driver allow MPS."""
     program = root / "usr/bin/nvidia-cuda-mps-control"
     program.write_text("")
     program.chmod(0o755)
@@ -39,7 +39,7 @@ def allowed(machine: Machine, root: Path) -> Machine:
 
 @pytest.fixture
 def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """daemon(listens, said, **ready): who listens, what the daemon says of its limits, what its ready file has."""
+    """daemon(listens, said, **ready): the listening process, its reported limits, and its ready file."""
 
     def make(
         listens: mps_control.Daemon | None = ROOTS,
@@ -64,7 +64,7 @@ def daemon(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     return make
 
 
-def test_nothing_is_said_where_nobody_uses_it(machine: Machine, allowed: Machine, root: Path) -> None:
+def test_unused_mps_is_ok(machine: Machine, allowed: Machine, root: Path) -> None:
     assert ask("MPS", machine) == Result(OK, "not in use")
     assert ask("MPS", allowed) == Result(
         WARN, "policy.allowed_backends has mps, and no GPU has a daemon", "gpushare mps start"
@@ -73,7 +73,7 @@ def test_nothing_is_said_where_nobody_uses_it(machine: Machine, allowed: Machine
     assert "has no nvidia-cuda-mps-control" in ask("MPS", allowed).detail
 
 
-def test_whoever_has_no_rights_is_told_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rootless_user_skips_mps(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     assert ask("MPS", machine) == Result(SKIP, "needs root")
 
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_with_a_daemon(
+def test_daemon_fault_is_reported(
     case: str,
     allowed: Machine,
     daemon: Callable[..., None],
@@ -128,7 +128,7 @@ def test_what_is_wrong_with_a_daemon(
     assert "other" not in found.detail and bool(found.hint) == (result != OK)
 
 
-def test_a_pipe_directory_that_nobody_has(allowed: Machine, daemon: Callable[..., None]) -> None:
+def test_pipe_directory_without_daemon_is_reported(allowed: Machine, daemon: Callable[..., None]) -> None:
     daemon(listens=None, is_ready=False)
     folder = mps.directory(allowed.state_dir, UUID)
     found = ask("MPS", allowed)
@@ -139,7 +139,7 @@ def test_a_pipe_directory_that_nobody_has(allowed: Machine, daemon: Callable[...
     assert ask("MPS", allowed).detail == "policy.allowed_backends has mps, and no GPU has a daemon"
 
 
-def test_containers_that_began_with_another_daemon(
+def test_container_of_previous_daemon_is_reported(
     allowed: Machine, daemon: Callable[..., None], start: Callable[..., Path]
 ) -> None:
     daemon()
@@ -149,7 +149,7 @@ def test_containers_that_began_with_another_daemon(
     )
 
 
-def test_the_worst_of_several_is_said_and_a_gpu_that_is_gone(allowed: Machine, daemon: Callable[..., None]) -> None:
+def test_worst_daemon_and_removed_gpu_are_reported(allowed: Machine, daemon: Callable[..., None]) -> None:
     daemon()
     Path(mps.directory(allowed.state_dir, "GPU-gone")).mkdir()
     found = ask("MPS", allowed)

@@ -19,14 +19,14 @@ from tests.unit.doctorhost import ask, machine, put, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_library_files(machine: Machine, root: Path) -> None:
+def test_missing_or_truncated_library_fails(machine: Machine, root: Path) -> None:
     result = ask("library", machine)
     assert result.result == FAIL and "libcuda.so: No such file" in result.detail
     import sys
 
     for name in shim.LIBRARIES:
         put(root, f"shim/{name}").write_bytes(Path(sys.executable).resolve().read_bytes()[:4096])
-    assert ask("library", machine).result == FAIL  # cut short
+    assert ask("library", machine).result == FAIL  # truncated
     (root / "shim").rename(root / "other")
     from tests.support.host import SHIM
 
@@ -44,21 +44,21 @@ def test_library_files(machine: Machine, root: Path) -> None:
         ({"error": "cuInit returned 100", "hint": "x"}, FAIL, "cuInit returned 100"),
     ],
 )
-def test_what_the_process_with_the_library_says(answer: Any, result: str, words: str) -> None:
+def test_answer_of_child_is_judged(answer: Any, result: str, words: str) -> None:
     said = shim.judged(answer)
     assert said.result == result and words in said.detail
 
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Callable[..., Any]], None]]:
-    """silent(function): what the child does in the place of looking at the driver."""
+    """silent(function): replace the child's driver probe with `function`."""
     monkeypatch.setattr(shim, "_DEADLINE_S", 0.3)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others ask a doctor at the same time
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other workers run doctor at the same time
     yield lambda function: monkeypatch.setattr(shim, "_share", function)
     assert not list(tmp_path.glob("gpushare-doctor-*"))
 
 
-def test_driver_that_hangs_or_crashes_in_the_child_is_an_answer(machine: Machine, silent: Any) -> None:
+def test_hang_or_crash_in_child_is_reported(machine: Machine, silent: Any) -> None:
     silent(lambda *_: time.sleep(100))
     assert "did not answer within" in ask("library loads", machine).detail
     silent(lambda *_: os.kill(os.getpid(), 9))

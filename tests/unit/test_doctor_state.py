@@ -21,7 +21,9 @@ from tests.unit.doctorhost import ask, machine, root
 __all__ = ["machine", "root"]  # fixtures
 
 
-def test_state_directory(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_state_directory_are_reported(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ask("state", machine).result == OK
     assert "yet" in ask("state", machine._replace(state_dir=str(tmp_path / "none"))).detail
     (tmp_path / "plain").mkdir()
@@ -35,21 +37,21 @@ def test_state_directory(machine: Machine, tmp_path: Path, monkeypatch: pytest.M
     assert result.result == WARN and "9" in result.detail.rpartition(" is ")[2]
 
 
-def test_a_directory_that_is_read_only(machine: Machine, cli: Callable[..., Any], state: Path) -> None:
+def test_read_only_state_directory_fails(machine: Machine, cli: Callable[..., Any], state: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", state], check=True)
     assert ask("state", machine).result == FAIL
     code, _, error = cli("prune")
     assert code and error.endswith('/lock": Read-only file system; make it writable: mount -o remount,rw\n')
 
 
-def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> None:
+def test_leases_are_counted_and_dead_ones_reported(machine: Machine, start: Callable[..., Path], state: Path) -> None:
     assert ask("leases", machine).detail == "0 containers hold a share"
     start("live", pure.share(0, 0, GIB))
     assert ask("leases", machine) == Result(OK, "1 container holds a share")
     start("gone", pure.share(0, 0, GIB))
     path = state / "containers" / "gone" / "lease.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot_id": "x"}))
-    usual = {"dialect": "run", "state": "held"}  # the end of a program of `gpushare run`
+    usual = {"dialect": "run", "state": "held"}  # a program under `gpushare run` ended
     path.write_text(json.dumps({**json.loads(path.read_text()), **usual}))
     assert ask("leases", machine) == Result(OK, "1 container holds a share")
     path.write_text(json.dumps({**json.loads(path.read_text()), "dialect": "own"}))
@@ -68,7 +70,7 @@ def test_leases(machine: Machine, start: Callable[..., Path], state: Path) -> No
     assert ask("leases", machine).result == OK
 
 
-def test_containers_of_another_driver(machine: Machine, start: Callable[..., Path]) -> None:
+def test_containers_of_another_driver_are_reported(machine: Machine, start: Callable[..., Path]) -> None:
     assert ask("containers", machine) == Result(OK, "no container runs")
     start("c1", pure.share(0, 0, GIB))
     assert ask("containers", machine).result == OK
@@ -80,7 +82,7 @@ def test_containers_of_another_driver(machine: Machine, start: Callable[..., Pat
     assert f"c1 has {pure.UUIDS[0]}, which is gone" in ask("containers", machine._replace(inventory=other)).detail
 
 
-def test_refusals(machine: Machine) -> None:
+def test_recent_refusals_are_reported(machine: Machine) -> None:
     folder = Path(machine.state_dir) / "errors"
     assert ask("refusals", machine).result == OK
     log.record(machine.state_dir, "old", "gpushare: no room", CapacityError("no room"))

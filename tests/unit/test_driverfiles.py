@@ -1,4 +1,4 @@
-"""Driver files by version, in the library directories of several distributions, and in a real driver's packages."""
+"""Driver files by version, in the library directories of several distributions and in a real driver's packages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def driver(directory: str, version: str = V) -> tuple[str, ...]:
         "run/opengl-driver/lib",
     ],
 )
-def test_places(tmp_path: Path, directory: str) -> None:
+def test_driver_is_found_in_known_directories(tmp_path: Path, directory: str) -> None:
     root = tree(tmp_path, *driver(directory))
     found = driverfiles.find(root, V, BOTH)
     assert found.cuda.source == f"{root}/{directory}/libcuda.so.{V}"
@@ -66,7 +66,7 @@ def test_places(tmp_path: Path, directory: str) -> None:
     ]
 
 
-def test_links(tmp_path: Path) -> None:
+def test_links_follow_table(tmp_path: Path) -> None:
     found = driverfiles.find(tree(tmp_path, *driver("usr/lib64")), V, BOTH)
     links = {library.stem: library.links for library in (found.cuda, *found.libraries)}
     assert links == {
@@ -78,7 +78,7 @@ def test_links(tmp_path: Path) -> None:
 
 
 def test_32_bit_libraries_are_not_taken(tmp_path: Path) -> None:
-    """Where lib64 has the driver, usr/lib is the 32-bit set of the same version."""
+    """With the driver in lib64, usr/lib has the 32-bit set of the same version."""
     root = tree(tmp_path, *driver("usr/lib64"), f"usr/lib/libcudadebugger.so.{V}")
     found = driverfiles.find(root, V, BOTH)
     assert "/usr/lib/" not in "".join(library.source for library in (found.cuda, found.nvml, *found.libraries))
@@ -91,7 +91,7 @@ def test_linked_library_is_resolved_inside_the_root(tmp_path: Path) -> None:
     assert driverfiles.find(root, V, ()).cuda.source == f"{root}/{stem}.{V}"
 
 
-def test_capabilities(tmp_path: Path) -> None:
+def test_capabilities_select_files(tmp_path: Path) -> None:
     root = tree(tmp_path, *driver("usr/lib64"), "usr/bin/nvidia-smi", "usr/bin/nvidia-cuda-mps-server")
     utility = driverfiles.find(root, V, ("utility",))
     assert (utility.asked_cuda, utility.asked_nvml, utility.libraries) == (False, True, ())
@@ -114,13 +114,13 @@ def test_capabilities(tmp_path: Path) -> None:
         ((f"usr/lib64/libcuda.so.{V}",), rf"no libnvidia-ml.so.{V} beside libcuda in .*/usr/lib64"),
     ],
 )
-def test_missing_or_other_driver(tmp_path: Path, paths: tuple[str, ...], what: str) -> None:
+def test_missing_or_other_driver_is_refused(tmp_path: Path, paths: tuple[str, ...], what: str) -> None:
     with pytest.raises(DeviceError, match=what) as caught:
         driverfiles.find(tree(tmp_path, *paths), V, BOTH)
     assert "\n" not in str(caught.value)
 
 
-def test_left_overs_of_another_version_are_not_mixed_in(tmp_path: Path) -> None:
+def test_files_of_another_version_are_not_mixed_in(tmp_path: Path) -> None:
     root = tree(
         tmp_path, *driver("usr/lib64", "550.54.15"), f"usr/lib64/libcuda.so.{V}", f"usr/lib64/libnvidia-ml.so.{V}"
     )
@@ -129,8 +129,8 @@ def test_left_overs_of_another_version_are_not_mixed_in(tmp_path: Path) -> None:
     assert found.libraries == ()
 
 
-def test_programs_behind_debian_s_alternatives(tmp_path: Path) -> None:
-    """Absolute links are followed inside the root, so that another root never yields the host's files."""
+def test_programs_are_found_through_debian_alternatives(tmp_path: Path) -> None:
+    """Absolute links are resolved inside the root, so that a driver root never yields the host's files."""
     root = tree(
         tmp_path,
         *driver("usr/lib64"),
@@ -143,7 +143,7 @@ def test_programs_behind_debian_s_alternatives(tmp_path: Path) -> None:
     assert driverfiles.find(root, V, ("utility",)).programs == (("nvidia-smi", f"{root}/opt/driver/nvidia-smi"),)
 
 
-def test_firmware_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_firmware_and_sockets_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tree(
         tmp_path,
         *driver("usr/lib64"),
@@ -153,7 +153,7 @@ def test_firmware_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "run/nvidia-fabricmanager/socket",
         "run/nvidia-persistenced/x",
     )
-    monkeypatch.chdir(tmp_path / "run/nvidia-persistenced")  # the whole path is too long for a socket's address
+    monkeypatch.chdir(tmp_path / "run/nvidia-persistenced")  # the whole path exceeds a socket address
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         found = driverfiles.find(root, V, ("utility",))
@@ -161,7 +161,7 @@ def test_firmware_and_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.sockets == (("/run/nvidia-persistenced/socket", f"{root}/run/nvidia-persistenced/socket"),)
 
 
-def test_nodes(tmp_path: Path) -> None:
+def test_character_devices_are_found(tmp_path: Path) -> None:
     """Character devices count; a regular file counts only where the root is simulated."""
     root = tree(tmp_path, *driver("usr/lib64"), "dev/nvidia-uvm")
     os.mknod(tmp_path / "dev/nvidiactl", 0o600 | 0o020000, os.makedev(195, 255))
@@ -173,8 +173,8 @@ def test_nodes(tmp_path: Path) -> None:
     assert [node.name for node in driverfiles.find(root, V, ("utility",)).nodes] == ["nvidiactl"]
 
 
-def test_a_real_driver(userland: Userland) -> None:
-    """Every library that the packages have is found, and its DT_SONAME is among the names that will lead to it."""
+def test_real_driver_is_found_completely(userland: Userland) -> None:
+    """Every library of the packages is found, and the links to it include its DT_SONAME."""
     found = driverfiles.find(str(userland.root), userland.version, BOTH)
     libraries = (found.cuda, found.nvml, *found.libraries)
     on_disk = {path.name for path in userland.libdir.glob(f"*.so.{userland.version}") if not path.is_symlink()}
@@ -191,8 +191,8 @@ def test_a_real_driver(userland: Userland) -> None:
     assert {"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} <= {name for name, _ in found.programs}
 
 
-def test_the_table_names_each_library_with_one_set_of_links() -> None:
-    """A library of two capabilities must not have its links depend on which was asked for."""
+def test_each_library_has_one_set_of_links() -> None:
+    """The links of a library with two capabilities must not depend on the requested one."""
     links: dict[str, tuple[str, ...]] = {}
     for row in drivertable.CAPABILITIES.values():
         for stem, endings in row.libraries.items():
@@ -205,7 +205,7 @@ def names(found: driverfiles.DriverFiles) -> set[str]:
     return {name for library in found.libraries for name, _ in library.links} | {one.name for one in found.libraries}
 
 
-def test_graphics(tmp_path: Path) -> None:
+def test_graphics_capability_finds_libraries_and_vendor_files(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         *driver("usr/lib64"),
@@ -237,7 +237,7 @@ def test_graphics(tmp_path: Path) -> None:
     assert "gbm/nvidia-drm_gbm.so" not in names(driverfiles.find(root, V, BOTH))
 
 
-def test_video_decoder_in_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_video_decoder_is_found_in_vdpau_directory(tmp_path: Path) -> None:
     root = tree(tmp_path, *driver("usr/lib64"), f"usr/lib64/vdpau/libvdpau_nvidia.so.{V}")
     found = driverfiles.find(root, V, ("compute", "video"))
     decoder = next(library for library in found.libraries if library.stem == "libvdpau_nvidia")
@@ -247,7 +247,7 @@ def test_video_decoder_in_a_directory_of_its_own(tmp_path: Path) -> None:
     )
 
 
-def test_display_brings_the_x_driver(tmp_path: Path) -> None:
+def test_display_capability_finds_x_driver(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         *driver("usr/lib64"),
@@ -265,8 +265,8 @@ def test_display_brings_the_x_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["usr/lib/i386-linux-gnu", "usr/lib32", "usr/lib"])
-def test_32_bit_libraries(tmp_path: Path, directory: str) -> None:
-    """Known by their ELF header: on other distributions the same directory has 64-bit files."""
+def test_32_bit_libraries_are_found_by_elf_header(tmp_path: Path, directory: str) -> None:
+    """Recognized by ELF header, because other distributions have 64-bit files in the same directory."""
     root = tree(tmp_path, *driver("usr/lib64"), *driver(directory))
     (tmp_path / directory / f"libcuda.so.{V}").write_bytes(elf32())
     found = driverfiles.find(root, V, (*BOTH, "compat32"))
@@ -275,7 +275,7 @@ def test_32_bit_libraries(tmp_path: Path, directory: str) -> None:
     assert driverfiles.find(root, V, BOTH).libraries32 == ()
 
 
-def test_firmware_where_the_kernel_was_told_to_look(tmp_path: Path) -> None:
+def test_firmware_is_found_in_kernel_search_path(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         *driver("usr/lib64"),
@@ -290,8 +290,9 @@ def test_firmware_where_the_kernel_was_told_to_look(tmp_path: Path) -> None:
     assert driverfiles.find(root, V, BOTH).firmware == (f"{root}/lib/firmware/nvidia/{V}/gsp_tu10x.bin",)
 
 
-def test_for_request(tmp_path: Path) -> None:
-    """Features, IMEX and MIG come with the request; what is not there is named, or refused where it was named."""
+def test_request_selects_features_imex_and_mig_files(tmp_path: Path) -> None:
+    """Features, IMEX and MIG come with the request. A missing file is reported, or refused if it was requested by
+    name."""
     root = tree(
         tmp_path, *driver("usr/lib64"), "etc/cufile.json", "dev/nvidia-fs2", "dev/nvidia-fs10", "dev/nvidia-fsx"
     )
@@ -315,7 +316,7 @@ def test_for_request(tmp_path: Path) -> None:
         driverfiles.for_request(host, asked, (gone,))
 
 
-def test_drm_nodes_of_granted_gpus_only(tmp_path: Path) -> None:
+def test_drm_nodes_are_limited_to_granted_gpus(tmp_path: Path) -> None:
     root = tree(tmp_path, *driver("usr/lib64"))
     (tmp_path / "dev/dri").mkdir(parents=True)
     for bus, number in (("0000:01:00.0", 0), ("0000:02:00.0", 1)):

@@ -1,4 +1,4 @@
-"""What each capability brings, by the names that NVIDIA's own tools give it: a row that is lost is noticed here."""
+"""The files of each capability, by NVIDIA's own lists, so that a lost row is noticed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpushare.gpu import driverfiles
 
 V = "535.261.03"
 LIBDIR = "usr/lib64"
-# capability -> libraries as libnvidia-container and nvidia-container-toolkit list them, the name a loader asks for,
+# capability -> libraries that libnvidia-container and nvidia-container-toolkit list, the name a loader requests,
 # programs and device nodes
 LIBRARIES: dict[str, dict[str, str]] = {
     "utility": {"libnvidia-ml": "so.1", "libnvidia-cfg": "so.1", "libnvidia-nscq": "so.2"},
@@ -34,7 +34,7 @@ LIBRARIES: dict[str, dict[str, str]] = {
     "ngx": {"libnvidia-ngx": "so.1"},
     "display": {},
 }  # fmt: skip
-SHARED = {"libnvidia-gpucomp", "libnvidia-allocator"}  # of compute and graphics
+SHARED = {"libnvidia-gpucomp", "libnvidia-allocator"}  # of both compute and graphics
 PROGRAMS = {
     "utility": {"nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nv-fabricmanager"},
     "compute": {"nvidia-cuda-mps-control", "nvidia-cuda-mps-server"},
@@ -66,7 +66,7 @@ GATED = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A host with all that there is of a driver, and files beside it that are nobody's."""
+    """A host with every file of a driver, and unrelated files beside them."""
     base = tmp_path_factory.mktemp("driver")
 
     def touch(name: str) -> None:
@@ -90,7 +90,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
         (base / name[1:]).parent.mkdir(parents=True)
         directory = os.open((base / name[1:]).parent, os.O_PATH)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"/proc/self/fd/{directory}/socket")  # the whole path can be too long for an address
+            listener.bind(f"/proc/self/fd/{directory}/socket")  # the whole path can exceed a socket address
         os.close(directory)
     return str(base)
 
@@ -100,13 +100,13 @@ def found(root: str, *capabilities: str) -> driverfiles.DriverFiles:
 
 
 def libraries(files: driverfiles.DriverFiles) -> dict[str, dict[str, str]]:
-    """Stem -> its links, of what a container sees."""
+    """Stem -> links of each library that a container gets."""
     asked = [*([files.cuda] if files.asked_cuda else []), *([files.nvml] if files.asked_nvml else [])]
     return {one.stem: dict(one.links) for one in (*asked, *files.libraries)}
 
 
 @pytest.mark.parametrize("capability", LIBRARIES)
-def test_each_capability_brings_its_own_and_nothing_of_others(root: str, capability: str) -> None:
+def test_capability_selects_exactly_its_files(root: str, capability: str) -> None:
     files = found(root, capability)
     links = libraries(files)
     own = LIBRARIES[capability]
@@ -124,12 +124,12 @@ def test_each_capability_brings_its_own_and_nothing_of_others(root: str, capabil
 
 
 @pytest.mark.parametrize("feature", ["", *GATED])
-def test_each_feature_brings_its_own(root: str, feature: str) -> None:
+def test_feature_selects_exactly_its_files(root: str, feature: str) -> None:
     asked = Request("own", Selection("all"), ("utility",), features=(feature,) if feature else ())
     files = driverfiles.for_request(Inventory(root, V, (), simulated=True), asked, ())
     seen = {node.name for node in files.nodes} | {one.target for one in files.data}
     assert seen == {"nvidiactl"} | GATED.get(feature, set())
 
 
-def test_a_socket_is_one(root: str) -> None:
+def test_fabric_manager_socket_is_a_socket(root: str) -> None:
     assert Path(f"{root}/run/nvidia-fabricmanager/socket").is_socket()

@@ -1,4 +1,4 @@
-"""elf.py on the host's own libraries, on headers made here, and on damaged files, which must be "not a library"."""
+"""elf.py on the host's own libraries, on generated headers, and on damaged files, which must be "not a library"."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(tmp_path: Path, data: bytes) -> Optional[elf.Library]:
         os.close(fd)
 
 
-def test_reads_the_libc_of_this_host() -> None:
+def test_libc_of_this_host_is_read() -> None:
     with open("/proc/self/maps") as maps:
         path = next(line.split()[-1] for line in maps if "libc.so.6" in line or "libc-2" in line)
     fd = os.open(path, os.O_RDONLY)
@@ -49,22 +49,22 @@ def test_reads_the_libc_of_this_host() -> None:
 
 
 @pytest.mark.parametrize("machine", sorted(MACHINE_CODES))
-def test_machine_and_soname(tmp_path: Path, machine: str) -> None:
+def test_machine_and_soname_are_read(tmp_path: Path, machine: str) -> None:
     assert read(tmp_path, shared_object("libcuda.so.1", machine)) == elf.Library(machine, "libcuda.so.1")
 
 
-def test_an_executable_or_text_is_not_a_library(tmp_path: Path) -> None:
+def test_executable_or_text_is_not_library(tmp_path: Path) -> None:
     assert read(tmp_path, shared_object("x", kind=2)) is None
     assert read(tmp_path, b"#!/bin/sh\n") is None
     assert read(tmp_path, b"") is None
 
 
-def test_a_name_that_never_ends_is_no_name(tmp_path: Path) -> None:
+def test_unterminated_soname_is_empty(tmp_path: Path) -> None:
     data = shared_object("x" * 40)[:-1]
     assert read(tmp_path, data) == elf.Library("x86_64", "")
 
 
-def test_sizes_in_the_file_do_not_size_our_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_size_in_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytearray(shared_object("libcuda.so.1"))
     struct.pack_into("<Q", data, 64 + 56 + 32, 1 << 62)  # PT_DYNAMIC's file size
     asked = []
@@ -76,7 +76,7 @@ def test_sizes_in_the_file_do_not_size_our_reads(tmp_path: Path, monkeypatch: py
 
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 240), st.binary(min_size=1, max_size=9)), max_size=6), st.integers(0, 260))
-def test_damage_never_raises(tmp_path: Path, changes: list[tuple[int, bytes]], length: int) -> None:
+def test_damaged_file_never_raises(tmp_path: Path, changes: list[tuple[int, bytes]], length: int) -> None:
     data = bytearray(shared_object("libcuda.so.1"))
     for at, content in changes:
         data[at : at + len(content)] = content

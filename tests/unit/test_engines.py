@@ -1,4 +1,5 @@
-"""Each engine's own: which text becomes which, on hosts that are a dict. test_configure.py has what they share."""
+"""Each engine's edits of its configuration texts, on hosts that are dicts. test_configure.py tests what engines
+share."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "configure"
 # CRI-O and podman
 
 
-def test_crio() -> None:
-    """No allowed_annotations: CRI-O refuses to start with one that it does not know."""
+def test_crio_gets_runtime_handler() -> None:
+    """No allowed_annotations: CRI-O refuses to start with an annotation that it does not know."""
     after = configured(crio, {})
     table = tomlkit.parse(after[crio.FILE]).unwrap()["crio"]["runtime"]["runtimes"]["gpushare"]
     assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime-cri", "oci")
@@ -40,7 +41,7 @@ def test_crio() -> None:
 @pytest.mark.parametrize(
     ("engine", "main"), [(crio, "/etc/crio/crio.conf"), (podman, "/etc/containers/containers.conf")]
 )
-def test_hooks_are_added_to_the_folders_that_somebody_has_set(engine: Any, main: str) -> None:
+def test_hooks_keep_configured_directories(engine: Any, main: str) -> None:
     table = ".".join(engine._TABLE)
     files = {main: f'[{table}]\nhooks_dir = ["/mine"]\n'}
     after = configured(engine, files, SETTINGS._replace(hook_only=True, state_dir="/s"))
@@ -59,7 +60,7 @@ def test_hooks_are_added_to_the_folders_that_somebody_has_set(engine: Any, main:
     assert later in notes[0] and "overrides gpushare's" in notes[0]
 
 
-def test_podman_runtime_and_hook() -> None:
+def test_podman_gets_runtime_and_hook() -> None:
     after = configured(podman, {})
     table = tomlkit.parse(after[podman.FILE]).unwrap()["engine"]
     assert table["runtimes"] == {"gpushare": ["/usr/bin/gpushare-runtime"]}
@@ -70,7 +71,7 @@ def test_podman_runtime_and_hook() -> None:
 
 
 @pytest.mark.parametrize("engine", [crio, podman])
-def test_hook_files_of_others_are_left_alone(engine: Any) -> None:
+def test_foreign_hook_file_is_refused(engine: Any) -> None:
     path = f"{engine.HOOKS}/gpushare.json"
     other = '{"version": "1.0.0", "hook": {"path": "/usr/bin/other"}}'
     with pytest.raises(ConfigError, match="runs another program; move it away"):
@@ -81,7 +82,7 @@ def test_hook_files_of_others_are_left_alone(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", [crio, podman])
-def test_what_somebody_adds_to_our_drop_in_stays(engine: Any) -> None:
+def test_edits_in_drop_in_survive_undo(engine: Any) -> None:
     after = configured(engine, {})
     mine = "[mine]\nx = 1 # y\n"
     edited = {**after, engine.FILE: after[engine.FILE] + mine}
@@ -90,8 +91,8 @@ def test_what_somebody_adds_to_our_drop_in_stays(engine: Any) -> None:
     assert again[engine.FILE].startswith(mine)
 
 
-def test_no_engine_shares_a_file_with_another() -> None:
-    """Else undoing one would take the other's entry."""
+def test_engines_use_distinct_files() -> None:
+    """Otherwise an undo of one engine would remove the entry of another."""
     every = [path for engine in ENGINES.values() for path in engine.paths(SETTINGS)]
     assert len(every) == len(set(every))
 
@@ -102,7 +103,7 @@ def schema(name: str) -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("hook_only", [False, True])
 @pytest.mark.parametrize("engine", [crio, podman])
-def test_files_are_of_the_format_that_the_manual_pages_describe(engine: Any, hook_only: bool) -> None:
+def test_files_match_documented_format(engine: Any, hook_only: bool) -> None:
     settings = SETTINGS._replace(hook_only=hook_only)
     after = configured(engine, {}, settings)
     hooks = [path for path in after if path.startswith(f"{engine.HOOKS}/")]
@@ -116,7 +117,7 @@ def test_files_are_of_the_format_that_the_manual_pages_describe(engine: Any, hoo
 @pytest.mark.parametrize(
     ("engine", "main"), [(crio, "/etc/crio/crio.conf"), (podman, "/etc/containers/containers.conf")]
 )
-def test_a_file_that_is_not_toml_is_named_and_left_alone(engine: Any, main: str) -> None:
+def test_invalid_toml_is_named_and_kept(engine: Any, main: str) -> None:
     for path in (main, engine.FILE):
         with pytest.raises(ConfigError) as caught:
             engine.propose(SETTINGS._replace(hook_only=True), Tree({path: "[x\n"}))
@@ -125,21 +126,21 @@ def test_a_file_that_is_not_toml_is_named_and_left_alone(engine: Any, main: str)
         engine.withdraw(engine.FILE, "[x\n", None)
 
 
-# docker: what is not in test_configure.py
+# docker: cases that test_configure.py lacks
 
 
 @pytest.mark.parametrize("text", ["", " \n", "{}", '{"runtimes": null}', '{"runtimes": {}}'])
-def test_docker_takes_what_dockerd_takes(text: str) -> None:
+def test_docker_accepts_same_files_as_dockerd(text: str) -> None:
     after = configured(docker, {docker.FILE: text})
     assert json.loads(after[docker.FILE])["runtimes"]["gpushare"]["path"] == "/usr/bin/gpushare-runtime"
     left = docker.withdraw(docker.FILE, after[docker.FILE], UNKNOWN)
     assert left is not None and json.loads(left) == {}
 
 
-# what is written down
+# Committed examples
 
 
-def test_snippets_are_what_configure_writes() -> None:
+def test_snippets_match_configure() -> None:
     folder = engine_snippets.FOLDER
     there = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     assert there == engine_snippets.texts(), "run python -m tools.engine_snippets"
@@ -162,7 +163,7 @@ CASES: dict[str, tuple[Any, Settings, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dry_run_golden(name: str) -> None:
+def test_dry_run_matches_golden_diff(name: str) -> None:
     engine, settings, files = CASES[name]
     text = "".join(change.diff() for change in engine.propose(settings, Tree(files)).changes)
     path = GOLDEN / f"{name}.diff"
@@ -172,13 +173,13 @@ def test_dry_run_golden(name: str) -> None:
     assert text == path.read_text()
 
 
-def test_a_change_describes_itself() -> None:
+def test_change_has_description_and_diff() -> None:
     assert Change("/a", None, "x").describe() == "create /a"
     assert Change("/a", "x", None).describe() == "remove /a"
     assert Change("/a", "x", "y\n").diff() == "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-x\n\\ No newline at end of file\n+y\n"
 
 
-def test_hook_timeout_is_longer_than_our_own() -> None:
+def test_hook_timeout_exceeds_deadline() -> None:
     from gpushare.programs import deadline
 
     assert hookfiles._TIMEOUT_S > deadline.DEADLINE_S

@@ -1,4 +1,4 @@
-"""containerd's own: which text becomes which, on hosts that are a dict."""
+"""containerd's edits of its configuration, on hosts that are dicts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def handler(files: dict[str, str], path: str = MAIN, plugin: str = CRI2) -> Any:
 # containerd
 
 
-def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
-    """Tried with 1.6: with runtimes in the file, those that are not there are gone."""
+def test_before_2_1_main_file_gets_entry_and_keeps_runc() -> None:
+    """Tried with 1.6: an imported file's runtimes table replaces the main file's."""
     files = {MAIN: DEBIAN}
     after = configured(containerd, files, OLD)
     assert after[MAIN].startswith(DEBIAN) and set(after) == {MAIN}
@@ -39,20 +39,20 @@ def test_before_2_1_the_entry_goes_into_the_file_and_runc_stays() -> None:
     assert withdrawn(containerd, after, files) == files
 
 
-def test_from_2_1_on_a_drop_in_that_is_imported() -> None:
+def test_from_2_1_drop_in_is_imported() -> None:
     files = {MAIN: DEBIAN}
     after = configured(containerd, files, NEW)
     imported = 'imports = ["/etc/containerd/conf.d/gpushare*.toml"]\n'
     assert after[MAIN] == DEBIAN.replace("version = 2\n", "version = 2\n" + imported)
     assert set(handler(after, containerd.DROP_IN)) == {"gpushare"}
-    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 2  # as the file that imports it
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 2  # as in the file that imports it
     assert withdrawn(containerd, after, files) == files
 
 
-def test_the_default_handlers_options_are_ours_too() -> None:
+def test_handler_copies_default_options() -> None:
     files = {MAIN: KUBEADM}
     after = configured(containerd, files, NEW)
-    assert after[MAIN] == KUBEADM  # it imports the folder already
+    assert after[MAIN] == KUBEADM  # KUBEADM already imports the folder
     table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
     assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime-cri", "SystemdCgroup": True}
     assert table["snapshotter"] == "zfs"
@@ -63,7 +63,7 @@ def test_the_default_handlers_options_are_ours_too() -> None:
     assert withdrawn(containerd, after, files) == files
 
 
-def test_version_4_names_the_plugin_as_3_does() -> None:
+def test_version_4_uses_plugin_name_of_version_3() -> None:
     after = configured(containerd, {MAIN: KUBEADM.replace("version = 3", "version = 4")}, NEW)
     assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 4
     assert "gpushare" in handler(after, containerd.DROP_IN, CRI3)
@@ -85,7 +85,7 @@ def test_version_4_names_the_plugin_as_3_does() -> None:
         ("nonsense", "", False, 2),
     ],
 )
-def test_what_the_engine_is_decides(answer: Optional[str], dump: str, drop_in: bool, version: int) -> None:
+def test_engine_version_selects_layout(answer: Optional[str], dump: str, drop_in: bool, version: int) -> None:
     answers = {"containerd --version": answer} if answer else {}
     proposal = containerd.propose(SETTINGS._replace(dump=dump), Tree({}, answers))
     after = applied(proposal, {})
@@ -93,15 +93,15 @@ def test_what_the_engine_is_decides(answer: Optional[str], dump: str, drop_in: b
     assert tomlkit.parse(after[MAIN])["version"] == version
 
 
-def test_a_new_main_file_imports_what_containerd_would_without_it() -> None:
+def test_new_main_file_keeps_default_imports() -> None:
     after = configured(containerd, {}, NEW)
     assert tomlkit.parse(after[MAIN]).unwrap() == {"version": 3, "imports": ["/etc/containerd/conf.d/*.toml"]}
     assert withdrawn(containerd, after, {}) == {}
     assert withdrawn(containerd, configured(containerd, {}, OLD), {}) == {}
 
 
-def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
-    """Else ours would be in a section that containerd throws away."""
+def test_before_2_1_effective_imported_section_gets_entry() -> None:
+    """Otherwise the entry would be in a section that containerd discards."""
     other = "/etc/containerd/conf.d/99-other.toml"
     section = f'version = 2\n[plugins."{CRI2}".containerd.runtimes.other]\n  runtime_type = "io.containerd.other.v1"\n'
     files = {MAIN: 'version = 2\nimports = ["conf.d/*.toml"]\n' + DEBIAN.partition("version = 2\n")[2], other: section}
@@ -113,8 +113,8 @@ def test_before_2_1_the_imported_section_that_counts_gets_the_entry() -> None:
     assert containerd.propose(OLD, Tree(after)).changes == []
 
 
-def test_where_imports_do_not_merge_it_is_said() -> None:
-    """Also of a file that imports others: what somebody adds there would take our entry away."""
+def test_unmerged_imports_are_noted() -> None:
+    """Also for a file that imports others: a later edit of an imported file would remove the entry."""
     note = f"containerd before 2.1 does not merge imported files, so the entry goes into {MAIN}"
     for text in (DEBIAN, KUBEADM):
         assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [note]
@@ -123,7 +123,7 @@ def test_where_imports_do_not_merge_it_is_said() -> None:
     assert unknown == f"the version of containerd is unknown (--engine-version); {note}"
 
 
-def test_an_upgrade_of_containerd_moves_the_entry() -> None:
+def test_containerd_upgrade_moves_entry() -> None:
     files = {MAIN: DEBIAN}
     upgraded = configured(containerd, configured(containerd, files, OLD), NEW)
     assert "runtimes" not in upgraded[MAIN] and "gpushare" in handler(upgraded, containerd.DROP_IN)
@@ -131,15 +131,15 @@ def test_an_upgrade_of_containerd_moves_the_entry() -> None:
     assert containerd.DROP_IN not in back and "gpushare" in handler(back)
 
 
-def test_what_is_between_half_of_a_block_and_ours_stays() -> None:
-    """Somebody deleted the comment at the end of a block and wrote on below it."""
+def test_lines_after_half_deleted_block_are_kept() -> None:
+    """An administrator deleted the end marker of a block and added lines below."""
     half = f'{DEBIAN}{tomltext.BEGIN}[debug]\n  level = "info"\n'
     after = configured(containerd, {MAIN: half}, OLD)
     assert withdrawn(containerd, after, {MAIN: half}, OLD) == {MAIN: half}
     assert containerd.withdraw(MAIN, half, UNKNOWN) == half
 
 
-def test_a_rewritten_file_loses_our_comments_and_is_still_undone() -> None:
+def test_rewritten_file_without_markers_is_undone() -> None:
     files = {MAIN: DEBIAN}
     after = configured(containerd, files, OLD)
     bare = tomlkit.dumps(tomlkit.parse(after[MAIN]).unwrap())
@@ -168,8 +168,9 @@ def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_base_spec_of_the_engine(own: bool) -> None:
-    """The default handler's, else what ctr says; its hooks stay and cgroupsPath of nobody's container goes."""
+def test_base_spec_comes_from_engine(own: bool) -> None:
+    """The default handler's base spec, otherwise the output of ctr. Its hooks stay; a container's cgroupsPath is
+    removed."""
     spec = json.dumps(
         {"ociVersion": "1", "linux": {"cgroupsPath": "/default"}, "hooks": {"prestart": [{"path": "/x"}]}}
     )
@@ -182,7 +183,7 @@ def test_base_spec_of_the_engine(own: bool) -> None:
     assert found["linux"] == {}
 
 
-def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
+def test_default_base_spec_matches_containerd() -> None:
     value = basespec.default()
     assert value["process"]["noNewPrivileges"] is True
     assert "/sys/firmware" in value["linux"]["maskedPaths"] and "/proc/sys" in value["linux"]["readonlyPaths"]
@@ -214,19 +215,19 @@ def test_base_spec_that_is_missing_elsewhere_is_as_containerds() -> None:
         ),
     ],
 )
-def test_containerd_files_that_are_wrong(text: str, message: str) -> None:
+def test_invalid_containerd_file_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         containerd.propose(OLD, Tree({MAIN: text}))
     assert message in str(caught.value) and MAIN in str(caught.value)
 
 
-def test_containerd_settings_that_cannot_be() -> None:
+def test_impossible_containerd_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot pass arguments to a runtime .--gpushare-state /s."):
         containerd.propose(NEW._replace(state_dir="/s"), Tree({}))
     with pytest.raises(ConfigError, match='"two" is not a version; write it as 1.7 or 2.1'):
         containerd.propose(SETTINGS._replace(engine_version="two"), Tree({}))
 
 
-def test_another_default_runtime_is_noted() -> None:
+def test_other_default_runtime_is_noted() -> None:
     text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/crun")
     assert '"/usr/bin/crun"' in containerd.propose(NEW, Tree({MAIN: text})).notes[0]

@@ -1,4 +1,4 @@
-"""What containerd and CRI-O are told of being a CRI; an entry of an earlier version is found and replaced."""
+"""containerd and CRI-O are configured as CRIs; entries of earlier versions are found and replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLD = {
 
 
 @pytest.mark.parametrize("case", OLD)
-def test_entry_of_an_earlier_version_is_found_and_replaced(case: str, tmp_path: Path, programs: Path) -> None:
+def test_old_entry_is_found_and_replaced(case: str, tmp_path: Path, programs: Path) -> None:
     way, path = OLD[case]
     engine: Any = {"containerd": containerd, "crio": crio}[case.partition(",")[0]]
     host = Host(str(tmp_path / "root"))
@@ -42,7 +42,7 @@ def test_entry_of_an_earlier_version_is_found_and_replaced(case: str, tmp_path: 
     assert not file.exists()
 
 
-def test_engines_that_are_no_cri_are_not_told(programs: Path, tmp_path: Path) -> None:
+def test_other_engines_get_no_cri_flag(programs: Path, tmp_path: Path) -> None:
     settings = Settings(str(programs / "gpushare-runtime"), str(programs / "gpushare-hook"))
     for engine in (docker, podman):
         for change in engine.propose(settings, Host(str(tmp_path))).changes:

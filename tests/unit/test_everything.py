@@ -25,7 +25,7 @@ def shell(name: str, script: str) -> Part:
     return Part(name, f"about {name}", ("sh", "-c", script), {"WORD": "given"})
 
 
-def test_failing_part_does_not_stop_the_next_and_is_named(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_part_is_named_and_next_part_runs(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [shell("one", "echo $WORD"), shell("two", "echo why; exit 3"), shell("three", "exit 0")]
     assert everything.run_all(parts) == 1
     assert (logs / "one.log").read_text() == "given\n"
@@ -36,14 +36,12 @@ def test_failing_part_does_not_stop_the_next_and_is_named(logs: Path, capsys: py
     assert "make test-all PARTS=two\n" in summary and summary in shown
 
 
-def test_all_parts_passed(logs: Path) -> None:
+def test_passing_parts_exit_with_zero(logs: Path) -> None:
     assert everything.run_all([shell("one", "true"), shell("two", "true")]) == 0
     assert "again" not in (logs / "summary").read_text()
 
 
-def test_interrupted_part_ends_and_the_rest_is_not_run(
-    logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_ends_part_and_skips_rest(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C reaches the part."""
     wait = subprocess.Popen.wait
 
@@ -69,6 +67,6 @@ def test_unknown_part_is_named() -> None:
 
 
 @pytest.mark.parametrize("part", everything.PARTS, ids=lambda part: part.name)
-def test_every_part_is_a_target_of_make(part: Part) -> None:
+def test_every_part_is_make_target(part: Part) -> None:
     done = subprocess.run([*part.command, "--dry-run"], cwd=TREE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Slow and silent clients of `gpushare export`: a scrape is answered whatever they do."""
+"""Slow and silent clients of `gpushare export` do not delay a scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from gpushare.cli import export
 
 PART = b"GET /metrics HTTP/1.1\r\nHost: "
-ANSWER = b"# metrics\n" * (1 << 18)  # more than a socket's buffers hold
+ANSWER = b"# metrics\n" * (1 << 18)  # larger than a socket's buffers
 ADDRESSES = [f"127.0.0.{last}" for last in range(2, 12)]
 
 
@@ -43,7 +43,7 @@ def scrape(server: Any) -> bytes:
 
 @pytest.fixture
 def client(server: Any) -> Iterator[Any]:
-    """client(first bytes, own address) -> a connection that then does nothing."""
+    """client(first bytes, own address) -> a connection that then stays idle."""
     with contextlib.ExitStack() as stack:
 
         def connect(data: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
@@ -57,9 +57,9 @@ def client(server: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ADDRESSES], ids=["one address", "several addresses"])
 @pytest.mark.parametrize(
-    "sent", [b"", PART, PART + b"x\r\n\r\n"], ids=["silent", "an unfinished request", "an answer that nobody reads"]
+    "sent", [b"", PART, PART + b"x\r\n\r\n"], ids=["silent", "an unfinished request", "an unread answer"]
 )
-def test_scrapes_are_answered_beside_slow_clients(server: Any, client: Any, sent: bytes, addresses: list[str]) -> None:
+def test_scrape_is_answered_beside_slow_clients(server: Any, client: Any, sent: bytes, addresses: list[str]) -> None:
     for number in range(3 * export._CLIENTS):
         client(sent, addresses[number % len(addresses)])
         if number % export._CLIENTS == 0:
@@ -70,7 +70,7 @@ def test_scrapes_are_answered_beside_slow_clients(server: Any, client: Any, sent
     assert threading.active_count() < 2 * export._CLIENTS + 16
 
 
-def test_who_has_sent_a_request_is_dropped_last(server: Any, client: Any) -> None:
+def test_client_with_request_is_dropped_last(server: Any, client: Any) -> None:
     asked = client(PART + b"x\r\n\r\n")
     assert select.select([asked], [], [], 30)[0]  # the answer has begun
     for _ in range(3 * export._CLIENTS):
@@ -83,26 +83,26 @@ def test_who_has_sent_a_request_is_dropped_last(server: Any, client: Any) -> Non
 
 
 def test_whole_request_has_one_deadline(server: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then does not prolong it."""
+    """Single bytes do not extend the deadline."""
     monkeypatch.setattr(export, "_CLIENT_S", 0.3)
     slow = client(PART)
     with pytest.raises(OSError):
         while not select.select([slow], [], [], 0.05)[0]:
             slow.sendall(b"x")
-        assert slow.recv(1) == b""  # the end of the stream, unless the kernel has reset it already
+        assert slow.recv(1) == b""  # end of stream, unless the kernel has already reset the connection
         raise OSError
     assert scrape(server) == ANSWER
 
 
 def test_endless_header_ends_the_request(server: Any, client: Any) -> None:
     one = client(PART)
-    with contextlib.suppress(OSError):  # it need not read all that is sent
+    with contextlib.suppress(OSError):  # the server need not read everything
         for _ in range(64):
             one.sendall(b"x" * (1 << 10) + b"\r\nA: ")
     assert scrape(server) == ANSWER
 
 
-def test_bounded_reader_gives_no_more_than_its_bytes() -> None:
+def test_bounded_reader_stops_at_limit() -> None:
     import io
 
     reader = export._Bounded(io.BytesIO(b"x" * 100_000))

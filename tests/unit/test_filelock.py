@@ -1,4 +1,4 @@
-"""Locks that another process may never give back."""
+"""Locks that another process may never release."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpushare.core.errors import KernelError
 from gpushare.system import filelock
 
 
-def test_command_gives_up_on_a_lock_that_is_never_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_gives_up_on_unreleased_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "lock")
     monkeypatch.setattr(filelock, "WAIT_S", 0.0)
     first, second = filelock.open_own(path), filelock.open_own(path)
@@ -27,7 +27,7 @@ def test_command_gives_up_on_a_lock_that_is_never_given_back(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", ["readable by others", "of two names", "a FIFO", "another's"])
-def test_file_that_is_not_ours_alone_is_refused(tmp_path: Path, kind: str) -> None:
+def test_lock_file_of_other_user_or_kind_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "lock"
     if kind == "a FIFO":
         os.mkfifo(path, 0o600)

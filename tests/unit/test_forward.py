@@ -1,4 +1,4 @@
-"""Forward compatibility: which of an image's driver files count, and that nothing of two versions is mixed."""
+"""Forward compatibility: which driver files of an image count, and that two versions are never mixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def library(image: Tree, stem: str, version: str = NEWER, directory: str = DIREC
     image.library(f"{directory}/{stem}.so.{version}", f"{stem}.so.1")
 
 
-def test_all_of_one_version(debian: Tree) -> None:  # noqa: F811
+def test_files_of_one_version_are_found(debian: Tree) -> None:  # noqa: F811
     for stem in COMPAT:
         library(debian, stem)
     library(debian, "libnvidia-nvvm", "545.1.1")
@@ -31,7 +31,7 @@ def test_all_of_one_version(debian: Tree) -> None:  # noqa: F811
     assert found.compat_files == tuple((stem, f"{DIRECTORY}/{stem}.so.{NEWER}") for stem in COMPAT)
 
 
-def test_the_newest_of_several(debian: Tree) -> None:  # noqa: F811
+def test_newest_version_is_selected(debian: Tree) -> None:  # noqa: F811
     for version, directory in (("550.9.1", "cuda-12.4"), ("550.54.15", "cuda-12.5"), ("545.99", "cuda-12.3")):
         library(debian, "libcuda", version, f"/usr/local/{directory}/compat")
     library(debian, "libcudadebugger", "550.9.1", "/usr/local/cuda-12.5/compat")
@@ -40,7 +40,7 @@ def test_the_newest_of_several(debian: Tree) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["link", "link out", "fifo", "text", "other machine", "odd version"])
-def test_what_is_no_library_in_its_place_does_not_count(debian: Tree, kind: str) -> None:  # noqa: F811
+def test_link_or_non_library_is_ignored(debian: Tree, kind: str) -> None:  # noqa: F811
     path = f"{DIRECTORY}/libcuda.so.{NEWER}"
     debian.library("/opt/libcuda.so.1")
     if kind.startswith("link"):
@@ -57,7 +57,7 @@ def test_what_is_no_library_in_its_place_does_not_count(debian: Tree, kind: str)
     assert debian.probe().compat_files == ()
 
 
-def test_a_directory_that_leads_elsewhere_is_named_as_it_is(debian: Tree) -> None:  # noqa: F811
+def test_linked_directory_is_reported_by_real_path(debian: Tree) -> None:  # noqa: F811
     debian.link("/usr/local/cuda-12.4", "/opt/cuda")
     library(debian, "libcuda", directory="/opt/cuda/compat")
     assert dict(debian.probe().compat_files) == {"libcuda": f"/opt/cuda/compat/libcuda.so.{NEWER}"}
@@ -69,13 +69,13 @@ def image(version: str, *stems: str) -> Image:
 
 
 @pytest.mark.parametrize("version", ["535.999.1", "470.1.1", ""])
-def test_a_newer_major_branch_is_needed(version: str) -> None:
+def test_same_or_older_branch_is_not_used(version: str) -> None:
     notes: list[str] = []
     assert forward.newest(pure.files(), image(version, "libcuda"), SHARES, notes) == pure.files()
     assert notes == []
 
 
-def test_the_images_own_replace_the_hosts() -> None:
+def test_image_libraries_replace_host_libraries() -> None:
     notes: list[str] = []
     hosts = pure.files(libraries=(pure.library("libnvidia-nvvm", "so.4"), pure.library("libnvidia-gpucomp")))
     found = forward.newest(hosts, image(NEWER, "libcuda", "libnvidia-ptxjitcompiler"), SHARES, notes)
@@ -91,13 +91,13 @@ def test_the_images_own_replace_the_hosts() -> None:
     assert "libnvidia-nvvm: not in the image's compat directory" in notes[1]
 
 
-def test_without_compute_only_the_shim_uses_it() -> None:
+def test_without_compute_only_shim_uses_image_libcuda() -> None:
     hosts = pure.files(libraries=(), asked_cuda=False)
     found = forward.newest(hosts, image(NEWER, *COMPAT), SHARES, [])
     assert found.cuda.in_image and found.libraries == ()
 
 
-def test_not_where_the_driver_refuses_it() -> None:
+def test_unsupported_brand_keeps_host_files() -> None:
     notes: list[str] = []
     shares = (SHARES[0]._replace(device=pure.device(0, brand="geforce")),)
     assert forward.newest(pure.files(), image(NEWER, "libcuda"), shares, notes) == pure.files()

@@ -1,4 +1,4 @@
-"""The hook's edges: its command line, what it costs a container that asks for nothing, and how it fails."""
+"""The hook's interface: its command line, its cost for a container without a request, and its failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpushare.request import request
 from gpushare.state import log
 
 SOURCE = str(Path(hook.__file__).resolve().parents[2])
-# What the start path must never load: each costs more than the rest of the hook together, or is a risk.
+# Modules that the start path must never load: each costs more than the rest of the hook together, or is a risk.
 EXPENSIVE = frozenset(
     "argparse asyncio click dataclasses email glob http importlib.metadata inspect jsonschema logging pathlib pynvml "
     "rich shutil socket subprocess tempfile threading traceback unittest urllib yaml".split()
@@ -27,7 +27,7 @@ EXPENSIVE = frozenset(
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """main() takes over signals, umask and directory of its process, which here is pytest."""
+    """main() changes signals, umask and directory of its process, which is pytest here."""
     import signal
 
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -42,7 +42,7 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Callable[..., bytes]:
-    """bundle(*env, **spec) -> the state of a container, as a runtime sends it; its config.json is written."""
+    """bundle(*env, **spec) -> the state that a runtime sends for a container; writes its config.json."""
 
     def make(*env: str, pid: int = 0, **spec: Any) -> bytes:
         directory = tmp_path / "bundle"
@@ -56,7 +56,7 @@ def bundle(tmp_path: Path) -> Callable[..., bytes]:
 
 
 def call(state: bytes, *argv: str) -> int:
-    """hook.main with `state` on a descriptor of its own."""
+    """Call hook.main with `state` on its own descriptor."""
     reader, writer = os.pipe()
     try:
         os.write(writer, state)
@@ -69,12 +69,12 @@ def call(state: bytes, *argv: str) -> int:
 # Command line
 
 
-def test_options_and_their_defaults() -> None:
+def test_options_and_defaults_are_parsed() -> None:
     assert hook.parse(["prestart"]) == ("prestart", constants.CONFIG_PATH, constants.STATE_DIR, False, "")
     both = ["--config", "/c.yaml", "--state=/s/", "createRuntime"]
     assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s", False, "")
     for at in range(4):
-        if at != 1:  # there it would be the value of --config
+        if at != 1:  # at 1 the word would be the value of --config
             assert hook.parse([*both[:at], "--cri", *both[at:]]) == ("createRuntime", "/c.yaml", "/s", True, "")
 
 
@@ -84,14 +84,14 @@ def test_options_and_their_defaults() -> None:
     + [["--state", "relative", "prestart"], ["--state=", "prestart"], ["-x"]],
     ids=" ".join,
 )
-def test_wrong_usage_says_what_is_right(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_prints_usage(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RequestError):
         hook.parse(argv)
     assert call(b"", *argv) == 64
     assert "use gpushare-hook [--config FILE] [--state DIR]" in capfd.readouterr().err
 
 
-# Containers that are none of our business
+# Containers without a request
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_wrong_usage_says_what_is_right(argv: list[str], capfd: pytest.CaptureFi
     ],
     ids=["empty", "ordinary", "sandbox of containerd", "sandbox of cri-o"],
 )
-def test_container_that_asks_for_nothing_leaves_no_trace(
+def test_container_without_request_leaves_no_trace(
     bundle: Callable[..., bytes], tmp_path: Path, env: list[str], annotations: dict[str, str]
 ) -> None:
-    """It touches neither configuration nor state: both paths do not exist, and still do not afterwards."""
+    """The hook reads neither configuration nor state: neither path exists, before or after."""
     state = tmp_path / "none" / "state"
     assert (
         call(bundle(*env, annotations=annotations), "--config", "/none", "--cri", "--state", str(state), "prestart")
@@ -117,13 +117,13 @@ def test_container_that_asks_for_nothing_leaves_no_trace(
 
 
 def modules_after(statements: str, state: bytes = b"") -> set[str]:
-    """Names of all modules that a start as the installed program's loads (-I -S: nothing else)."""
+    """Names of the modules that a start as the installed program loads (-I -S: nothing else)."""
     text = f"import sys; sys.path.insert(0, {SOURCE!r})\n{statements}\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-ISc", text], input=state, capture_output=True, check=True)
     return set(done.stderr.decode().split())
 
 
-def test_idle_container_loads_next_to_nothing(bundle: Callable[..., bytes]) -> None:
+def test_container_without_request_loads_few_modules(bundle: Callable[..., bytes]) -> None:
     loaded = modules_after(
         "from gpushare.programs import hook; assert hook.main(['prestart']) == 0", bundle("PATH=/bin")
     )
@@ -133,8 +133,8 @@ def test_idle_container_loads_next_to_nothing(bundle: Callable[..., bytes]) -> N
     )
 
 
-def test_start_path_is_the_standard_library_and_little_of_it() -> None:
-    """All modules of the start, with those that they load late."""
+def test_start_path_loads_only_few_standard_modules() -> None:
+    """All modules of the start, including lazily imported ones."""
     late = (
         "allocation.placement config.node gpu.driverfiles inject.apply inject.cachefile inject.plan "
         "inject.proc_nvidia_mask inject.rootfs state.leases state.storage system.bpf system.cgroup system.procs"
@@ -147,7 +147,7 @@ def test_start_path_is_the_standard_library_and_little_of_it() -> None:
 # Failing
 
 
-def test_refusal_is_the_last_line_and_is_kept(
+def test_refusal_is_last_line_and_recorded(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> bool:
@@ -162,7 +162,7 @@ def test_refusal_is_the_last_line_and_is_kept(
     assert os.listdir(state_dir / "errors") == ["c1"]
 
 
-def test_bug_of_ours_is_one_line_and_a_trace_on_the_host(
+def test_internal_error_is_one_line_with_traceback_on_host(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> bool:
@@ -195,13 +195,13 @@ def test_malformed_state_is_one_line(
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_no_error(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_zero(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert hook.main([flag], stdin=-1) == 0
     told = capfd.readouterr()
     assert told.out.startswith("usage: gpushare-hook ") and told.err == ""
 
 
-def test_runtime_that_never_sends_the_state_meets_the_deadline(
+def test_missing_state_ends_at_deadline(
     state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadline, "DEADLINE_S", 1)
@@ -214,10 +214,10 @@ def test_runtime_that_never_sends_the_state_meets_the_deadline(
     assert "took longer than 1 s" in capfd.readouterr().err
 
 
-def test_everything_after_the_deadline_has_a_deadline_too(
+def test_undo_after_deadline_has_deadline(
     state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several steps of the undoing hang, and then the directory in which the line is kept."""
+    """Several undo steps hang, and so does the state directory that keeps the message."""
     from gpushare.state import leases, storage
 
     reader, writer = os.pipe()
@@ -250,10 +250,10 @@ def test_everything_after_the_deadline_has_a_deadline_too(
     assert "the error that counts" in capfd.readouterr().err
 
 
-def test_state_without_a_process_is_refused(
+def test_state_without_pid_is_refused(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook in the wrong stage (poststop's state has no pid) must not make a lease that nobody holds."""
+    """A hook in the wrong stage (poststop's state has no pid) must not make a lease without a process."""
     from gpushare.config import node
 
     from tests.unit import pure
@@ -264,7 +264,7 @@ def test_state_without_a_process_is_refused(
     assert os.listdir(state_dir / "containers") == []
 
 
-def test_poststop_of_what_was_never_started_is_silent(
+def test_poststop_of_unknown_container_is_silent(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -273,8 +273,8 @@ def test_poststop_of_what_was_never_started_is_silent(
     assert not os.listdir(state_dir)  # nothing was ever mounted here
 
 
-def test_refusals_do_not_pile_up(state_dir: Path) -> None:
-    """A crash loop under ever new names: the oldest go, the newest stay."""
+def test_old_refusals_are_removed(state_dir: Path) -> None:
+    """In a crash loop with new names, the oldest refusals are removed and the newest stay."""
     (state_dir / "errors").mkdir()
     for number in range(300):
         log.record(str(state_dir), f"c{number}", "gpushare: no", CapacityError("no"))

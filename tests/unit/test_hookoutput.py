@@ -1,4 +1,4 @@
-"""Files of the host that annotations name for what hooks print: crun opens them, and we write nothing there."""
+"""Annotations that redirect hook output to host files: crun opens the files, and the hook writes nothing to them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ FILE = "/etc/profile.d/z.sh"
         ({STDERR: FILE}, True),
         ({STDOUT: FILE}, True),
         ({STDOUT: "/dev/stderr"}, True),
-        ({STDERR: "/dev/stderr"}, False),  # crun's own, as gpushare-runtime sets it
+        ({STDERR: "/dev/stderr"}, False),  # crun's own stderr, as gpushare-runtime sets it
         ({STDERR: "/dev/stderr", STDOUT: FILE}, True),
         ({STDERR: "/dev/stderr/"}, True),
         ({STDERR: None}, True),
     ],
 )
-def test_which_annotations_redirect(annotations: Any, expected: bool) -> None:
+def test_redirecting_annotations_are_recognized(annotations: Any, expected: bool) -> None:
     assert hookoutput.is_redirected(annotations) is expected
 
 
-def test_both_are_removed_and_nothing_else() -> None:
+def test_only_redirecting_annotations_are_removed() -> None:
     spec = {"annotations": {STDOUT: FILE, STDERR: "/dev/stderr", "a": "b"}, "hooks": {}}
     assert hookoutput.without(spec) == {"annotations": {"a": "b"}, "hooks": {}}
-    assert spec["annotations"][STDOUT] == FILE  # the argument stays
+    assert spec["annotations"][STDOUT] == FILE  # the argument is unchanged
     for other in ({}, {"annotations": None}, {"annotations": {"a": "b"}}):
         assert hookoutput.without(other) is other
 
@@ -68,15 +68,15 @@ def state_of(bundle: Path, annotations: Any) -> bytes:
 
 @pytest.mark.parametrize("where", ["state", "config.json"])
 @pytest.mark.parametrize("key", constants.HOOK_OUTPUT_ANNOTATIONS)
-def test_hook_prints_nothing_into_a_file_of_an_image(tmp_path: Path, where: str, key: str) -> None:
+def test_hook_prints_nothing_to_redirected_file(tmp_path: Path, where: str, key: str) -> None:
     in_config = {"annotations": {key: FILE}} if where == "config.json" else {}
     (tmp_path / "config.json").write_text(json.dumps({**REFUSED, **in_config}))
     done = run_hook(tmp_path, state_of(tmp_path, {key: FILE} if where == "state" else {}))
     assert (done.returncode, done.stdout, done.stderr) == (64, b"", b"")
-    assert log.read(str(tmp_path / "state"), "c1").startswith("config.json: process.env holds")  # for inspect
+    assert log.read(str(tmp_path / "state"), "c1").startswith("config.json: process.env holds")  # kept for inspect
 
 
-def test_hook_prints_to_the_error_output_of_crun(tmp_path: Path) -> None:
+def test_hook_prints_to_stderr_of_crun(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED))
     done = run_hook(tmp_path, state_of(tmp_path, {STDERR: "/dev/stderr"}))
     assert done.returncode == 64 and done.stderr.startswith(b"gpushare: config.json: process.env")
@@ -94,7 +94,7 @@ def test_hook_prints_to_the_error_output_of_crun(tmp_path: Path) -> None:
     ids=["cut short", "bundle", "id", "type", "longer than what is read"],
 )
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime", "adopt", "poststop"])
-def test_state_that_makes_no_sense_prints_nothing_either(tmp_path: Path, state: bytes, stage: str) -> None:
+def test_invalid_state_prints_nothing(tmp_path: Path, state: bytes, stage: str) -> None:
     done = run_hook(tmp_path, state, stage)
     assert (done.returncode, done.stdout, done.stderr) == (0 if stage == "poststop" else 64, b"", b"")
 
@@ -104,4 +104,4 @@ def test_endless_state_is_refused(tmp_path: Path) -> None:
         text = f"import sys; sys.path.insert(0, {HOOK!r}); from gpushare.programs import hook; "
         text += "sys.exit(hook.main(['prestart']))"
         done = subprocess.run([sys.executable, "-ISc", text], stdin=zeros, capture_output=True)
-    assert (done.returncode, done.stderr) == (64, b"")  # it may name a file behind what was read
+    assert (done.returncode, done.stderr) == (64, b"")  # the rest of the state may name a file

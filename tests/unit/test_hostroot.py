@@ -1,4 +1,5 @@
-"""What of a plan this host has already, what needs a layer, and that a layer or a mount never reaches the host."""
+"""Which parts of a plan the host already has, which need an overlay layer, and that neither layers nor mounts reach the
+host."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def mount(source: object, target: object, kind: str = "file") -> Mount:
 
 @pytest.fixture
 def lib(tmp_path: Path) -> Path:
-    """A library directory as a host with the driver has it."""
+    """A library directory of a host with the driver."""
     made = tmp_path / "lib"
     made.mkdir()
     (made / "libx.so.535").write_text("host's")
@@ -35,7 +36,7 @@ def lib(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_the_host_has_is_left_alone(lib: Path) -> None:
+def test_existing_files_need_no_op(lib: Path) -> None:
     real, shim = lib / "libx.so.535", lib.parent / "shim"
     same: tuple[Op, ...] = (mount(real, real), mount(lib / "libx.so.1", real), Link(f"{lib}/libx.so.1", real.name, ""))
     kept: tuple[Op, ...] = (mount(shim, real), Link(f"{lib}/libx.so.1", "other", ""), Link(f"{lib}/new", real.name, ""))
@@ -44,7 +45,7 @@ def test_what_the_host_has_is_left_alone(lib: Path) -> None:
     assert plan.notes == ("before", "/no/socket is left out: it is not on this host")
 
 
-def test_layers_are_only_where_something_is_missing(lib: Path) -> None:
+def test_layer_is_made_only_for_missing_paths(lib: Path) -> None:
     shim = lib.parent / "shim"
     there = (
         mount(shim, lib / "libx.so.535"),
@@ -62,7 +63,7 @@ def test_layers_are_only_where_something_is_missing(lib: Path) -> None:
         hostroot.layers_of((mount(shim, "/no-such/x"),))
 
 
-def test_device_nodes_that_are_there_need_nothing() -> None:
+def test_existing_device_node_needs_no_layer() -> None:
     null = DeviceNode("/dev/null", "/dev/null", 1, 3, False)
     assert hostroot.layers_of((null,)) == []
     for other in (null._replace(minor=5), null._replace(simulated=True), null._replace(target="/dev/nvidia77")):
@@ -70,7 +71,7 @@ def test_device_nodes_that_are_there_need_nothing() -> None:
 
 
 def _in_own_namespace(scratch: Path, ops: tuple[Op, ...], look: Any) -> Any:
-    """What `look` finds after `ops` were put, in a child."""
+    """Put `ops` in place in a child's namespace and return the result of `look`."""
 
     def body() -> Any:
         syscalls.unshare(syscalls.CLONE_NEWNS, "test")
@@ -87,7 +88,7 @@ def _in_own_namespace(scratch: Path, ops: tuple[Op, ...], look: Any) -> Any:
     return ns_util.in_child(body)
 
 
-def test_a_host_with_the_driver_needs_mounts_only(lib: Path) -> None:
+def test_host_with_driver_needs_only_mounts(lib: Path) -> None:
     before, mounts = ns_util.snapshot(lib), ns_util.host_mounts()
     ops = (mount(lib.parent / "shim", lib / "libx.so.535"),)
 
@@ -100,7 +101,7 @@ def test_a_host_with_the_driver_needs_mounts_only(lib: Path) -> None:
     assert ns_util.snapshot(lib) == before and ns_util.host_mounts() == mounts
 
 
-def test_a_layer_shows_what_is_below_and_keeps_mounts(lib: Path) -> None:
+def test_layer_shows_lower_files_and_keeps_mounts(lib: Path) -> None:
     before, inner = ns_util.snapshot(lib), lib / "inner"
     inner.mkdir()
     ops = (mount(lib.parent / "shim", lib / "new"), mount(lib.parent / "shim", lib / "a" / "b" / "c"))
@@ -130,8 +131,8 @@ def test_a_layer_shows_what_is_below_and_keeps_mounts(lib: Path) -> None:
     assert ns_util.snapshot(lib) == before
 
 
-def test_nothing_is_made_outside_of_a_layer(lib: Path) -> None:
-    """Whatever the plan says: without its layer an op fails, and the host stays as it is."""
+def test_op_without_layer_fails_and_host_is_unchanged(lib: Path) -> None:
+    """An op without a layer fails, whatever the plan, and the host is unchanged."""
     before = ns_util.snapshot(lib)
 
     def body() -> Any:
@@ -154,7 +155,7 @@ def test_nothing_is_made_outside_of_a_layer(lib: Path) -> None:
     assert ns_util.snapshot(lib) == before
 
 
-def test_a_layer_that_the_kernel_refuses_is_one_clear_line(lib: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_layer_is_one_line(lib: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(lower: str, upper: str, work: str) -> int:
         raise syscalls.SyscallError("fsconfig", lower, 22)
 
@@ -163,7 +164,7 @@ def test_a_layer_that_the_kernel_refuses_is_one_clear_line(lib: Path, monkeypatc
         _in_own_namespace(lib.parent / "scratch", (mount(lib.parent / "shim", lib / "new"),), lambda: 0)
 
 
-def test_other_gpus_are_hidden_and_granted_ones_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_other_gpus_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-caps").mkdir()
     for name, major, minor in (("nvidia0", 195, 0), ("nvidia1", 195, 1), ("nvidiactl", 195, 255)):
         os.mknod(tmp_path / name, 0o020666, os.makedev(major, minor))
@@ -176,7 +177,7 @@ def test_other_gpus_are_hidden_and_granted_ones_are_not(tmp_path: Path, monkeypa
 
 
 def _verdict(program: bpf.Program, kind: int, access: int, major: int, minor: int) -> int:
-    """What a program of our few instructions returns for an access."""
+    """The return value of a program, limited to the instructions that gpushare uses, for one device access."""
     context, registers, at = {0: kind | access << 16, 4: major, 8: minor}, [0] * 11, 0
     while True:
         code, pair, offset, value = program[at]
@@ -194,7 +195,7 @@ def _verdict(program: bpf.Program, kind: int, access: int, major: int, minor: in
             return registers[0]
 
 
-def test_the_device_program_denies_what_is_listed_and_nothing_else() -> None:
+def test_device_program_denies_only_listed_devices() -> None:
     rules = ((195, 1), (195, 3), (240, 7))
     for listed in ((), rules[:1], rules):
         program = bpf.denying(listed)

@@ -1,4 +1,5 @@
-"""Mounts that hide the owner of what they show: made once, shared by all starts, and left out where they cannot be."""
+"""Idmapped mounts that hide file owners: created once, shared by all starts, and omitted where the kernel refuses
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def state(state_dir: Path) -> str:
 
 
 def share(state: str, name: str = "c1") -> Mount:
-    """A share's mount; its directories as a start makes them."""
+    """The mount of an allocation; its directories as a start makes them."""
     folder = Path(storage.container_dir(state, name))
     folder.mkdir(0o700)
     idmap.give(str(folder))
@@ -38,7 +39,7 @@ def below(state: str) -> list[str]:
     return sorted(mount.point for mount in mountns.read_mounts() if mount.point.startswith(f"{state}/"))
 
 
-def test_share_is_shown_by_one_mount_for_all_and_root_owns_nothing_in_it(state: str) -> None:
+def test_allocation_is_shown_through_one_mount_without_root_owner(state: str) -> None:
     op = share(state)
     shown = Path(idmap.shown(idmap.Hider(state))(op))
     before = below(state)
@@ -54,7 +55,7 @@ def test_share_is_shown_by_one_mount_for_all_and_root_owns_nothing_in_it(state: 
     with pytest.raises(OSError):
         os.chmod(limits, 0o644)
     tree = syscalls.open_tree(str(shown))
-    try:  # as CAP_SYS_ADMIN makes it writable
+    try:  # as a CAP_SYS_ADMIN process remounts it writable
         syscalls.mount_setattr(tree, 0, syscalls.MS_PRIVATE, "", clear=syscalls.ATTRIBUTES["ro"])
         with pytest.raises(PermissionError):
             os.open("limits", os.O_RDWR, dir_fd=tree)
@@ -74,7 +75,7 @@ except PermissionError:
 """
 
 
-def test_no_user_of_the_host_gets_to_a_share(state: str) -> None:
+def test_host_users_cannot_reach_allocation(state: str) -> None:
     op = share(state)
     shown = idmap.shown(idmap.Hider(state))(op)
     for path in (shown, f"{state}/containers/c1", f"{state}/containers"):
@@ -94,7 +95,7 @@ def test_no_user_of_the_host_gets_to_a_share(state: str) -> None:
         ("/usr/bin/readable", "file", FLAGS, 0o744),
     ],
 )
-def test_what_needs_its_owner_keeps_it(state: str, target: str, kind: str, flags: tuple[str, ...], mode: int) -> None:
+def test_mount_that_needs_owner_keeps_it(state: str, target: str, kind: str, flags: tuple[str, ...], mode: int) -> None:
     hider = idmap.Hider(state)
     status = os.stat(state)
     try:
@@ -105,7 +106,7 @@ def test_what_needs_its_owner_keeps_it(state: str, target: str, kind: str, flags
         hider.close()
 
 
-def test_file_system_that_refuses_is_asked_once(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_file_system_is_tried_once(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "disk").mkdir()
     place = overlay(tmp_path / "disk")
     try:
@@ -121,7 +122,7 @@ def test_file_system_that_refuses_is_asked_once(state: str, tmp_path: Path, monk
         subprocess.run(["umount", place], check=True)
 
 
-def test_directory_that_replaces_another_is_shown_anew(state: str, tmp_path: Path) -> None:
+def test_replaced_directory_gets_new_mount(state: str, tmp_path: Path) -> None:
     shim = tmp_path / "shim"
     for content in (b"one", b"two"):
         shim.mkdir()
@@ -132,18 +133,18 @@ def test_directory_that_replaces_another_is_shown_anew(state: str, tmp_path: Pat
         shim.rename(tmp_path / content.decode())
 
 
-def test_host_without_user_namespaces_shows_files_as_they_are(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_user_namespaces_owners_stay_visible(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unshare(kinds: int, what: str) -> None:
         raise syscalls.SyscallError("unshare", what, 28)
 
     monkeypatch.setattr(syscalls, "unshare", unshare)
     op = share(state)
     assert idmap.shown(idmap.Hider(state))(op) == op.source
-    monkeypatch.setattr(os, "fork", None)  # nor is it tried again
+    monkeypatch.setattr(os, "fork", None)  # it is not tried again
     assert idmap.shown(idmap.Hider(state))(op) == op.source
 
 
-def test_failure_for_want_of_descriptors_does_not_last(state: str) -> None:
+def test_failure_without_descriptors_is_not_cached(state: str) -> None:
     program = "import sys; from gpushare.system import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
     environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[2])}
     few = ["prlimit", "--nofile=6", "python3", "-c", program, state]
@@ -158,7 +159,7 @@ def test_failure_for_want_of_descriptors_does_not_last(state: str) -> None:
         hider.close()
 
 
-def test_refusal_does_not_outlive_the_file_system_that_had_the_number(state: str) -> None:
+def test_refusal_is_dropped_for_new_file_system_with_same_number(state: str) -> None:
     status = os.stat(state)
     hider = idmap.Hider(state)
     mark = Path(hider._mark(status.st_dev))
@@ -171,14 +172,14 @@ def test_refusal_does_not_outlive_the_file_system_that_had_the_number(state: str
     hider.close()
 
 
-def test_state_directory_of_before_is_completed(state: str) -> None:
-    """0.1.0 made it, with directories of root's."""
+def test_state_directory_of_earlier_version_is_completed(state: str) -> None:
+    """Version 0.1.0 made it, with directories owned by root."""
     os.chown(f"{state}/containers", 0, 0)
     shown = idmap.shown(idmap.Hider(state))(share(state))
     assert Path(shown, "limits").read_bytes() == b"limits"
 
 
-def test_namespace_is_made_once_by_starts_at_once(state: str) -> None:
+def test_concurrent_starts_make_one_namespace(state: str) -> None:
     program = "import sys; from gpushare.system import idmap; print(idmap.Hider(sys.argv[1]).fd >= 0)"
     command = ["python3", "-c", program, state]
     environment = {**os.environ, "PYTHONPATH": str(Path(idmap.__file__).parents[2])}

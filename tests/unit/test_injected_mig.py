@@ -1,4 +1,4 @@
-"""MIG devices that other software put into config.json: exactly those are granted, not all of their GPU."""
+"""MIG devices that other software put into config.json: exactly they are granted, not their whole GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG, MONITOR = 1, 2
 
 @pytest.fixture
 def divided(tmp_path: Path) -> Node:
-    """A GPU that is divided in two, and one that is not."""
+    """A divided GPU and an undivided one."""
     add_mig(tmp_path)
     parts = tuple(
         pure.device(0, uuid=uuid, parent=pure.UUIDS[0], mig_index=i, gpu_instance=i + 1, compute_instance=0)
@@ -48,14 +48,14 @@ def named(node: Node, *env: str, gpus: tuple[int, ...] = (0,), caps: tuple[int, 
         ((0,), SECOND, MIG_UUIDS[1:]),
         ((0,), (*FIRST, *SECOND), MIG_UUIDS),
         ((0, 1), FIRST, (MIG_UUIDS[0], pure.UUIDS[1])),
-        ((0,), (*FIRST, 22), MIG_UUIDS[:1]),  # half of the second one's
+        ((0,), (*FIRST, 22), MIG_UUIDS[:1]),  # half of the second device's nodes
         ((0,), (*FIRST, MONITOR), MIG_UUIDS[:1]),
         ((0,), (), pure.UUIDS[:1]),  # docker run --device /dev/nvidia0
-        ((0,), (CONFIG, MONITOR), pure.UUIDS[:1]),  # whoever divides it needs all of it
+        ((0,), (CONFIG, MONITOR), pure.UUIDS[:1]),  # dividing a GPU needs the whole GPU
         ((1,), SECOND, pure.UUIDS[1:]),
     ],
 )
-def test_those_whose_nodes_are_there(
+def test_mig_devices_with_capability_nodes_are_granted(
     divided: Node,
     env: tuple[str, ...],
     gpus: tuple[int, ...],
@@ -67,7 +67,7 @@ def test_those_whose_nodes_are_there(
 
 
 @pytest.mark.parametrize("caps", [(21,), (22,), (30, 31)])
-def test_nodes_that_open_nothing_are_refused(divided: Node, caps: tuple[int, ...]) -> None:
+def test_incomplete_capability_nodes_are_refused(divided: Node, caps: tuple[int, ...]) -> None:
     with pytest.raises(
         DeviceError, match="/dev/nvidia0, and nodes in /dev/nvidia-caps of no MIG device .*; run gpushare"
     ):
@@ -85,11 +85,13 @@ def test_nodes_that_open_nothing_are_refused(divided: Node, caps: tuple[int, ...
         ("all", SECOND, MIG_UUIDS[1:]),
     ],
 )
-def test_words_beside_them_never_widen(divided: Node, word: str, caps: tuple[int, ...], uuids: tuple[str, ...]) -> None:
+def test_variable_never_widens_injected_mig_devices(
+    divided: Node, word: str, caps: tuple[int, ...], uuids: tuple[str, ...]
+) -> None:
     assert named(divided, f"NVIDIA_VISIBLE_DEVICES={word}", caps=caps) == tuple(uuids)
 
 
 @pytest.mark.parametrize("word", ["0:0", "1", MIG_UUIDS[0]])
-def test_words_that_name_another_part_contradict(divided: Node, word: str) -> None:
+def test_variable_naming_other_mig_device_is_refused(divided: Node, word: str) -> None:
     with pytest.raises(RequestError, match="name different devices"):
         named(divided, f"NVIDIA_VISIBLE_DEVICES={word}", caps=SECOND)

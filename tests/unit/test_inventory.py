@@ -1,4 +1,4 @@
-"""Devices from the driver's /proc tree; memory sizes from NVML in a child that cannot hang us."""
+"""Devices from the driver's /proc tree; memory sizes from NVML in a child process with a deadline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gpushare.gpu.nvml import Answer, ask
 
 from simulator import simhost
 
-# The programs fork while they have one thread; a test runner may have more, of which Python 3.12 warns.
+# The programs fork with one thread; a test runner may have more, which Python 3.12 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 V = "535.261.03"
 LIBRARY_DIR = "usr/lib64"
 
-# A library with the few NVML entry points that an inventory asks for, compiled for each test: what is under test is
-# the child process, the load by path and the deadline, so a small honest library says more than a Python stand-in.
+# A library with the NVML functions that an inventory calls, compiled for each test. The child process, the load by path
+# and the deadline are under test, so a C library is closer than a Python fake.
 NVML = r"""
 #include <stdio.h>
 #include <string.h>
@@ -59,7 +59,7 @@ def host(root: Path, devices: int = 2) -> str:
     (root / "sys/module/nvidia/version").write_text(V + "\n")
     (root / "proc/driver/nvidia").mkdir(parents=True)
     for index in range(devices):
-        gpu(root, f"0000:{0x0A - 8 * index:02x}:00.0", index)  # PCI order is not the order of minors
+        gpu(root, f"0000:{0x0A - 8 * index:02x}:00.0", index)  # PCI order differs from the order of minors
     return str(root)
 
 
@@ -71,7 +71,7 @@ def nvml_library(root: Path, behaviour: str = "") -> str:
     return str(library)
 
 
-def test_version(tmp_path: Path) -> None:
+def test_driver_version_is_read(tmp_path: Path) -> None:
     assert inventory.driver_version(host(tmp_path)) == V
     (tmp_path / "sys/module/nvidia/version").unlink()
     (tmp_path / "proc/driver/nvidia/version").write_text(
@@ -83,12 +83,12 @@ def test_version(tmp_path: Path) -> None:
     assert inventory.driver_version(str(tmp_path)) == V
 
 
-def test_no_driver(tmp_path: Path) -> None:
+def test_missing_driver_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match=r"no NVIDIA driver is loaded .*; load it, or set driver.root"):
         inventory.read_inventory(str(tmp_path))
 
 
-def test_devices_in_pci_order_without_nvml(tmp_path: Path) -> None:
+def test_devices_are_in_pci_order_without_nvml(tmp_path: Path) -> None:
     found = inventory.read_inventory(host(tmp_path))
     assert found.driver_version == V and not found.simulated
     assert found.devices == (
@@ -97,15 +97,15 @@ def test_devices_in_pci_order_without_nvml(tmp_path: Path) -> None:
     )
 
 
-def test_pci_order_counts_in_hexadecimal_and_by_domain(tmp_path: Path) -> None:
+def test_pci_order_is_hexadecimal_and_by_domain(tmp_path: Path) -> None:
     root = host(tmp_path, devices=0)
     for index, bus in enumerate(("10000:01:00.0", "0000:e1:00.0", "0000:1f:00.0", "0001:00:00.0")):
         gpu(tmp_path, bus, index)
     assert inventory.bus_ids(root) == ("0000:1f:00.0", "0000:e1:00.0", "0001:00:00.0", "10000:01:00.0")
 
 
-def test_a_simulated_host(make_host: Callable[..., Path]) -> None:
-    """The simulated driver's own NVML answers for its root, through its own device files."""
+def test_simulated_host_is_read(make_host: Callable[..., Path]) -> None:
+    """The simulated driver's NVML answers for its root through its own device files."""
     root = make_host(gpus=2, memory_bytes=6 << 30)
     found = inventory.read_inventory(str(root))
     assert found.simulated and found.driver_version == simhost.VERSION
@@ -114,7 +114,7 @@ def test_a_simulated_host(make_host: Callable[..., Path]) -> None:
     assert [device.context_bytes for device in found.devices] == [simhost.DEFAULT_CONTEXT_MIB << 20] * 2
 
 
-def test_sizes_from_nvml(tmp_path: Path) -> None:
+def test_sizes_come_from_nvml(tmp_path: Path) -> None:
     root = host(tmp_path)
     nvml_library(tmp_path)
     found = inventory.read_inventory(root)
@@ -124,25 +124,25 @@ def test_sizes_from_nvml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "behaviour", ["return 9", "_exit(0)", "*(volatile int *)0 = 0", 'write(1, "x", 1); return 999']
 )
-def test_nvml_that_fails_leaves_sizes_unknown(tmp_path: Path, behaviour: str) -> None:
+def test_failing_nvml_leaves_sizes_unknown(tmp_path: Path, behaviour: str) -> None:
     assert ask(nvml_library(tmp_path, behaviour), "", 20) == Answer({})
 
 
-def test_nvml_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
+def test_hanging_nvml_is_killed_at_deadline(tmp_path: Path) -> None:
     library = nvml_library(tmp_path, "for (;;) pause()")
     before = time.monotonic()
     assert ask(library, "", 0.3) == Answer({})
     assert time.monotonic() - before < 10
-    with pytest.raises(ChildProcessError):  # it was reaped
+    with pytest.raises(ChildProcessError):  # the child was reaped
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_the_child_holds_none_of_our_descriptors(tmp_path: Path) -> None:
-    """A hung child must not keep a lock, or the pipe on which a runtime waits."""
+def test_child_inherits_no_descriptors(tmp_path: Path) -> None:
+    """A hung child must not keep a lock open, or the pipe that a runtime waits for."""
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     library = nvml_library(tmp_path, f'if (write({writer}, "x", 1) == 1) return 0; else return 9')
-    assert ask(library, "", 20) == Answer({})  # the write failed, so NVML's init did
+    assert ask(library, "", 20) == Answer({})  # the write failed, so NVML's init failed
     os.close(writer)
     assert os.read(reader, 1) == b""
     os.close(reader)
@@ -151,7 +151,7 @@ def test_the_child_holds_none_of_our_descriptors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GPU UUID: GPU-????????-????-????-????-????????????\nDevice Minor: 0\n", f"GPU UUID: {uuid(0)}\n", "x"]
 )
-def test_gpu_that_the_driver_does_not_know_yet(tmp_path: Path, text: str) -> None:
+def test_uninitialized_gpu_is_refused(tmp_path: Path, text: str) -> None:
     root = host(tmp_path, devices=0)
     gpu(tmp_path, "0000:01:00.0", 0, text or "\n")
     with pytest.raises(DeviceError, match=r"not initialised the GPU at 0000:01:00.0 .*; run nvidia-smi once"):
@@ -167,7 +167,7 @@ def test_gpu_that_the_driver_does_not_know_yet(tmp_path: Path, text: str) -> Non
         ('{"context_bytes": "x"}', inventory.DEFAULT_CONTEXT_BYTES),
     ],
 )
-def test_simulated_root(tmp_path: Path, marker: str, context_bytes: int) -> None:
+def test_marker_makes_root_simulated(tmp_path: Path, marker: str, context_bytes: int) -> None:
     root = host(tmp_path, devices=1)
     assert not inventory.is_simulated(root)
     (tmp_path / ".gpushare-sim").write_text(marker)
@@ -176,7 +176,7 @@ def test_simulated_root(tmp_path: Path, marker: str, context_bytes: int) -> None
     assert found.devices[0].context_bytes == context_bytes
 
 
-def test_context_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_size_comes_from_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(inventory.CONTEXT_BYTES, ("NVIDIA H200", "580"), 7)
     assert inventory.context_bytes_of("NVIDIA H200", "580.65.06") == 7
     assert inventory.context_bytes_of("NVIDIA H200", "535.1") == inventory.DEFAULT_CONTEXT_BYTES

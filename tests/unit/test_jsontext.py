@@ -1,4 +1,4 @@
-"""One member of a JSON text changes, and not a byte of the rest."""
+"""Change one member of a JSON text and keep every other byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDENTS = st.sampled_from([None, 1, 2, 4, "\t"])
 
 
 @given(OBJECTS, INDENTS, VALUES)
-def test_put_changes_one_member_and_drop_takes_it_out(value: dict[str, Any], indent: Any, new: Any) -> None:
+def test_put_changes_one_member_and_drop_removes_it(value: dict[str, Any], indent: Any, new: Any) -> None:
     value.pop("runtimes", None)
     text = json.dumps(value, indent=indent)
     more = jsontext.put(text, ("runtimes", "gpushare"), new)
@@ -46,7 +46,7 @@ def test_put_changes_one_member_and_drop_takes_it_out(value: dict[str, Any], ind
         ('{\r\n  "a": 1\r\n}\r\n', '{\r\n  "a": 1,\r\n  "r": {\n    "g": 1\n  }\r\n}\r\n'),
     ],
 )
-def test_put_keeps_the_hand_of_the_author(text: str, expected: str) -> None:
+def test_put_keeps_formatting(text: str, expected: str) -> None:
     assert jsontext.put(text, ("r", "g"), 1) == expected
 
 
@@ -61,7 +61,7 @@ def test_put_keeps_the_hand_of_the_author(text: str, expected: str) -> None:
         ('{"r": {}}', '{"r": {}}'),
     ],
 )
-def test_drop(text: str, expected: str) -> None:
+def test_drop_removes_member_and_empty_parents(text: str, expected: str) -> None:
     assert jsontext.drop(text, ("r", "g")) == expected
 
 
@@ -75,10 +75,10 @@ def test_drop(text: str, expected: str) -> None:
         ('{"b": {"a": 1, "a": 2}}', '"a" occurs twice'),
         ('{"a": 1} x', "f.json:1:10: not valid JSON"),
         ('{"a": ' + "[" * 100000, "f.json: nested too deeply"),
-        ('{"a": ' + "9" * 5000, "f.json: not valid JSON: Exceeds the limit|f.json:1:"),  # by the version of Python
+        ('{"a": ' + "9" * 5000, "f.json: not valid JSON: Exceeds the limit|f.json:1:"),  # depends on the Python version
     ],
 )
-def test_what_is_wrong_and_where(text: str, message: str) -> None:
+def test_invalid_json_is_refused_with_position(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         jsontext.check(text, "f.json")
     assert any(part in str(caught.value) for part in message.split("|")), str(caught.value)

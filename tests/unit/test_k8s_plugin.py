@@ -1,4 +1,4 @@
-"""gpushare k8s-plugin: what it says when it cannot begin, and how much kubelet is told at once."""
+"""gpushare k8s-plugin: its errors at the start, and how many devices fit in one message to kubelet."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from tests.unit import pure
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """kubelet's; the path of a socket must be short."""
+    """kubelet's folder; the path of a socket must be short."""
     node = pure.node()
     monkeypatch.setattr(facts, "host", lambda paths: node)
     with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
-def nobody(folder: Path) -> None:
-    """A socket that a kubelet has left."""
+def stale_socket(folder: Path) -> None:
+    """A socket that a dead kubelet left."""
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(folder / "kubelet.sock"))
 
@@ -46,14 +46,14 @@ def nobody(folder: Path) -> None:
         (shutil.rmtree, (), 1, r"\"/tmp/gpushare-\w+\": No such file or directory; is this a node of a cluster\?"),
         (None, (), 1, r"\"/tmp/gpushare-\w+/kubelet.sock\": kubelet is not there; is this a node"),
         (lambda folder: (folder / "kubelet.sock").touch(), (), 1, 'kubelet.sock": kubelet is not there'),
-        (nobody, (), 1, 'kubelet.sock": kubelet does not answer; '),
+        (stale_socket, (), 1, 'kubelet.sock": kubelet does not answer; '),
         (None, ("--memory-unit", "1000k"), 64, '--memory-unit="1000k": not whole MiB; write 1Mi, 64Mi or 1Gi'),
         (None, ("--memory-unit", "x"), 64, '--memory-unit="x": not an amount of memory'),
         (None, ("--whole", "7"), 64, '--whole "7": no such device; see `gpushare devices`'),
         (None, ("--interval", "0"), 2, "0.1<=x<=3600"),
     ],
 )
-def test_one_clear_line(
+def test_start_failure_is_one_line(
     folder: Path,
     make: Any,
     words: Any,
@@ -72,8 +72,8 @@ def test_one_clear_line(
     assert not folder.exists() or [path.name for path in folder.iterdir() if path.name != "kubelet.sock"] == []
 
 
-def test_without_grpc() -> None:
-    """It is an extra: who has not asked for it is told what to install, and all else of gpushare works."""
+def test_missing_grpc_is_one_line() -> None:
+    """grpc is an optional extra: without it, the command names the package to install and everything else works."""
     text = "import sys; sys.modules['grpc'] = sys.modules['google.protobuf'] = None; from gpushare.cli import main; "
     command = [sys.executable, "-c", text + "sys.exit(main(sys.argv[1:]))"]
     done = subprocess.run([*command, "k8s-plugin"], cwd=TREE / "hook", capture_output=True, text=True)
@@ -86,12 +86,12 @@ def test_without_grpc() -> None:
 @pytest.mark.parametrize(
     ("gib", "devices", "unit_mib", "fits"),
     [
-        (140, 1, 1, True),  # an H200 in units of one MiB
+        (140, 1, 1, True),  # an H200 in units of 1 MiB
         (80, 2, 1, False),
         (80, 2, 2, True),
     ],
 )
-def test_how_much_fits_in_a_message(gib: int, devices: int, unit_mib: int, fits: bool) -> None:
+def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: bool) -> None:
     node = pure.node(devices=devices, memory_bytes=gib << 30)
     found = offers.offered(node, unit_mib)[MEMORY]
     resource = service.Service(MEMORY, offers.resource(MEMORY, unit_mib), print)
@@ -103,8 +103,8 @@ def test_how_much_fits_in_a_message(gib: int, devices: int, unit_mib: int, fits:
             resource.show(found, frozenset(pure.UUIDS), "binpack")
 
 
-def test_messages_are_kubelets() -> None:
-    """Field by field, as protoc reads what Kubernetes has; there are more there."""
+def test_proto_matches_kubelet() -> None:
+    """Compare field by field with protoc's output for Kubernetes' file, which has more messages."""
     _, asked, _ = methods(PROTO, VERSION)["Allocate"]
     theirs = asked.DESCRIPTOR.file.message_types_by_name
     for name in protocol._MESSAGES:
@@ -115,7 +115,7 @@ def test_messages_are_kubelets() -> None:
     assert methods(PROTO, VERSION)["Register"][0] == protocol.REGISTER
 
 
-def test_what_is_gone(tmp_path: Path) -> None:
+def test_removed_devices_and_driver_are_found(tmp_path: Path) -> None:
     whole, divided = pure.device(0), pure.device(1)
     part = divided._replace(uuid="MIG-cccccccc", parent=divided.uuid, gpu_instance=3, compute_instance=0)
     version = tmp_path / "sys/module/nvidia/version"
@@ -137,8 +137,9 @@ def test_what_is_gone(tmp_path: Path) -> None:
     assert set(gone().values()) == {"no driver is loaded"}
 
 
-def test_driver_root_of_the_node_that_is_not_in_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc and /sys are those of the same kernel there: no device is gone because an operator's directory is."""
+def test_missing_driver_root_in_pod_uses_own_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc and /sys there belong to the same kernel: no device counts as gone because an operator's directory is
+    missing."""
     asked: set[str] = set()
 
     def ask(root: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What kubelet is offered, and that a container gets of it what kubelet has chosen."""
+"""The resources that kubelet is offered, and the devices that a container gets for kubelet's choice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def summary(node: Node, unit_mib: int = 1, whole: tuple[str, ...] = ()) -> dict[
     [
         (pure.node(), {}, [(A, 16384, 1), (B, 16384, 1)], []),
         (pure.node(), {"unit_mib": 1024}, [(A, 16, 1024), (B, 16, 1024)], []),
-        (pure.node(), {"unit_mib": 6000}, [(A, 2, 6000), (B, 2, 6000)], []),  # what is left of a device is in no unit
+        (pure.node(), {"unit_mib": 6000}, [(A, 2, 6000), (B, 2, 6000)], []),  # the rest of a device fills no unit
         (pure.node(overcommit=1.5), {}, [(A, 24576, 1), (B, 24576, 1)], []),
         (pure.node(allowed_devices=("1",)), {}, [(B, 16384, 1)], []),
         (pure.node(memory_bytes=0), {"whole": ("0",)}, [], []),
@@ -44,13 +44,12 @@ def summary(node: Node, unit_mib: int = 1, whole: tuple[str, ...] = ()) -> dict[
         (shared(pure.node(), SharingRule(10)), {"whole": ("1",)}, [], [(A, 10, 0), (B, 1, 16384)]),
     ],
 )
-def test_every_device_is_in_one_resource(node: Node, words: Any, memory: Any, gpu: Any) -> None:
+def test_every_device_is_in_one_resource_only(node: Node, words: Any, memory: Any, gpu: Any) -> None:
     assert summary(node, **words) == {MEMORY: memory, GPU: gpu}
 
 
-def test_ids_are_a_devices_own() -> None:
-    """The same without the other device; the whole uuid where two begin alike; never more than kubelet's 63
-    characters."""
+def test_device_ids_are_stable_and_short() -> None:
+    """An id does not depend on other devices. Two similar UUIDs give two whole ids, within kubelet's 63 characters."""
     node = pure.node()
     alone = node._replace(inventory=node.inventory._replace(devices=(pure.device(1),)))
     assert summary(alone)[MEMORY] == summary(node)[MEMORY][1:]
@@ -67,7 +66,7 @@ def test_ids_are_a_devices_own() -> None:
     ("unit_mib", "name"),
     [(1, "memory-mib"), (64, "memory-64mib"), (1024, "memory-gib"), (4096, "memory-4gib"), (1536, "memory-1536mib")],
 )
-def test_the_unit_is_in_the_name(unit_mib: int, name: str) -> None:
+def test_resource_name_contains_unit(unit_mib: int, name: str) -> None:
     assert offers.resource(MEMORY, unit_mib) == f"gpushare.io/{name}"
     assert offers.resource(GPU, unit_mib) == "gpushare.io/gpu"
 
@@ -87,8 +86,8 @@ def of(kind: str, **words: Any) -> tuple[Offered, ...]:
         (GPU, of(GPU, whole=("0", "1")), [f"{B}-0", f"{A}-0"], f"{FIRST}=16384Mi,{SECOND}=16384Mi"),
     ],
 )
-def test_a_container_gets_what_kubelet_chose(kind: str, offered: Any, ids: list[str], value: str) -> None:
-    """All the way to the request of the container that is started with it."""
+def test_container_gets_devices_chosen_by_kubelet(kind: str, offered: Any, ids: list[str], value: str) -> None:
+    """From kubelet's choice to the request of the container that starts with it."""
     env = offers.allocate(kind, offered, BOTH, ids)
     assert env == {offers.VARIABLES[kind]: value}
     bundle = pure.bundle(*(f"{name}={text}" for name, text in env.items()), "NVIDIA_VISIBLE_DEVICES=all")
@@ -114,7 +113,7 @@ def test_a_container_gets_what_kubelet_chose(kind: str, offered: Any, ids: list[
         (GPU, {FIRST}, [f"{A}-0", f"{B}-1"], r"device 1 \(GPU-bbbb.*is gone"),
     ],
 )
-def test_what_no_container_can_get(kind: str, healthy: Any, ids: list[str], match: str) -> None:
+def test_impossible_allocation_is_refused(kind: str, healthy: Any, ids: list[str], match: str) -> None:
     with pytest.raises((RequestError, DeviceError), match=match) as caught:
         offers.allocate(kind, of(kind), healthy, ids)
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
@@ -137,7 +136,7 @@ def ids_of(*ranges: tuple[str, int, int]) -> list[str]:
         (MEMORY, "binpack", ids_of((A, 0, 3), (B, 0, 3)), [], 4, []),
         (MEMORY, "binpack", ids_of((A, 0, 1), (B, 0, 9)), [f"{A}-5"], 4, []),
         (MEMORY, "binpack", ids_of((A, 0, 1)), [], -1, []),
-        # GPUs: each of another device
+        # GPUs: each share from another device
         (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [], 1, [f"{B}-2"]),
         (GPU, "spread", ids_of((A, 0, 4), (B, 2, 4)), [], 1, [f"{A}-0"]),
         (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [], 2, [f"{B}-2", f"{A}-0"]),
@@ -145,14 +144,16 @@ def ids_of(*ranges: tuple[str, int, int]) -> list[str]:
         (GPU, "binpack", ids_of((A, 0, 4)), [], 2, []),
     ],
 )
-def test_preferred(kind: str, placement: str, available: Any, must: Any, size: int, wanted: list[str]) -> None:
+def test_preferred_ids_follow_placement(
+    kind: str, placement: str, available: Any, must: Any, size: int, wanted: list[str]
+) -> None:
     found = offers.preferred(kind, of(kind), placement, available, must, size)
     assert found == wanted
     if found:
         assert offers.allocate(kind, of(kind), BOTH, found)
 
 
-# What a container says besides
+# Further requests of the container
 
 GIVEN = f"{constants.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
 SHARE = f"{constants.ENV_ALLOCATED_GPU}={FIRST}"
@@ -172,12 +173,12 @@ def asked(*env: str, annotations: Any = None, **policy: Any) -> Any:
         ((), {"gpushare.io/memory": "4Gi"}),
     ],
 )
-def test_the_same_said_by_the_pod(env: tuple[str, ...], annotations: Any) -> None:
+def test_same_request_in_pod_is_accepted(env: tuple[str, ...], annotations: Any) -> None:
     for order in ((GIVEN, *env), (*env, GIVEN)):
         assert asked(*order, annotations=annotations) == asked(GIVEN)
 
 
-def test_more_said_by_the_pod() -> None:
+def test_pod_may_add_compute_limit() -> None:
     found = asked(GIVEN, "GPUSHARE_COMPUTE=30")
     assert (found.selection.names, found.compute) == ((SECOND,), ((None, 30),))
 
@@ -198,15 +199,15 @@ def test_more_said_by_the_pod() -> None:
         ((f"{constants.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these resources"),
     ],
 )
-def test_what_the_pod_may_not_say(env: tuple[str, ...], annotations: Any, match: str) -> None:
+def test_contradicting_request_in_pod_is_refused(env: tuple[str, ...], annotations: Any, match: str) -> None:
     for order in ((GIVEN, *env), (*env, GIVEN)):
         with pytest.raises(GpushareError, match=match):
             asked(*order, annotations=annotations)
 
 
 @pytest.mark.parametrize("memory", ["GPUSHARE_MEMORY=16Gi", "GPUSHARE_MEMORY=100%", "gpushare.io/memory"])
-def test_an_equal_share_is_no_other_amount(memory: str) -> None:
-    """Whoever says it, the image's ENV among them: kubelet has promised the other shares of that device."""
+def test_equal_share_with_other_amount_is_refused(memory: str) -> None:
+    """Applies to every source, including the image's ENV: kubelet has promised the other shares of that device."""
     annotations = {} if "=" in memory else {memory: "16Gi"}
     with pytest.raises(RequestError, match="kubelet gave an equal share of a device; leave out"):
         asked(SHARE, *([] if annotations else [memory]), annotations=annotations)
@@ -220,7 +221,7 @@ def test_an_equal_share_is_no_other_amount(memory: str) -> None:
         ("VOLCANO_GPU_ALLOCATED=16000", "VOLCANO_GPU_MEMORY_TOTAL=16384"),
     ],
 )
-def test_an_equal_share_is_no_other_amount_in_words_of_others(words: tuple[str, ...]) -> None:
+def test_other_schedulers_amount_is_ignored_beside_equal_share(words: tuple[str, ...]) -> None:
     found = asked(SHARE, *words)
     assert (found.selection.names, found.memory, found.scalings) == ((FIRST,), (), ())
     assert any(words[0].partition("=")[0] in line and constants.ENV_ALLOCATED_GPU in line for line in found.ignored)
@@ -229,12 +230,12 @@ def test_an_equal_share_is_no_other_amount_in_words_of_others(words: tuple[str, 
 @pytest.mark.parametrize(
     "value", ["", "=", "=4Gi", f"{FIRST}=", f"{FIRST}=x", f"{FIRST}=1Gi,{SECOND}=2Gi", f"{FIRST},,"]
 )
-def test_values_that_no_plugin_wrote(value: str) -> None:
+def test_invalid_plugin_value_is_refused(value: str) -> None:
     with pytest.raises(RequestError):
         asked(f"{constants.ENV_ALLOCATED_MEMORY}={value}")
 
 
-def test_policy_holds() -> None:
+def test_allocation_obeys_policy() -> None:
     with pytest.raises(PolicyError, match=r"policy\.accept\.env"):
         asked(GIVEN, accept_env="never")
     with pytest.raises(RequestError, match="unknown name"):

@@ -1,4 +1,4 @@
-"""packaging/kubernetes: a manifest has only fields that its API has, and the admission policy lets in what it should.
+"""packaging/kubernetes: manifests have only fields of their API, and the admission policy admits the right pods.
 
 The schemas are trimmed from the public API. Expressions are evaluated by cel-python; `quantity` is Kubernetes' own
 addition to the language.
@@ -42,7 +42,7 @@ def by_kind(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [*MANIFESTS, "exporter/podmonitor.yaml"])
-def test_manifests_have_the_fields_of_their_api(name: str) -> None:
+def test_manifests_match_their_api(name: str) -> None:
     for document in documents(name):
         schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.json").read_text())
         jsonschema.Draft202012Validator(schema).validate(document)
@@ -56,8 +56,8 @@ def test_schemas_are_strict() -> None:
             jsonschema.Draft202012Validator(schema).validate({"kind": path.stem, "more": 1})
 
 
-def test_parts_fit_together() -> None:
-    """Handler, label, resource and binding are the names that other parts write."""
+def test_names_match_across_manifests() -> None:
+    """Handler, label, resource and binding match the names in the other manifests."""
     runtime_class = by_kind("RuntimeClass")
     assert runtime_class["handler"] == RUNTIME
     features = dict(line.split("=") for line in labels.feature_file(pure.node()).splitlines() if line[0] != "#")
@@ -69,14 +69,14 @@ def test_parts_fit_together() -> None:
     (tainting,) = documents("optional/taint.yaml")[0]["spec"]["rules"]
     ((taint,), (toleration,)) = tainting["taints"], runtime_class["scheduling"]["tolerations"]
     assert (taint["key"], taint["effect"]) == (toleration["key"], toleration["effect"])
-    assert tainting["matchFeatures"] == rule["matchFeatures"]  # just the nodes that have the resource
+    assert tainting["matchFeatures"] == rule["matchFeatures"]  # exactly the nodes that have the resource
     policy, binding = by_kind("ValidatingAdmissionPolicy"), by_kind("ValidatingAdmissionPolicyBinding")
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"] and policy["spec"]["failurePolicy"] == "Fail"
 
 
 def quantity(text: celtypes.StringType) -> celtypes.IntType:
-    """Raises ValueError, as Kubernetes' own does."""
+    """Raises ValueError, like the function of Kubernetes."""
     match = re.fullmatch(r"(\d+)([kMG]|[KMG]i)?", text)
     if match is None:
         raise ValueError(f"quantity {text!r}")
@@ -84,7 +84,7 @@ def quantity(text: celtypes.StringType) -> celtypes.IntType:
 
 
 class Policy:
-    """The policy, evaluated as the API server does: variables in their order, then the validations."""
+    """The policy, evaluated like the API server: variables in their order, then the validations."""
 
     def __init__(self, name: str = "admissionpolicy.yaml") -> None:
         spec = next(one for one in documents(name) if one["kind"] == "ValidatingAdmissionPolicy")["spec"]
@@ -102,7 +102,7 @@ class Policy:
         return self.environment.program(self.environment.compile(expression), functions=self.functions)
 
     def refusals(self, pod: dict[str, Any]) -> list[str]:
-        """Messages of the validations that are false, or fail (failurePolicy)."""
+        """Messages of the validations that are false or fail (failurePolicy)."""
         context: dict[str, Any] = {"object": celpy.json_to_cel(pod), "variables": celtypes.MapType({})}
         if not all(program.evaluate(context) for program in self.conditions):
             return []
@@ -228,18 +228,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", ALLOWED)
-def test_policy_lets_in(policy: Policy, case: str) -> None:
+def test_policy_admits_pod(policy: Policy, case: str) -> None:
     assert policy.refusals(ALLOWED[case]) == []
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_policy_refuses_and_says_why(policy: Policy, case: str) -> None:
+def test_policy_refuses_pod_with_message(policy: Policy, case: str) -> None:
     refused, message = REFUSED[case]
     assert any(message in one for one in policy.refusals(refused)), policy.refusals(refused)
 
 
-def test_every_validation_has_a_pod_that_only_it_refuses(policy: Policy) -> None:
-    """Without it that pod would come in."""
+def test_every_validation_refuses_one_pod_alone(policy: Policy) -> None:
+    """Without the validation, that pod would be admitted."""
     alone = {found[0] for one, _ in REFUSED.values() if len(found := policy.refusals(one)) == 1}
     assert alone == {message for message, _ in policy.validations}
 
@@ -286,17 +286,17 @@ def plugin_policy() -> Policy:
 
 
 @pytest.mark.parametrize("case", WITH_PLUGIN)
-def test_policy_of_the_plugin(plugin_policy: Policy, case: str) -> None:
+def test_plugin_policy_admits_or_refuses_pod(plugin_policy: Policy, case: str) -> None:
     asked, message = WITH_PLUGIN[case]
     refusals = plugin_policy.refusals(asked)
     assert refusals == [] if not message else len(refusals) == 1 and message in refusals[0]
 
 
-def test_policy_of_the_plugin_has_no_rule_in_vain(plugin_policy: Policy) -> None:
+def test_every_rule_of_plugin_policy_refuses_a_pod(plugin_policy: Policy) -> None:
     found = {one for asked, message in WITH_PLUGIN.values() if message for one in plugin_policy.refusals(asked)}
     assert found == {message for message, _ in plugin_policy.validations}
     both = [documents(name) for name in ("admissionpolicy.yaml", "plugin/admissionpolicy.yaml")]
-    for ours, other in zip(*both):  # one takes the place of the other
+    for ours, other in zip(*both):  # one policy replaces the other
         assert (ours["kind"], ours["metadata"]) == (other["kind"], other["metadata"])
     assert both[0][0]["spec"]["matchConstraints"] == both[1][0]["spec"]["matchConstraints"]
     (example,) = documents("plugin/example-plugin.yaml")
@@ -304,7 +304,7 @@ def test_policy_of_the_plugin_has_no_rule_in_vain(plugin_policy: Policy) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
-def test_examples_are_let_in_and_mean_what_they_say(policy: Policy, name: str) -> None:
+def test_examples_are_admitted_and_grant_their_limits(policy: Policy, name: str) -> None:
     (example,) = documents(name)
     assert policy.refusals(example) == []
     first = example["spec"]["containers"][0]
@@ -320,7 +320,7 @@ def test_readme_names_every_manifest() -> None:
     assert wanted and [name for name in wanted if name not in text] == []
 
 
-def test_page_has_every_label_and_a_pod_that_is_let_in(policy: Policy, plugin_policy: Policy) -> None:
+def test_docs_list_every_label_and_an_admitted_pod(policy: Policy, plugin_policy: Policy) -> None:
     page, _, plugin = (TREE / "docs" / "kubernetes.md").read_text().partition("## The device plugin")
     rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
     assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}

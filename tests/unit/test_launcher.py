@@ -1,4 +1,4 @@
-"""The launcher against the Python that it stands in front of: it may start Python for nothing, never the opposite."""
+"""The launcher against Python: it may start Python without need, but must never skip a request."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 # Texts
 
 
-def asks(text: bytes, cri: bool = False) -> bool:
-    """Whether Python finds anything to do: a request, or something that it would refuse."""
+def needs_python(text: bytes, cri: bool = False) -> bool:
+    """Whether Python finds a request, or something that it would refuse."""
     try:
         spec = json.loads(text.decode())
         bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
@@ -43,7 +43,7 @@ def asks(text: bytes, cri: bool = False) -> bool:
 
 
 def spelled(value: Any, choose: Callable[[int], int]) -> str:
-    """`value` as JSON in one of its many spellings: any character of a text may be an escape."""
+    """`value` as JSON in one of its spellings: any character may be an escape."""
     if isinstance(value, str):
         return '"' + "".join(letter(c, choose) for c in value) + '"'
     if isinstance(value, list):
@@ -83,11 +83,11 @@ specs = st.fixed_dictionaries(
 
 @MANY
 @given(spec=specs, data=st.data())
-def test_whoever_asks_gets_python(installed: Installed, spec: dict[str, Any], data: st.DataObject) -> None:
+def test_request_in_any_spelling_starts_python(installed: Installed, spec: dict[str, Any], data: st.DataObject) -> None:
     seed = data.draw(st.randoms(use_true_random=False))
     text = spelled(spec, lambda n: seed.randrange(n)).encode("utf-8", "surrogatepass")
     state = installed.bundle(text)
-    if asks(text):
+    if needs_python(text):
         assert installed.hook("prestart", state) == PYTHON_RAN
         assert installed.runtime("create", "-b", str(installed.directory / "bundle"), "c")[0] == PYTHON_RAN
 
@@ -101,7 +101,7 @@ PLAIN = json.dumps(
 ).encode()
 
 
-def test_ordinary_container_does_not_start_python(installed: Installed) -> None:
+def test_container_without_request_does_not_start_python(installed: Installed) -> None:
     state = installed.bundle(PLAIN.replace(b"<", b"\\u003c"))
     for stage in ("prestart", "createRuntime", "poststop"):
         assert installed.hook(stage, state) == 0
@@ -112,7 +112,7 @@ def test_ordinary_container_does_not_start_python(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize("trigger", request.RAW_TRIGGERS)
-def test_each_trigger_starts_python(installed: Installed, trigger: str) -> None:
+def test_trigger_in_any_case_starts_python(installed: Installed, trigger: str) -> None:
     for text in (trigger, trigger.upper(), trigger.lower(), f"x{trigger}y"):
         state = installed.bundle(json.dumps({"annotations": {"a": text}}).encode())
         assert installed.hook("prestart", state) == PYTHON_RAN
@@ -131,7 +131,7 @@ def test_device_under_another_name_starts_python(installed: Installed, device: b
     spec = b'{"linux": {"devices": [{"type": "c", %s}]}}' % device
     installed.bundle(spec)
     ran = installed.runtime("create", "c", cwd=installed.directory / "bundle")[0]
-    assert (asks(spec), ran) == ((True, PYTHON_RAN) if device in DEVICES else (False, LOW_LEVEL_RAN))
+    assert (needs_python(spec), ran) == ((True, PYTHON_RAN) if device in DEVICES else (False, LOW_LEVEL_RAN))
 
 
 SANDBOX = {"io.kubernetes.cri.container-type": "sandbox", "main.gpushare.io/memory": "1Gi"}
@@ -142,9 +142,9 @@ def compact(spec: dict[str, Any]) -> bytes:
     return json.dumps(spec, separators=(",", ":")).encode()
 
 
-def test_sandbox_does_not_start_python_whatever_its_pod_asks(installed: Installed) -> None:
+def test_sandbox_does_not_start_python_despite_request(installed: Installed) -> None:
     spec = {"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "annotations": SANDBOX}
-    assert not asks(compact(spec), cri=True)
+    assert not needs_python(compact(spec), cri=True)
     state = installed.bundle(compact(spec))
     assert installed.hook("createRuntime", state, "--cri") == 0
     create = ("create", "-b", str(installed.directory / "bundle"), "c")
@@ -154,14 +154,14 @@ def test_sandbox_does_not_start_python_whatever_its_pod_asks(installed: Installe
     assert installed.run("gpushare-runtime", *words, state_dir, *create)[0] == LOW_LEVEL_RAN
 
 
-def test_sandbox_of_an_engine_that_is_no_cri_starts_python(installed: Installed) -> None:
+def test_sandbox_without_cri_starts_python(installed: Installed) -> None:
     spec = {"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "annotations": SANDBOX}
     assert installed.hook("createRuntime", installed.bundle(compact(spec))) == PYTHON_RAN
     create = ("create", "-b", str(installed.directory / "bundle"), "c")
     assert installed.runtime(*create)[0] == PYTHON_RAN
 
 
-def test_python_is_told_of_the_name(installed: Installed) -> None:
+def test_cri_name_is_passed_to_python(installed: Installed) -> None:
     program = installed.directory / "libexec" / "gpushare-runtime"
     before = program.read_text()
     script(program, 'echo "$@"')
@@ -195,7 +195,7 @@ WORDS = compact(SANDBOX).decode()[1:].partition(",")[0]
     ],
     ids=str,
 )
-def test_what_only_looks_like_a_sandbox_starts_python(installed: Installed, spec: dict[str, Any]) -> None:
+def test_imitated_sandbox_starts_python(installed: Installed, spec: dict[str, Any]) -> None:
     assert installed.hook("createRuntime", installed.bundle(compact(spec)), "--cri") == PYTHON_RAN
 
 
@@ -204,7 +204,7 @@ def test_escaped_letters_start_python(installed: Installed, escape: str) -> None
     assert installed.hook("prestart", installed.bundle(b'{"a": "' + escape.encode() + b'"}')) == PYTHON_RAN
 
 
-def test_what_cannot_be_read_or_is_large_starts_python(installed: Installed) -> None:
+def test_unreadable_or_large_config_starts_python(installed: Installed) -> None:
     directory = installed.directory / "odd"
     directory.mkdir()
     state = json.dumps({"id": "c", "pid": 1, "bundle": str(directory)}).encode()
@@ -238,13 +238,13 @@ def test_what_cannot_be_read_or_is_large_starts_python(installed: Installed) -> 
         b'{"bundle": "BUNDLE\\u0041"}', b'{"a": {"b": ["}", {"bundle": "BUNDLE"}]}}', b'{"bundle": "BUNDLE"\0}',
     ],
 )  # fmt: skip
-def test_unclear_state_is_for_python_and_reaches_it_whole(installed: Installed, state: bytes) -> None:
+def test_unclear_state_is_passed_to_python_unchanged(installed: Installed, state: bytes) -> None:
     installed.bundle(PLAIN)
     state = state.replace(b"BUNDLE", str(installed.directory / "bundle").encode())
     assert installed.run("gpushare-hook", "prestart", stdin=state) == (PYTHON_RAN, state)
 
 
-def test_bundle_is_found_beside_anything(installed: Installed) -> None:
+def test_bundle_is_found_in_any_state(installed: Installed) -> None:
     bundle = json.loads(installed.bundle(PLAIN))["bundle"]
     state = {"annotations": {"bundle": "/x", 'a"b\\': "{["}, "n": [1, -2.5e3, None, True, [[]], {}], "bundle": bundle}
     for text in (json.dumps(state), json.dumps(state, indent=3), json.dumps(state, separators=(",", ":"))):
@@ -266,10 +266,10 @@ def test_bundle_is_found_beside_anything(installed: Installed) -> None:
         (b"{}", True),
     ],
 )
-def test_nothing_is_printed_into_a_file_that_annotations_name(
+def test_output_to_annotated_file_is_discarded(
     installed: Installed, stage: str, annotations: bytes, prints: bool
 ) -> None:
-    """The Python program here prints the state: to nobody, then."""
+    """The Python program here prints the state, so its output must be discarded."""
     state = (
         installed.bundle(b'{"annotations": {"gpushare.io/memory": "1Gi"}}')[:-1] + b', "annotations": ' + annotations
     )
@@ -278,7 +278,7 @@ def test_nothing_is_printed_into_a_file_that_annotations_name(
         assert (code, printed) == (PYTHON_RAN, text if prints else b"")
 
 
-def test_large_state_reaches_python(installed: Installed) -> None:
+def test_large_state_is_passed_to_python(installed: Installed) -> None:
     state = (
         installed.bundle(b'{"annotations": {"gpushare.io/memory": "1Gi"}}')[:-1] + b', "x": "' + b"y" * 3000000 + b'"}'
     )
@@ -286,7 +286,7 @@ def test_large_state_reaches_python(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["adopt"], ["prestart", "more"], ["--config"], ["--new", "/x", "prestart"]])
-def test_other_calls_of_the_hook_are_for_python(installed: Installed, words: list[str]) -> None:
+def test_unusual_hook_arguments_start_python(installed: Installed, words: list[str]) -> None:
     assert installed.run("gpushare-hook", *words, stdin=installed.bundle(PLAIN))[0] == PYTHON_RAN
 
 
@@ -312,8 +312,8 @@ line_words = st.one_of(
 
 @MANY
 @given(words=st.lists(line_words, max_size=6))
-def test_both_read_a_command_line_alike(installed: Installed, words: list[str]) -> None:
-    """The launcher goes straight to the low-level runtime only where Python would change nothing."""
+def test_launcher_and_python_parse_same_command_line(installed: Installed, words: list[str]) -> None:
+    """The launcher executes the low-level runtime directly only where Python would change nothing."""
     here = installed.directory / "lines"
     for name, text in (("asking", b'{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'), ("plain", PLAIN), ("", PLAIN)):
         (here / name).mkdir(parents=True, exist_ok=True)
@@ -325,7 +325,7 @@ def test_both_read_a_command_line_alike(installed: Installed, words: list[str]) 
         assert output == "".join(f"{word}\n" for word in call.rest or ("",)).encode()
         assert not call.unknown
         if call.command in commandline.STARTING:
-            assert not asks((here / call.bundle / call.config_name).read_bytes())
+            assert not needs_python((here / call.bundle / call.config_name).read_bytes())
         if call.command == "delete":
             assert call.container_id != "held"
     else:
@@ -333,10 +333,10 @@ def test_both_read_a_command_line_alike(installed: Installed, words: list[str]) 
         assert call.unknown or call.command in commandline.HANDLED or "--" in words
 
 
-# What the launcher knows of the low-level runtime
+# The launcher's record of the low-level runtime
 
 
-def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: Path) -> None:
+def test_stale_or_foreign_runtime_record_is_ignored(installed: Installed, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     config = tmp_path / "config.yaml"
@@ -373,7 +373,7 @@ def test_stale_or_foreign_knowledge_is_not_used(installed: Installed, tmp_path: 
     assert ran() == PYTHON_RAN
 
 
-def test_known_runtime_runs_for_every_command_of_a_container_without_gpu(installed: Installed, tmp_path: Path) -> None:
+def test_recorded_runtime_runs_every_command_without_python(installed: Installed, tmp_path: Path) -> None:
     state, bundle = tmp_path / "state", tmp_path / "bundle"
     state.mkdir()
     bundle.mkdir()
@@ -386,9 +386,9 @@ def test_known_runtime_runs_for_every_command_of_a_container_without_gpu(install
         assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == LOW_LEVEL_RAN
 
 
-def test_policy_for_everybody_starts_python_for_everybody(installed: Installed, tmp_path: Path) -> None:
+def test_policy_for_all_containers_always_starts_python(installed: Installed, tmp_path: Path) -> None:
     state = installed.bundle(PLAIN)
     config = tmp_path / "config.yaml"
-    assert installed.hook("prestart", state, "--config", str(config)) == 0  # no file: no policy
+    assert installed.hook("prestart", state, "--config", str(config)) == 0  # no file, no policy
     config.write_text("version: 1\n")
-    assert installed.hook("prestart", state, "--config", str(config)) == PYTHON_RAN  # nobody has read it yet
+    assert installed.hook("prestart", state, "--config", str(config)) == PYTHON_RAN  # no program has read the file yet

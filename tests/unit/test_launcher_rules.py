@@ -1,4 +1,4 @@
-"""Which device rules the launcher leaves to Python: those that could open a GPU, and no engine's default."""
+"""Device rules that the launcher passes to Python: rules that could open a GPU, but no engine's defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def create(installed: Installed, config: bytes) -> int:
-    """What ran for a container with this config.json."""
+    """The exit code of `create` for a container with this config.json."""
     installed.bundle(config)
     return installed.runtime("create", "c", cwd=installed.directory / "bundle")[0]
 
@@ -55,7 +55,7 @@ REACHING_RULES = (
     b'{"allow":false,"allow":true,"type":"c","access":"rwm"}',
     b'{"allow":true,"type":"b","access":"m","type":"c","access":"rwm"}',
 )  # fmt: skip
-# Unusual: for Python to judge, which finds nothing in them
+# Unusual rules: Python checks them and accepts them
 ODD_RULES = (
     b'{"allow":true,"type":"c","major":10,"access":"rwm","x":{"y":1}}',
     b'{"x":{},"allow":true,"type":"c","major":10,"access":"rwm"}',
@@ -64,14 +64,14 @@ ODD_RULES = (
 
 
 @pytest.mark.parametrize("rule", [*DEFAULT_RULES, *REACHING_RULES, *ODD_RULES], ids=bytes.decode)
-def test_rule_that_could_reach_a_gpu_starts_python(installed: Installed, rule: bytes) -> None:
+def test_rule_that_could_reach_gpu_starts_python(installed: Installed, rule: bytes) -> None:
     for text in (with_rules(rule), with_rules(DEFAULT_RULES[0], rule, DEFAULT_RULES[1])):
         assert create(installed, text) == (LOW_LEVEL_RAN if rule in DEFAULT_RULES else PYTHON_RAN)
         assert cdi_devices.rules_reach(json.loads(text)) == (rule in REACHING_RULES)
 
 
 def test_default_rules_do_not_start_python(installed: Installed, tmp_path: Path) -> None:
-    """Those of docker, podman and containerd are looked at in the tests of each engine."""
+    """The tests of each engine check the defaults of docker, podman and containerd."""
     subprocess.run(["runc", "spec"], cwd=tmp_path, check=True)
     assert create(installed, (tmp_path / "config.json").read_bytes()) == LOW_LEVEL_RAN
     assert create(installed, json.dumps(basespec.default()).encode()) == LOW_LEVEL_RAN

@@ -1,4 +1,4 @@
-"""ldcache.py without a loader: round trips, the order, and files that a tenant crafted. (With one:
+"""ldcache.py without a loader: round trips, the order, and hostile files. (With a loader:
 tests/integration/test_ldcache.py.)"""
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ SAMPLE = build(
 
 
 def behind_old_header(data: bytes, n_old: int = 3) -> bytes:
-    """The same cache behind the table of before glibc 2.2, as `ldconfig -c compat` writes it. Section offsets count
-    from the start of the file, so they move; string offsets count from the new header, so they stay."""
+    """The same cache after the table of glibc before 2.2, as `ldconfig -c compat` writes it. Section offsets count from
+    the start of the file and change; string offsets count from the new header and stay."""
     old = (struct.pack("<11sxI", b"ld.so-1.7.0", n_old) + bytes(12 * n_old)).ljust((16 + 12 * n_old + 7) & ~7, b"\0")
     moved = bytearray(data)
     (extension,) = struct.unpack_from("<I", moved, 32)
@@ -69,7 +69,7 @@ def listed(cache: ldcache.Cache) -> list[tuple[str, str, int, int]]:
 
 
 def lookup(cache: ldcache.Cache, name: str, flags: int = X86_64) -> list[str]:
-    """What glibc's search_cache finds for a name, in its order: a binary search, then all neighbours."""
+    """The paths that glibc's search_cache finds for a name, in its order: a binary search, then all neighbours."""
     entries = cache.entries
     left, right = 0, len(entries) - 1
     while left <= right:
@@ -91,11 +91,11 @@ def lookup(cache: ldcache.Cache, name: str, flags: int = X86_64) -> list[str]:
     return []
 
 
-def test_rendering_what_was_parsed_gives_the_same_bytes() -> None:
+def test_parsed_cache_renders_to_same_bytes() -> None:
     assert ldcache.render(ldcache.parse(SAMPLE)) == SAMPLE
 
 
-def test_the_cache_of_this_host_round_trips() -> None:
+def test_cache_of_this_host_round_trips() -> None:
     with open("/etc/ld.so.cache", "rb") as file:
         data = file.read()
     cache = ldcache.parse(data)
@@ -103,7 +103,7 @@ def test_the_cache_of_this_host_round_trips() -> None:
     assert any(name == "libc.so.6" for name, _, _, _ in listed(cache))
 
 
-def test_the_hosts_ldconfig_sorted_by_our_order() -> None:
+def test_order_matches_ldconfig_of_this_host() -> None:
     with open("/etc/ld.so.cache", "rb") as file:
         names = [name for name, _, _ in ldcache.parse(file.read()).libraries()]
     assert len(names) > 50
@@ -111,13 +111,13 @@ def test_the_hosts_ldconfig_sorted_by_our_order() -> None:
     assert any(ldcache.compare_names(a, b) < 0 for a, b in zip(sorted(names), sorted(names, reverse=True)))
 
 
-def test_behind_the_old_header_the_same_libraries_are_found() -> None:
+def test_cache_with_old_header_lists_same_libraries() -> None:
     cache = ldcache.parse(behind_old_header(SAMPLE))
     assert listed(cache) == listed(ldcache.parse(SAMPLE))
     assert cache.sections == ldcache.parse(SAMPLE).sections
 
 
-def test_an_addition_is_found_and_everything_else_too() -> None:
+def test_added_and_existing_libraries_are_found() -> None:
     before = ldcache.parse(SAMPLE)
     added = LdEntry("libnvidia-ml.so.1", "/usr/lib/libnvidia-ml.so.1", X86_64)
     after = ldcache.parse(ldcache.render(ldcache.extended(before, [added])))
@@ -127,7 +127,7 @@ def test_an_addition_is_found_and_everything_else_too() -> None:
     assert len(listed(after)) == len(listed(before)) + 1
 
 
-def test_an_addition_replaces_its_name_but_not_other_machines_nor_hwcaps() -> None:
+def test_addition_replaces_name_only_for_its_machine() -> None:
     additions = [LdEntry("libcuda.so.1", "/new/libcuda.so.1", X86_64), LdEntry("libm.so.6", "/new/libm.so.6", X86_64)]
     after = ldcache.extended(ldcache.parse(SAMPLE), additions)
     assert lookup(after, "libcuda.so.1") == ["/new/libcuda.so.1"]
@@ -135,7 +135,7 @@ def test_an_addition_replaces_its_name_but_not_other_machines_nor_hwcaps() -> No
     assert lookup(after, "libm.so.6") == ["/lib/glibc-hwcaps/x86-64-v3/libm.so.6", "/new/libm.so.6"]
 
 
-def test_extending_twice_is_extending_once() -> None:
+def test_extending_is_idempotent() -> None:
     additions = [LdEntry("libcuda.so.1", "/new/libcuda.so.1", X86_64), LdEntry("libzz.so", "/new/libzz.so", X86_64)]
     once = ldcache.extended(ldcache.parse(SAMPLE), additions)
     assert listed(ldcache.extended(once, additions)) == listed(once)
@@ -146,7 +146,7 @@ def test_extending_twice_is_extending_once() -> None:
     [(b"libc.so.5", b"libc.so.6"), (b"libc.so.9", b"libc.so.10"), (b"liba.so", b"libb.so"), (b"libx.so", b"libx.so.1"),
      (b"lib.so", b"lib2.so"), (b"", b"a"), (b"a-", b"a1")],
 )  # fmt: skip
-def test_order_of_names(low: bytes, high: bytes) -> None:
+def test_names_are_compared_like_loader(low: bytes, high: bytes) -> None:
     assert ldcache.compare_names(low, high) < 0 < ldcache.compare_names(high, low)
     assert ldcache.compare_names(low, low) == 0
 
@@ -154,7 +154,7 @@ def test_order_of_names(low: bytes, high: bytes) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.text("ab.1209-", min_size=1, max_size=8), min_size=1, max_size=30, unique=True), st.randoms())
 def test_every_library_is_found_after_additions(names: list[str], rng: random.Random) -> None:
-    # "1" and "01" are the same to the loader's order; a real name cannot differ only so.
+    # The loader's order treats "1" and "01" as equal, so two real names never differ only so.
     distinct: list[str] = []
     for name in names:
         if all(ldcache.compare_names(name.encode(), other.encode()) for other in distinct):
@@ -199,7 +199,7 @@ def test_noise_is_reported(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "says"),
+    ("at", "value", "message"),
     [
         (20, 0xFFFFFFFF, "entries"),  # nlibs
         (24, 0xFFFFFFFF, "strings"),  # len_strings
@@ -210,24 +210,24 @@ def test_noise_is_reported(data: bytes) -> None:
         (56, 4, "outside"),  # its value, into the header
     ],
 )
-def test_crafted_numbers_are_named(at: int, value: int, says: str) -> None:
+def test_invalid_field_is_named(at: int, value: int, message: str) -> None:
     data = bytearray(SAMPLE)
     struct.pack_into("<I", data, at, value)
-    with pytest.raises(ldcache.MalformedCache, match=says):
+    with pytest.raises(ldcache.MalformedCache, match=message):
         ldcache.parse(bytes(data))
 
 
-def test_a_huge_file_is_not_looked_at() -> None:
+def test_huge_file_is_refused_unread() -> None:
     with pytest.raises(ldcache.MalformedCache, match="at most"):
         ldcache.parse(bytes(ldcache.MAX_BYTES + 1))
 
 
-def test_a_name_of_a_million_digits_costs_nothing_special() -> None:
+def test_name_of_million_digits_is_compared_fast() -> None:
     digits = b"lib" + b"9" * 1_000_000
-    assert ldcache.compare_names(digits, digits + b"x") < 0  # would take minutes with numbers that grow
+    assert ldcache.compare_names(digits, digits + b"x") < 0  # arbitrary-precision numbers would take minutes
 
 
-def test_name_of_megabytes_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_name_is_refused_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each comparison would take a second."""
     strings = b"libcuda.so." + b"1" * (1 << 20) + b"\0"
     cache = ldcache.Cache(ldcache.Entries.of([ldcache.Entry(X86_64, 0, 0, 0, 0)]), strings, ())

@@ -1,4 +1,4 @@
-"""Leases: atomic against each other, dead with their owner, and never free by accident."""
+"""Leases: concurrent changes are atomic, a dead owner frees its lease, and nothing else does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state(state_dir: Path) -> str:
 
 @pytest.fixture
 def init() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for a container's init."""
+    """A process in place of a container's init."""
     with subprocess.Popen(["sleep", "inf"]) as process:
         yield process
         process.kill()
@@ -51,7 +51,7 @@ def reserve(state: str, container_id: str, memory_bytes: int = GIB, node: Node =
 
 
 def in_child(work: Callable[[], object]) -> None:
-    """Runs `work` in a process that is gone afterwards: a start that was killed right after it."""
+    """Run `work` in a process that then exits, as a start that was killed right after it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -76,10 +76,10 @@ def process(pid: int) -> procs.Process:
     return found
 
 
-# Life
+# Life cycle
 
 
-def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_lease_is_reserved_held_and_released(state: str, init: subprocess.Popen[bytes]) -> None:
     reserved = reserve(state, "c1", 4 * GIB)
     assert (reserved.state, reserved.creator_pid, reserved.shares[0].memory_limit_bytes) == (
         "reserved",
@@ -90,7 +90,7 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
     assert leases.view(state).live == (held,)
     assert leases.find(state, "c1") == held
     assert (held.init_pid, held.cgroup) == (init.pid, "/c1")
-    assert "is alive" in leaseend.release(state, "c1")  # its init lives
+    assert "is alive" in leaseend.release(state, "c1")  # its init is alive
     init.kill()
     init.wait()
     assert leaseend.release(state, "c1") == ""
@@ -98,7 +98,7 @@ def test_reserved_held_released(state: str, init: subprocess.Popen[bytes]) -> No
     assert leases.view(state) == leases.View((), (), (), ())
 
 
-def test_held_as_earlier_versions_wrote_it(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_held_file_of_earlier_version_is_read(state: str, init: subprocess.Popen[bytes]) -> None:
     reserved = reserve(state, "c1", 4 * GIB)
     who = process(init.pid)
     path = lease_file(state, "c1").with_name(storage.HELD)
@@ -111,7 +111,7 @@ def test_held_as_earlier_versions_wrote_it(state: str, init: subprocess.Popen[by
     for damaged in ("", text[:-1], text + "\n", text.replace(f"{reserved.creator_pid} ", "1 "), text.replace(" ", "")):
         path.write_text(damaged)
         assert [damage.id for damage in leases.view(state).damaged] == ["c1"], damaged
-    path.write_text(text.replace(leasefile.HELD_VERSION, "gpushare-held-1"))  # of 0.1.0
+    path.write_text(text.replace(leasefile.HELD_VERSION, "gpushare-held-1"))  # written by 0.1.0
     assert leases.view(state).live == (held._replace(first=False),)
     path.write_text(text)
     init.kill()
@@ -125,7 +125,7 @@ def test_lease_survives_a_round_trip_through_its_file() -> None:
     assert leasefile.from_json(leasefile.to_json(lease), "c1") == lease
 
 
-def test_second_create_of_a_live_id_is_refused_and_named(state: str) -> None:
+def test_second_create_of_live_id_is_refused(state: str) -> None:
     reserve(state, "c1")
     with pytest.raises(
         CapacityError, match=rf"\"c1\" already has a lease, reserved by pid {os.getpid()} for \"/bundle\""
@@ -134,28 +134,28 @@ def test_second_create_of_a_live_id_is_refused_and_named(state: str) -> None:
     assert len(leases.view(state).live) == 1
 
 
-def test_start_that_was_killed_holds_nothing(state: str) -> None:
+def test_killed_start_frees_its_lease(state: str) -> None:
     in_child(lambda: reserve(state, "c1", 16 * GIB))
     assert lease_file(state, "c1").exists()
     assert [lease.id for lease, _ in leases.view(state).dead] == ["c1"]
-    assert reserve(state, "c2", 16 * GIB).id == "c2"  # all of the device is free again
+    assert reserve(state, "c2", 16 * GIB).id == "c2"  # the whole device is free again
     assert not lease_file(state, "c1").exists()
 
 
-def test_dead_lease_of_the_same_id_is_replaced(state: str) -> None:
+def test_dead_lease_of_same_id_is_replaced(state: str) -> None:
     in_child(lambda: reserve(state, "c1", 16 * GIB))
     assert reserve(state, "c1", 8 * GIB).creator_pid == os.getpid()
     assert storage.empty_trash(state) == []
 
 
-def test_start_killed_before_its_lease_was_written_is_swept(state: str) -> None:
+def test_start_killed_before_writing_lease_is_swept(state: str) -> None:
     Path(state, "containers", "half").mkdir()
     assert leases.view(state).partial == ("half",)
     reserve(state, "half")
     assert [lease.id for lease in leases.view(state).live] == ["half"]
 
 
-def test_dead_init_holds_nothing_even_as_a_zombie(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_dead_init_frees_lease_even_as_zombie(state: str, init: subprocess.Popen[bytes]) -> None:
     leases.hold(state, reserve(state, "c1", 16 * GIB), process(init.pid), "")
     with pytest.raises(CapacityError, match="held by c1"):
         reserve(state, "c2")
@@ -166,20 +166,20 @@ def test_dead_init_holds_nothing_even_as_a_zombie(state: str, init: subprocess.P
     assert reserve(state, "c2", 16 * GIB).id == "c2"
 
 
-def test_reused_pid_is_not_the_owner(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_reused_pid_is_not_owner(state: str, init: subprocess.Popen[bytes]) -> None:
     leases.hold(state, reserve(state, "c1"), process(init.pid), "")
     edit(state, "c1", init_start=process(init.pid).start - 1)
     assert [lease.id for lease, _ in leases.view(state).dead] == ["c1"]
 
 
-def test_lease_of_another_boot_is_dead(state: str) -> None:
+def test_lease_of_earlier_boot_is_dead(state: str) -> None:
     reserve(state, "c1", 16 * GIB)
     edit(state, "c1", boot_id="00000000-0000-0000-0000-000000000000")
     assert [reason for _, reason in leases.view(state).dead] == ["of another boot"]
     assert reserve(state, "c1", 16 * GIB).boot_id == procs.boot_id()
 
 
-def test_hold_fails_when_the_lease_was_taken_away(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_hold_fails_after_lease_was_removed(state: str, init: subprocess.Popen[bytes]) -> None:
     lease = reserve(state, "c1")
     leases.undo(state, "c1")
     with pytest.raises(KernelError, match="taken away"):
@@ -187,7 +187,7 @@ def test_hold_fails_when_the_lease_was_taken_away(state: str, init: subprocess.P
     assert not lease_file(state, "c1").exists()
 
 
-def test_hold_fails_when_init_has_died(state: str, init: subprocess.Popen[bytes]) -> None:
+def test_hold_fails_after_init_has_died(state: str, init: subprocess.Popen[bytes]) -> None:
     lease, owner = reserve(state, "c1"), process(init.pid)
     init.kill()
     init.wait()
@@ -195,14 +195,14 @@ def test_hold_fails_when_init_has_died(state: str, init: subprocess.Popen[bytes]
         leases.hold(state, lease, owner, "")
 
 
-def test_undo_takes_only_our_own(state: str) -> None:
+def test_undo_removes_only_own_lease(state: str) -> None:
     reserve(state, "c1")
     edit(state, "c1", creator_pid=1, creator_start=process(1).start)
     leases.undo(state, "c1")
     assert [lease.id for lease in leases.view(state).live] == ["c1"]
 
 
-def test_nothing_is_left_of_a_refused_request(state: str) -> None:
+def test_refused_request_leaves_no_files(state: str) -> None:
     reserve(state, "c1", 10 * GIB)
     with pytest.raises(CapacityError, match=r"8 GiB asked|8589934592 asked") as refused:
         reserve(state, "c2", 8 * GIB)
@@ -210,8 +210,8 @@ def test_nothing_is_left_of_a_refused_request(state: str) -> None:
     assert os.listdir(f"{state}/containers") == ["c1"]
 
 
-def test_full_state_directory_fails_the_start_and_damages_nothing(state: str) -> None:
-    """The lease cannot be written: no lease, not half of one."""
+def test_full_state_directory_fails_start_without_damage(state: str) -> None:
+    """The lease cannot be written: neither a lease nor a partial file is left."""
     subprocess.run(["mount", "-o", "remount,size=64k", state], check=True)
     with open(f"{state}/filler", "wb", buffering=0) as filler, pytest.raises(OSError):
         while True:
@@ -223,9 +223,7 @@ def test_full_state_directory_fails_the_start_and_damages_nothing(state: str) ->
     assert reserve(state, "c1").id == "c1"
 
 
-def test_directory_that_fills_up_during_a_start_leaves_the_lease_whole(
-    state: str, init: subprocess.Popen[bytes]
-) -> None:
+def test_directory_that_fills_during_start_keeps_lease_whole(state: str, init: subprocess.Popen[bytes]) -> None:
     lease = reserve(state, "c1")
     subprocess.run(["mount", "-o", "remount,size=64k", state], check=True)
     with open(f"{state}/filler", "wb", buffering=0) as filler, pytest.raises(OSError):
@@ -236,11 +234,11 @@ def test_directory_that_fills_up_during_a_start_leaves_the_lease_whole(
     assert leases.view(state).live == (lease,)
 
 
-# Together
+# Concurrency
 
 
-def test_parallel_reserves_never_grant_more_than_the_device(state: str) -> None:
-    """32 at once ask for 1 GiB of 16 GiB and stay alive: 16 get it, 16 are refused with the numbers."""
+def test_parallel_reserves_never_oversell_device(state: str) -> None:
+    """32 concurrent starts request 1 GiB of 16 GiB and stay alive: 16 get it, 16 are refused with the numbers."""
     go_reader, go_writer = os.pipe()
     stay_reader, stay_writer = os.pipe()
     answer_reader, answer_writer = os.pipe()
@@ -279,10 +277,10 @@ def test_parallel_reserves_never_grant_more_than_the_device(state: str) -> None:
     os.close(answer_reader)
     assert (text.count(b"granted"), text.count(b"refused")) == (16, 16)
     assert sum(share.memory_limit_bytes or 0 for lease in seen.live for share in lease.shares) == 16 * GIB
-    assert len(leases.view(state).dead) == 16  # now that their owners are gone
+    assert len(leases.view(state).dead) == 16  # their owners have exited
 
 
-def test_killed_holder_of_the_lock_stops_nobody(state: str) -> None:
+def test_killed_lock_owner_blocks_no_start(state: str) -> None:
     def take() -> None:
         leases.locked(state).__enter__()
 
@@ -298,7 +296,7 @@ def test_killed_holder_of_the_lock_stops_nobody(state: str) -> None:
     [b"", b"{", b"[]", b"null", b'{"id": "c1"}', b"\xff\xfe", b"[" * 100_000, b"0" * 100_000],
     ids=["empty", "cut", "list", "null", "partial", "binary", "nested", "number"],
 )
-def test_damaged_lease_blocks_its_devices(state: str, content: bytes) -> None:
+def test_damaged_lease_blocks_devices(state: str, content: bytes) -> None:
     reserve(state, "c1", GIB)
     lease_file(state, "c1").write_bytes(content)
     (damage,) = leases.view(state).damaged
@@ -325,13 +323,13 @@ def test_damaged_lease_blocks_its_devices(state: str, content: bytes) -> None:
         {"init_pid": True},
     ],
 )
-def test_lease_of_another_shape_is_damaged(state: str, changes: dict[str, object]) -> None:
+def test_lease_of_unknown_shape_is_damaged(state: str, changes: dict[str, object]) -> None:
     reserve(state, "c1")
     edit(state, "c1", **changes)
     assert [damage.id for damage in leases.view(state).damaged] == ["c1"]
 
 
-def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None:
+def test_damaged_lease_blocks_only_devices_of_its_limits(state: str) -> None:
     two = pure.node(2)
     lease = reserve(state, "c1", node=two)
     share = storage.make_share_dir(state, "c1", lease.shares)
@@ -343,7 +341,7 @@ def test_damaged_lease_blocks_only_the_devices_of_its_limits(state: str) -> None
         reserve(state, "c3", node=two, devices=2)
 
 
-def test_files_without_their_lease_are_in_use(state: str) -> None:
+def test_files_without_lease_count_as_used(state: str) -> None:
     lease = reserve(state, "c1", GIB)
     share = storage.make_share_dir(state, "c1", lease.shares)
     storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
@@ -355,7 +353,7 @@ def test_files_without_their_lease_are_in_use(state: str) -> None:
     assert leaseend.sweep(state) == []
 
 
-def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) -> None:
+def test_link_in_place_of_lease_is_not_followed(state: str, tmp_path: Path) -> None:
     reserve(state, "c1")
     good = tmp_path / "lease.json"
     good.write_bytes(lease_file(state, "c1").read_bytes())
@@ -364,6 +362,6 @@ def test_link_in_place_of_a_lease_is_not_followed(state: str, tmp_path: Path) ->
     assert [damage.id for damage in leases.view(state).damaged] == ["c1"]
 
 
-def test_no_state_directory_means_no_leases(tmp_path: Path) -> None:
+def test_missing_state_directory_has_no_leases(tmp_path: Path) -> None:
     assert leases.view(str(tmp_path / "none")) == leases.View((), (), (), ())
     assert leaseend.release(str(tmp_path / "none"), "c1") == ""

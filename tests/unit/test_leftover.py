@@ -1,4 +1,4 @@
-"""What of a container is found after its init."""
+"""Find the remains of a container whose init has exited."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ONE_GPU = pure.node(1)
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, int, int]:
-    """(pid, descriptor that says that `work` is done, descriptor whose end ends it)."""
-    done, says = os.pipe()
+    """(pid, descriptor that is readable once `work` is done, descriptor whose close ends the child)"""
+    done, done_writer = os.pipe()
     waits, end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(end)
             work()
-            os.write(says, b".")
+            os.write(done_writer, b".")
             os.read(waits, 1)
         finally:
             os._exit(0)
-    os.close(says)
+    os.close(done_writer)
     os.close(waits)
     assert os.read(done, 1) == b"."
     return child, done, end
@@ -44,7 +44,7 @@ def ended(child: tuple[int, int, int]) -> None:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """As shim/core/region.c: locked, mapped, closed."""
+    """Lock, map and close the file, like shim/core/region.c."""
     fd = os.open(path, os.O_RDWR)
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
     page = mmap.mmap(fd, 4096)
@@ -52,7 +52,7 @@ def mapped(path: Path) -> mmap.mmap:
     return page
 
 
-def test_lock_lasts_as_long_as_any_mapping(tmp_path: Path) -> None:
+def test_lock_lasts_until_last_mapping_ends(tmp_path: Path) -> None:
     path = tmp_path / "usage"
     path.write_bytes(bytes(4096))
     assert not leftover.is_locked(str(path))
@@ -64,15 +64,15 @@ def test_lock_lasts_as_long_as_any_mapping(tmp_path: Path) -> None:
 
     first = in_child(forks)
     assert leftover.is_locked(str(path))
-    ended(first)  # its child has the end of a pipe, and so ends too
-    while leftover.is_locked(str(path)):  # the kernel ends it in its own time
+    ended(first)  # its child reads end of file from a pipe, and so ends too
+    while leftover.is_locked(str(path)):  # the kernel drops the mapping asynchronously
         pass
 
 
 @pytest.mark.parametrize(
     ("folders", "populated"), [(0, False), (20, False), (leftover._MAX_CGROUPS + 1, None)], ids=["none", "few", "many"]
 )
-def test_cgroups_below_are_looked_at_in_bounds(tmp_path: Path, folders: int, populated: bool | None) -> None:
+def test_child_cgroups_are_searched_up_to_bound(tmp_path: Path, folders: int, populated: bool | None) -> None:
     (tmp_path / "cgroup.procs").touch()
     for number in range(folders):
         (tmp_path / str(number)).mkdir()
@@ -88,8 +88,8 @@ def test_cgroups_below_are_looked_at_in_bounds(tmp_path: Path, folders: int, pop
     assert leftover._populated_v1(str(tmp_path)) is not False
 
 
-def test_search_for_lost_containers_holds_no_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many mounts there are, starts that need none of it go on."""
+def test_search_for_lost_containers_takes_no_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts without lost containers do not wait for the search, however many mounts there are."""
     state = str(state_dir)
     storage.prepare(state)
     looks = []
@@ -106,9 +106,7 @@ def test_search_for_lost_containers_holds_no_lock(state_dir: Path, monkeypatch: 
     assert not (state_dir / storage.REBUILD).exists()
 
 
-def test_directory_that_is_lost_again_during_the_search_is_searched_again(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_lost_during_search_is_searched_again(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = str(state_dir)
     storage.prepare(state)
     marker, looks = state_dir / storage.REBUILD, []

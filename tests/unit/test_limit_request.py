@@ -1,4 +1,4 @@
-"""What a change of limits asks for, and what of it is given."""
+"""A request to change limits, and the limits that result."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def share(memory_bytes: Any, percent: Any = None, **more: Any) -> Share:
     return pure.share(0, 0, memory_bytes)._replace(compute_percent=percent, **more)
 
 
-def regrant(before: Share, wish: limit_request.LimitRequest, *others: Lease, **policy: Any) -> Share:
+def regrant(before: Share, request: limit_request.LimitRequest, *others: Lease, **policy: Any) -> Share:
     lease = pure.lease(before, container_id="mine")
-    (after,) = limit_request.shares(lease, wish, pure.node(1, **policy), (lease, *others))
+    (after,) = limit_request.shares(lease, request, pure.node(1, **policy), (lease, *others))
     return after
 
 
 OTHER = pure.lease(share(10 * GIB, 50), container_id="other")
 
 
-def test_more_is_checked_against_the_others() -> None:
+def test_increase_is_checked_against_other_leases() -> None:
     assert regrant(share(4 * GIB, 30), limit_request.parse("6Gi", "50"), OTHER)[2:4] == (6 * GIB, 50)
     with pytest.raises(CapacityError, match="7Gi asked, 6 GiB free of 16 GiB, held by other"):
         regrant(share(4 * GIB, 30), limit_request.parse("7Gi"), OTHER)
@@ -38,7 +38,7 @@ def test_more_is_checked_against_the_others() -> None:
         regrant(share(4 * GIB, 60, soft=True), limit_request.parse(mode="hard"), OTHER)
 
 
-def test_less_is_always_given() -> None:
+def test_decrease_is_always_granted() -> None:
     full = pure.lease(share(16 * GIB, 100), container_id="other")
     limits_now = {"max_memory": "1Gi", "max_compute_percent": 5, "require_limits": True}
     assert regrant(share(8 * GIB, 60), limit_request.parse("6Gi", "50"), full, **limits_now)[2:4] == (6 * GIB, 50)
@@ -46,7 +46,7 @@ def test_less_is_always_given() -> None:
 
 
 @pytest.mark.parametrize("over_maximum", ["refuse", "clamp"])
-def test_maxima_refuse_what_is_more(over_maximum: str) -> None:
+def test_increase_above_maximum_is_refused(over_maximum: str) -> None:
     with pytest.raises(PolicyError, match="more than policy.max_memory"):
         regrant(share(2 * GIB), limit_request.parse("5Gi"), max_memory="4Gi", over_maximum=over_maximum)
     with pytest.raises(PolicyError, match="more than policy.max_compute"):
@@ -57,7 +57,7 @@ def test_maxima_refuse_what_is_more(over_maximum: str) -> None:
         regrant(share(2 * GIB), limit_request.parse("unlimited"), unlimited="deny")
 
 
-def test_amounts() -> None:
+def test_absolute_relative_and_percent_amounts_are_applied() -> None:
     assert regrant(share(4 * GIB), limit_request.parse("+1Gi")).memory_limit_bytes == 5 * GIB
     assert regrant(share(4 * GIB), limit_request.parse("-512Mi")).memory_limit_bytes == 4 * GIB - (512 << 20)
     assert regrant(share(4 * GIB), limit_request.parse("25%")).memory_limit_bytes == 4 * GIB
@@ -77,13 +77,13 @@ def test_amounts() -> None:
         regrant(share(4 * GIB), limit_request.parse("unlimited"), OTHER)
 
 
-def test_what_policy_took_away_is_forgotten_with_the_limit_that_it_was_of() -> None:
+def test_clamp_note_is_dropped_with_its_limit() -> None:
     clamped = share(4 * GIB, 30, clamped="8Gi of memory")
     assert regrant(clamped, limit_request.parse(priority="high")).clamped == "8Gi of memory"
     assert regrant(clamped, limit_request.parse("2Gi")).clamped == ""
 
 
-def test_one_device_of_several() -> None:
+def test_change_applies_to_named_device() -> None:
     lease = pure.lease(pure.share(0, 0, GIB), pure.share(1, 1, GIB))
     host = pure.node(2)
     for name, sizes in (

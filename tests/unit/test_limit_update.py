@@ -1,4 +1,4 @@
-"""Limits that change: whole or not at all for who reads them, and never more than what others are told."""
+"""Changing limits: readers see a change whole or not at all, and the published grant is never below the limit."""
 
 from __future__ import annotations
 
@@ -23,40 +23,38 @@ from tests.unit.limithost import GIB, REFUSE_UNHELD, UUID, change, fd_of, limits
 state, init, held = limithost.state, limithost.init, limithost.held
 
 
-# The others
+# The published grants
 
 
-def told(state: str) -> int:
+def published_grant(state: str) -> int:
     at = activity_files.granted_at(0)
     return int.from_bytes(Path(activity_files.directory(state, UUID), "index").read_bytes()[at : at + 8], "little")
 
 
-def test_the_others_are_told_what_it_may_have_now(
-    state: str, held: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the limit, and after a change that was killed before they were."""
+def test_changed_grant_is_published(state: str, held: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together with the limits, and by the next command after a change that was killed before it published."""
     activity_files.prepare(state, UUID)
     held(share(GIB, 30))
     activity_files.settle(state, UUID, {0: 30})
     limit_update.change(state, "c1", lambda *_: (share(GIB, 50, paused=True),))
-    assert told(state) == 50 | shm_abi.DEVICE_PAUSED << 8
+    assert published_grant(state) == 50 | shm_abi.DEVICE_PAUSED << 8
     with monkeypatch.context() as killed:
         killed.setattr(limit_update, "_publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         pid = os.fork()
         if pid == 0:
             limit_update.change(state, "c1", lambda *_: (share(GIB, 70),))
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert told(state) == 50 | shm_abi.DEVICE_PAUSED << 8
+    assert published_grant(state) == 50 | shm_abi.DEVICE_PAUSED << 8
     with leases.locked(state):
         limit_update.finish(state)
-    assert told(state) == 70
+    assert published_grant(state) == 70
 
 
-# The file
+# The limits file
 
 
-def test_a_reader_sees_both_or_neither(tmp_path: Path) -> None:
-    """Memory, compute and flags of two devices at once, by another process, as the header says to read them."""
+def test_reader_sees_whole_change_or_none(tmp_path: Path) -> None:
+    """Another process reads memory, compute and flags of two devices at once, by the header's protocol."""
     sizes = (GIB, 7 * GIB)
     both = [
         tuple(
@@ -105,7 +103,7 @@ def test_a_reader_sees_both_or_neither(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_nothing_that_cannot_change_is_touched(tmp_path: Path) -> None:
+def test_constant_fields_are_not_written(tmp_path: Path) -> None:
     fd = fd_of(tmp_path / "limits", share(GIB, 30, page=9))
     before = bytearray((tmp_path / "limits").read_bytes())
     limit_update.store(fd, (share(2 * GIB, 40, page=9, paused=True, priority=1, soft=True),))
@@ -121,11 +119,11 @@ def test_nothing_that_cannot_change_is_touched(tmp_path: Path) -> None:
     before[at : at + 8] = struct.pack("<Q", 3)
     assert bytes(before) == after
     limit_update.store(fd, (share(2 * GIB, 40, paused=True, priority=1, soft=True),))
-    assert (tmp_path / "limits").read_bytes() == after  # nothing new: nobody is woken for it
+    assert (tmp_path / "limits").read_bytes() == after  # nothing changed, so no process is woken
     os.close(fd)
 
 
-def test_a_file_of_other_devices_is_left_alone(tmp_path: Path) -> None:
+def test_limits_file_of_other_devices_is_kept(tmp_path: Path) -> None:
     fd = fd_of(tmp_path / "limits", share(GIB))
     for data in (shm_abi.pack_limits((pure.share(0, 1, GIB),), 1), b"short", b"x" * shm_abi.LIMITS_SIZE):
         (tmp_path / "limits").write_bytes(data)
@@ -135,10 +133,10 @@ def test_a_file_of_other_devices_is_left_alone(tmp_path: Path) -> None:
     os.close(fd)
 
 
-# What is given back
+# Memory that the container still uses
 
 
-def test_what_is_still_held_is_not_free(held: Callable[..., Lease], state: str) -> None:
+def test_memory_in_use_is_not_free_after_decrease(held: Callable[..., Lease], state: str) -> None:
     held(share(10 * GIB))
     use(state, 9 * GIB)
     changed = change(state, limit_request.LimitRequest("4Gi"))
@@ -149,10 +147,10 @@ def test_what_is_still_held_is_not_free(held: Callable[..., Lease], state: str) 
     before = leases.find(state, "c1")
     assert before is not None
     (shown,) = limit_update.settled(state, (before,), keep=False)
-    assert shown.shares[0].draining_bytes == 5 * GIB and leases.find(state, "c1") == before  # only shown
+    assert shown.shares[0].draining_bytes == 5 * GIB and leases.find(state, "c1") == before  # only in the view
     with pytest.raises(CapacityError, match="11 GiB free"):
         reserve(state, 12 * GIB)
-    use(state, 8 * GIB)  # what it once gave back it does not get again
+    use(state, 8 * GIB)  # freed memory is not granted again
     with pytest.raises(CapacityError, match="11 GiB free"):
         reserve(state, 12 * GIB)
     use(state, 4 * GIB)
@@ -162,8 +160,8 @@ def test_what_is_still_held_is_not_free(held: Callable[..., Lease], state: str) 
     assert limits(state).devices[0].draining_bytes == 0
 
 
-def test_what_is_still_held_outlives_the_lease(held: Callable[..., Lease], state: str) -> None:
-    """By the limits file a lost lease is rebuilt."""
+def test_draining_memory_survives_lost_lease(held: Callable[..., Lease], state: str) -> None:
+    """A lost lease is rebuilt from the limits file."""
     held(share(10 * GIB))
     use(state, 9 * GIB)
     change(state, limit_request.LimitRequest("4Gi"))
@@ -174,7 +172,7 @@ def test_what_is_still_held_outlives_the_lease(held: Callable[..., Lease], state
     assert limits(state).devices[0].draining_bytes == 0
 
 
-def test_a_page_that_cannot_be_read_gives_nothing_back(held: Callable[..., Lease], state: str) -> None:
+def test_damaged_usage_file_frees_nothing(held: Callable[..., Lease], state: str) -> None:
     held(share(10 * GIB))
     page = Path(storage.container_dir(state, "c1"), "rw", "usage")
     os.truncate(page, 100)
@@ -184,10 +182,10 @@ def test_a_page_that_cannot_be_read_gives_nothing_back(held: Callable[..., Lease
         reserve(state, 7 * GIB)
 
 
-# Who is asked
+# Containers that can be changed
 
 
-def test_only_what_runs_is_changed(held: Callable[..., Lease], state: str) -> None:
+def test_only_running_container_can_be_changed(held: Callable[..., Lease], state: str) -> None:
     with pytest.raises(RequestError, match='no running container "c1"'):
         change(state, limit_request.LimitRequest("1Gi"))
     reserve(state, GIB, "c1")
@@ -203,7 +201,7 @@ def test_only_what_runs_is_changed(held: Callable[..., Lease], state: str) -> No
         change(state, limit_request.LimitRequest("2Gi"))
 
 
-def test_without_pages_there_is_no_compute_limit(state: str, held: Callable[..., Lease], init: int) -> None:
+def test_compute_limit_without_activity_files_is_refused(state: str, held: Callable[..., Lease], init: int) -> None:
     lease = held(share(GIB, 50))
     for after in (share(GIB, 60), share(GIB, 50, soft=True), share(GIB, None, soft=True)):
         with pytest.raises(DeviceError, match="/usr/lib/gpushare/pages/GPU-.*could not be held"):
@@ -212,7 +210,7 @@ def test_without_pages_there_is_no_compute_limit(state: str, held: Callable[...,
         REFUSE_UNHELD(init, lease, lease._replace(shares=(after,)))
 
 
-def test_wake_needs_a_number_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wake_without_system_call_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_FUTEX", -1)
     fd = fd_of(tmp_path / "limits", share(GIB))
     with pytest.raises(KernelError, match="no system call number"):

@@ -1,4 +1,4 @@
-"""Limits that change while somebody is killed, has no room, or starts at the same time."""
+"""Limit changes that are killed, lack space, or race with a start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WATCHED = tuple(f"gpushare/{name}.py" for name in ("allocation/limit_update", "s
 
 
 def killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Runs `work` in a process that is killed before the `number`th line of ours; False when it ended before."""
+    """Run `work` in a process that is killed before the `number`th line of gpushare; return False if it ended first."""
     pid = os.fork()
     if pid == 0:
         left = number
@@ -73,12 +73,10 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("then", NEXT)
-def test_who_is_killed_leaves_a_whole_change_or_none(
-    held: Callable[..., Lease], state: str, what: str, then: str
-) -> None:
-    """Before each line of ours. The lease never names less memory than the container may take or holds, and whoever
-    comes next makes both say the same."""
-    before, wish, (memory_bytes, percent) = CHANGES[what]
+def test_killed_change_is_whole_or_undone(held: Callable[..., Lease], state: str, what: str, then: str) -> None:
+    """Killed before each line of gpushare. The lease never has less memory than the container may use or uses, and the
+    next command makes both agree."""
+    before, request, (memory_bytes, percent) = CHANGES[what]
     used = 5 * GIB if "uses" in what else GIB
     first, number, seen = held(before), 0, set()
     use(state, used)
@@ -86,7 +84,7 @@ def test_who_is_killed_leaves_a_whole_change_or_none(
     whole = path.read_bytes()
     while True:
         number += 3 if then != "start" else 1
-        if not killed_at(number, lambda: change(state, wish)):
+        if not killed_at(number, lambda: change(state, request)):
             break
         lease = leases.find(state, "c1")
         assert lease is not None
@@ -114,14 +112,14 @@ def test_who_is_killed_leaves_a_whole_change_or_none(
     assert number > 100 and seen == {before.memory_limit_bytes, memory_bytes}
 
 
-def test_a_change_that_cannot_be_finished_keeps_nobody_from_starting(held: Callable[..., Lease], state: str) -> None:
+def test_unfinished_change_does_not_block_starts(held: Callable[..., Lease], state: str) -> None:
     lease = held(share(4 * GIB))
     Path(state, storage.CHANGING).write_text("c1")
     leases.rewrite(state, lease._replace(shares=(share(2 * GIB, draining_bytes=4 * GIB),)))
     limits_file = Path(storage.container_dir(state, "c1"), "share", "limits")
     data = limits_file.read_bytes()
     limits_file.write_bytes(b"damaged")
-    with pytest.raises(CapacityError, match="12 GiB free"):  # what it may hold is counted
+    with pytest.raises(CapacityError, match="12 GiB free"):  # memory that the container may use counts
         reserve(state, 13 * GIB)
     reserve(state, 12 * GIB)
     assert limit_update.unfinished(state) == "c1"
@@ -130,7 +128,7 @@ def test_a_change_that_cannot_be_finished_keeps_nobody_from_starting(held: Calla
     assert limits(state).devices[0].memory_limit_bytes == 2 * GIB
 
 
-def test_no_room_for_a_lease_changes_nothing(
+def test_full_state_directory_changes_no_limit(
     held: Callable[..., Lease], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = held(share(4 * GIB))
@@ -144,11 +142,11 @@ def test_no_room_for_a_lease_changes_nothing(
     assert leases.find(state, "c1") == before and limits(state).devices[0].memory_limit_bytes == 4 * GIB
 
 
-# At once with starts
+# Concurrent starts
 
 
-def test_a_start_and_a_change_never_get_the_same_bytes(held: Callable[..., Lease], state: str) -> None:
-    """Both want what only one can have, at the same moment, again and again."""
+def test_start_and_change_never_get_same_memory(held: Callable[..., Lease], state: str) -> None:
+    """Repeatedly, a start and a change request the same last memory at the same moment."""
     first = held(share(4 * GIB))
     outcomes = set()
     for _ in range(60):
@@ -156,7 +154,7 @@ def test_a_start_and_a_change_never_get_the_same_bytes(held: Callable[..., Lease
         counted = placement.ledger_of(leases.view(state).live, HOST.config.policy).used.get(UUID, 0)
         assert counted <= 16 * GIB
         outcomes.add(tuple(codes))
-        assert codes in ([0, 75], [75, 0], [0, 0]), codes  # both: the start's process was gone before the change
+        assert codes in ([0, 75], [75, 0], [0, 0]), codes  # both: the start's process exited before the change
         leaseend.sweep(state)
         leases.rewrite(state, first)
     assert outcomes & {(0, 75), (0, 0)} and (75, 0) in outcomes, outcomes

@@ -1,4 +1,4 @@
-"""What Prometheus is told: names by promtool's rules, and that rules and dashboard ask for what there is."""
+"""Prometheus metrics: names obey promtool's rules; alerts and dashboard use only existing metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["frozen", "init", "start", "state"]  # fixtures
 PACKAGED = TREE / "packaging" / "metrics"
 NAMES = {one.name: one for one in metrics.METRICS}
 
-# The linter of client_golang, testutil/promlint, which `promtool check metrics` is: what a name must not have
+# Rules of client_golang's linter testutil/promlint, which `promtool check metrics` runs: forbidden parts of a name
 NOT_BASE = r"(minutes?|hours?|days?|weeks?|percent(age)?|kelvins?|fahrenheit|bits?|calories|inches|kilobytes?|[mun]s)"
 RULES = {
     "its type": r"_(gauge|counter|histogram|summary|untyped)(_|$)",
@@ -43,7 +43,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("one", metrics.METRICS, ids=lambda one: one.name)
-def test_names_follow_promtool(one: metrics.Metric) -> None:
+def test_metric_name_obeys_promtool(one: metrics.Metric) -> None:
     assert re.fullmatch(r"gpushare_[a-z_]+", one.name) and one.help.endswith(".") | ("; " in one.help)
     for what, pattern in RULES.items():
         assert not re.search(pattern, one.name), f"{one.name} has {what}"
@@ -51,7 +51,7 @@ def test_names_follow_promtool(one: metrics.Metric) -> None:
 
 
 @pytest.mark.parametrize("name", ["x_mb", "x_ms_total", "x_gauge", "xUsed", "x_percent", "x_count", "x_milliwatts"])
-def test_rules_find_what_promtool_would(name: str) -> None:
+def test_bad_name_matches_a_rule(name: str) -> None:
     assert any(re.search(pattern, name) for pattern in RULES.values())
 
 
@@ -69,7 +69,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "text"), [*expressions()])
-def test_alerts_and_dashboard_ask_for_what_there_is(where: str, text: str) -> None:
+def test_alerts_and_dashboard_use_existing_metrics(where: str, text: str) -> None:
     asked = set(re.findall(r"gpushare_\w+", text))
     assert asked and asked <= NAMES.keys(), where
     for name in asked:
@@ -77,7 +77,7 @@ def test_alerts_and_dashboard_ask_for_what_there_is(where: str, text: str) -> No
         assert bool(rated) == name.endswith("_total"), f"{where}: {name}"
 
 
-def test_alerts_name_labels_that_their_metrics_have() -> None:
+def test_alerts_use_existing_labels() -> None:
     for group in yaml.safe_load((PACKAGED / "alerts.yaml").read_text())["groups"]:
         assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"])
         for rule in group["rules"]:
@@ -86,7 +86,7 @@ def test_alerts_name_labels_that_their_metrics_have() -> None:
             assert used <= have | {"instance"}, rule["alert"]
 
 
-def test_dashboard_has_no_panel_over_another() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     panels = json.loads((PACKAGED / "dashboard.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -101,7 +101,7 @@ Samples = dict[tuple[str, str, str], tuple[float, dict[str, str]]]
 
 
 def scraped(state: Path) -> Samples:
-    """As OpenMetrics, whose parser is the strict one: (name, id, slot) -> (value, labels)."""
+    """Parse as OpenMetrics, whose parser is strict: (name, id, slot) -> (value, labels)."""
     registry = CollectorRegistry()
     registry.register(metrics.Metrics(Paths("/none.yaml", str(state)), "1.2"))
     found: Samples = {}
@@ -113,15 +113,15 @@ def scraped(state: Path) -> Samples:
     return found
 
 
-def in_pod(state: Path, folder: Path, name: str, **said: Any) -> None:
-    """The container's bundle, as an engine writes it."""
+def in_pod(state: Path, folder: Path, name: str, **annotations: Any) -> None:
+    """Write the container's bundle as an engine does."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"annotations": said}))
+    (folder / "config.json").write_text(json.dumps({"annotations": annotations}))
     path = state / "containers" / name / "lease.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "bundle": str(folder), "cri": name != "claims"}))
 
 
-def test_figures_are_those_of_list(state: Path, start: Callable[..., Path], frozen: None) -> None:
+def test_metrics_equal_list(state: Path, start: Callable[..., Path], frozen: None) -> None:
     page = start("a", pure.share(0, 0, 4 * GIB)._replace(compute_percent=30), pure.share(1, 1, None))
     charge(page, 0, 7, 3 * GIB, GIB, refused=2)
     compute(page, 0, 50, waited_ns=1, busy_ns=2)
@@ -136,10 +136,10 @@ def test_figures_are_those_of_list(state: Path, start: Callable[..., Path], froz
     assert seen["gpushare_oom_total", "a", "0"][0] == 2
     assert seen["gpushare_device_memory_granted_bytes", "0", ""][0] == 4 * GIB
     assert seen["gpushare_build_info", "", ""] == (1, {"version": "1.2"})
-    assert seen["gpushare_driver_up", "", ""][0] == 0, "nobody has asked it"
+    assert seen["gpushare_driver_up", "", ""][0] == 0, "not queried yet"
 
 
-def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Path], tmp_path: Path) -> None:
+def test_kubernetes_names_are_labels_only_under_cri(state: Path, start: Callable[..., Path], tmp_path: Path) -> None:
     keys = (constants.CONTAINER_NAME_ANNOTATIONS, constants.POD_NAME_ANNOTATIONS, constants.POD_NAMESPACE_ANNOTATIONS)
     for engine in (0, 1):
         name = f"k{engine}"
@@ -159,14 +159,16 @@ def test_names_of_kubernetes_and_of_nobody(state: Path, start: Callable[..., Pat
         labels = seen["gpushare_memory_limit_bytes", name, "0"][1]
         return labels["container"], labels["pod"], labels["namespace"]
 
-    assert named("k0") == named("k1") == ("main", "train-0", "ml")  # twice the same pod: ids tell them apart
+    assert named("k0") == named("k1") == ("main", "train-0", "ml")  # two pods of one name: ids distinguish them
     assert named("odd") == ('a"\n\\}\\ud800 1', "", "")
     assert [named(name) for name in ("bare", "torn", "claims")] == [
         (name, "", "") for name in ("bare", "torn", "claims")
     ]
 
 
-def test_dead_and_damaged_have_no_use(state: Path, start: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_and_damaged_leases_have_no_usage(
+    state: Path, start: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     start("dead", pure.share(0, 0, GIB))
     start("torn", pure.share(0, 0, GIB))
     (state / "containers" / "torn" / "lease.json").write_text("{")
@@ -176,7 +178,7 @@ def test_dead_and_damaged_have_no_use(state: Path, start: Callable[..., Path], m
     assert not [key for key in seen if key[1] in ("dead", "torn")]
 
 
-def test_state_that_cannot_be_read_is_a_metric(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_state_is_a_metric(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: str) -> Any:
         raise GpushareError("no")
 
@@ -184,8 +186,8 @@ def test_state_that_cannot_be_read_is_a_metric(state: Path, monkeypatch: pytest.
     assert scraped(state)["gpushare_state_up", "", ""][0] == 0
 
 
-def test_nothing_forks_once_there_are_threads(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A look of the server asks the child that was made before; whatever the configuration has become."""
+def test_server_with_threads_does_not_fork(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server queries the child that exists, even after the configuration changed."""
     config = tmp_path / "c.yaml"
     config.write_text("version: 1\n")
     watched = Watched(Paths(str(config), str(state)))

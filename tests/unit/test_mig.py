@@ -1,4 +1,4 @@
-"""MIG devices: from the kernel's directories and NVML to names, grants and capability nodes."""
+"""MIG devices: names, grants and capability nodes from the kernel's directories and NVML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOST = Inventory("/", "535.261.03", (device(0), device(1)), mig=PARTS)
 NODE = Node(node().config, HOST)
 
 
-def test_instances(tmp_path: Path) -> None:
+def test_instances_are_read_from_proc(tmp_path: Path) -> None:
     add_mig(tmp_path, minor=3)
     (tmp_path / "proc/driver/nvidia/capabilities/gpu3/mig/gix").mkdir()
     assert mig.instances(str(tmp_path)) == (mig.Instance(3, 1, 0), mig.Instance(3, 2, 0))
@@ -38,7 +38,7 @@ def test_instances(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["", "access file", "table"])
-def test_minors_from_either_source(tmp_path: Path, lost: str) -> None:
+def test_minors_come_from_either_source(tmp_path: Path, lost: str) -> None:
     add_mig(tmp_path)
     path = "gpu0/mig/gi2/ci0/access"
     if lost == "access file":
@@ -49,7 +49,7 @@ def test_minors_from_either_source(tmp_path: Path, lost: str) -> None:
     assert [one.name for one in found] == ["nvidia-caps/nvidia-cap22", "nvidia-caps/nvidia-cap1"]
 
 
-def test_inventory(tmp_path: Path) -> None:
+def test_inventory_lists_mig_devices(tmp_path: Path) -> None:
     root = make_simhost(tmp_path / "host", gpus=2)
     add_mig(root, minor=1)
     set_facts(root, brand="tesla", arch="8.0")
@@ -61,7 +61,7 @@ def test_inventory(tmp_path: Path) -> None:
     assert found.cuda_version == "12.2"
 
 
-def test_a_device_that_nvml_did_not_name_is_not_granted(tmp_path: Path) -> None:
+def test_device_unknown_to_nvml_is_not_granted(tmp_path: Path) -> None:
     root = make_simhost(tmp_path / "host")
     add_mig(root)
     set_facts(root, mig=[])
@@ -112,8 +112,8 @@ TOLD = (nvml.Mig("MIG-0", 0, 7, 0, 5 << 30), nvml.Mig("MIG-2", 2, 9, 0, 5 << 30)
          nvml.Gpu(5 << 30)),
     ],
 )  # fmt: skip
-def test_what_nvml_tells(monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...], expected: nvml.Gpu) -> None:
-    """NVML's numbers may have gaps; what it does not support is left out."""
+def test_nvml_facts_become_gpu(monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...], expected: nvml.Gpu) -> None:
+    """NVML's numbers may have gaps; unsupported fields are omitted."""
     import ctypes
 
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*silent))
@@ -145,24 +145,24 @@ def grant(names: str, memory: str = "", host: Node = NODE, held: tuple[Lease, ..
         ("any:3", [UUIDS[0], *MIG_UUIDS]),
     ],
 )
-def test_names(names: str, granted: list[str]) -> None:
+def test_name_selects_mig_devices(names: str, granted: list[str]) -> None:
     assert [share.device.uuid for share in grant(names)] == granted
 
 
 @pytest.mark.parametrize(
     "name", ["0:0", "1:2", "MIG-", "MIG-9f000000", f"MIG-{UUIDS[0]}/1/0", f"MIG-{UUIDS[1]}/9/0", "1:99999999999999"]
 )
-def test_names_of_nothing(name: str) -> None:
+def test_name_without_mig_device_is_refused(name: str) -> None:
     with pytest.raises(GpushareError, match="no MIG device|does not name a device"):
         grant(name)
 
 
-def test_the_beginning_of_two_uuids() -> None:
+def test_ambiguous_uuid_prefix_is_refused() -> None:
     with pytest.raises(GpushareError, match="names more than one device"):
         grant("MIG-0f000000")
 
 
-def test_a_limit_counts_against_its_own_mig_device() -> None:
+def test_limit_counts_against_its_mig_device() -> None:
     held = (Lease("a", "held", "b", "/b", (Share(0, PARTS[0], 3 << 30),), 1, 1),)
     assert [share.memory_limit_bytes for share in grant("1:1", "4", held=held)] == [4 << 30]
     with pytest.raises(CapacityError, match="1 GiB free of 4 GiB"):
@@ -172,12 +172,12 @@ def test_a_limit_counts_against_its_own_mig_device() -> None:
 @pytest.mark.parametrize(
     ("allowed", "uuids"), [(("1",), MIG_UUIDS), (("1:1",), MIG_UUIDS[1:]), ((UUIDS[1],), MIG_UUIDS)]
 )
-def test_policy_names_a_gpu_or_its_parts(allowed: tuple[str, ...], uuids: tuple[str, ...]) -> None:
+def test_policy_allows_gpu_or_mig_device(allowed: tuple[str, ...], uuids: tuple[str, ...]) -> None:
     config = NODE.config._replace(policy=NODE.config.policy._replace(allowed_devices=allowed))
     assert tuple(share.device.uuid for share in grant("all", host=Node(config, HOST))) == uuids
 
 
-def test_a_lease_keeps_its_mig_device_and_earlier_leases_are_read() -> None:
+def test_lease_keeps_mig_device_and_old_lease_is_read() -> None:
     lease = Lease("c", "held", "b", "/b", (Share(0, PARTS[1], 1 << 30),), 1, 1)
     assert leasefile.from_json(leasefile.to_json(lease), "c") == lease
     old = json.loads(leasefile.to_json(lease._replace(shares=(Share(0, device(0), None),))))
@@ -186,5 +186,5 @@ def test_a_lease_keeps_its_mig_device_and_earlier_leases_are_read() -> None:
     assert leasefile.from_json(json.dumps(old).encode(), "c").shares[0].device == device(0)
 
 
-def test_selection_by_the_gpu_stays_as_written() -> None:
+def test_selection_by_gpu_index_is_kept() -> None:
     assert dialects.parse_devices("N", "1", HOST, any_allowed=False) == Selection("list", names=("1",))

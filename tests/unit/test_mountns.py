@@ -1,4 +1,4 @@
-"""The mount table, whatever the names in it: any user who may mount chooses some of them."""
+"""The mount table with arbitrary names: any user who may mount chooses some of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ["a\rb", "a\nb", "a b\tc", "a\\040b", "a\r36 35 0:1 / /proc rw - proc pr
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-def test_odd_mount_points_are_one_entry_each(tmp_path: Path, name: str) -> None:
+def test_odd_mount_point_is_one_entry(tmp_path: Path, name: str) -> None:
     before = len(mountns.read_mounts())
     point = tmp_path / name.replace("/", "-")
     point.mkdir()

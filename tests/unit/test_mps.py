@@ -1,4 +1,4 @@
-"""What files say of an MPS daemon, and what it can do for a container. Pure but for this process's own pid."""
+"""The state files of an MPS daemon, and whether it can serve a container. Pure except for this process's pid."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 
 def ready(state_dir: Path, **changed: Any) -> mps.MpsState:
-    """A ready file of a daemon whose process is this one."""
+    """Write the ready file of a daemon whose process is this one."""
     me = procs.myself()
     content: dict[str, Any] = {
         "version": 1,
@@ -58,7 +58,7 @@ def ready(state_dir: Path, **changed: Any) -> mps.MpsState:
     return mps.state(DEVICE.uuid, str(state_dir))
 
 
-def test_a_daemon_is_its_pid_start_time_and_boot(tmp_path: Path) -> None:
+def test_daemon_is_identified_by_pid_start_time_and_boot(tmp_path: Path) -> None:
     found = ready(tmp_path)
     assert found.problem == "" and found.token == found.start << 22 | found.pid and found.thread_percent == 60
     for changed in ({"start": found.start + 1}, {"boot_id": "another"}, {"pid": 1 << 22}):
@@ -72,12 +72,12 @@ def test_a_daemon_is_its_pid_start_time_and_boot(tmp_path: Path) -> None:
     "changed",
     [{"version": 2}, {"pid": "1"}, {"pid": True}, {"start": -1}, {"uid": 1 << 63}, {"shm": None}, {"build": 1}],
 )
-def test_a_damaged_ready_file_grants_nothing(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_damaged_ready_file_is_a_problem(tmp_path: Path, changed: dict[str, Any]) -> None:
     assert ready(tmp_path, **changed).problem == "its ready file is damaged"
 
 
 @given(st.text(max_size=200))
-def test_any_text_is_read(text: str) -> None:
+def test_arbitrary_ready_file_is_parsed_or_rejected(text: str) -> None:
     found = mps.parse(text)
     assert found is None or found["version"] == 1
 
@@ -115,7 +115,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("state, request_, leases, reason", CASES)
-def test_whom_it_serves(tmp_path: Path, state: Any, request_: model.Request, leases: int, reason: str | None) -> None:
+def test_daemon_serves_container_or_gives_reason(
+    tmp_path: Path, state: Any, request_: model.Request, leases: int, reason: str | None
+) -> None:
     found = mps.unsupported(site(tmp_path, state, request_, leases))
     assert found is None if reason is None else reason in (found or "")
 
@@ -123,10 +125,10 @@ def test_whom_it_serves(tmp_path: Path, state: Any, request_: model.Request, lea
 @pytest.mark.parametrize(
     "before, after, refused", [(30, 60, False), (30, 61, True), (None, 100, True), (90, 80, False), (80, None, False)]
 )
-def test_a_limit_that_changes_is_one_that_the_daemon_gives(
+def test_changed_limit_must_be_possible_for_daemon(
     tmp_path: Path, before: int | None, after: int | None, refused: bool
 ) -> None:
-    """One of before that is more than a daemon gives which was started since can always be lowered."""
+    """A limit from before can always be lowered, even above the maximum of a daemon that started since."""
     ready(tmp_path)
     old, new = (
         pure.share(0, 0, GIB)._replace(compute_backend="mps", compute_percent=percent) for percent in (before, after)
@@ -136,7 +138,7 @@ def test_a_limit_that_changes_is_one_that_the_daemon_gives(
     backends.change((), (new,), f"{tmp_path}/containers/c1")
 
 
-def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
+def test_container_gets_ops_and_limits(tmp_path: Path) -> None:
     share = pure.share(0, 0, GIB)._replace(compute_backend="mps", compute_percent=30)
     found = ready(tmp_path)
     config = model.Config(state_dir=str(tmp_path))
@@ -156,10 +158,8 @@ def test_ops_and_limits_of_a_container(tmp_path: Path) -> None:
         backends.in_limits((share,), str(tmp_path), 5)
 
 
-def test_nobody_is_given_a_daemon_while_it_is_decided_whether_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Starts take the lock of the leases, and look at the ready file under it."""
+def test_stopping_daemon_gets_no_new_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts read the ready file under the lock of the leases."""
     ready(tmp_path)
     path = Path(mps.directory(str(tmp_path), DEVICE.uuid)) / mps.READY
     (tmp_path / "lock").touch()
@@ -193,7 +193,7 @@ def test_nobody_is_given_a_daemon_while_it_is_decided_whether_it_ends(
         ({"uid": 9}, [{"containerID": 0, "hostID": 1000, "size": "x"}, None, 4], 9, 9),
     ],
 )
-def test_users_are_those_of_the_host(user: Any, rows: Any, inside: int, outside: int) -> None:
+def test_uid_is_mapped_to_host(user: Any, rows: Any, inside: int, outside: int) -> None:
     spec = {"process": {"user": user}, "linux": {"uidMappings": rows}}
     assert (oci.first_uid(spec), oci.uid_on_host(spec)) == (inside, outside)
 
@@ -201,27 +201,27 @@ def test_users_are_those_of_the_host(user: Any, rows: Any, inside: int, outside:
 @pytest.mark.parametrize(
     "size, text", [(1, "1M"), (1 << 20, "1M"), (GIB - 1, "1024M"), (GIB, "1G"), (GIB + 1, "2G"), (5 * GIB, "5G")]
 )
-def test_a_limit_is_never_below_what_was_asked(size: int, text: str) -> None:
+def test_memory_text_is_never_below_request(size: int, text: str) -> None:
     assert mps_control.memory_text(size) == text
 
 
 @pytest.mark.parametrize(
-    "said, had",
+    "logged_at, had",
     [
         ("2026-01-31 12:00:00.123", " in c0, c1"),
         ("2026-01-31 12:00:20.0", " in c0, c1, c2"),
         ("?" * 23, " in c0, c1, c2"),
     ],
 )
-def test_a_server_that_died_is_told_with_those_that_had_it(tmp_path: Path, said: str, had: str) -> None:
-    """Whoever was started since has another one; where the log does not say when, nobody is left out."""
+def test_dead_server_lists_its_containers(tmp_path: Path, logged_at: str, had: str) -> None:
+    """A container that started later uses another server. If the log has no time, no container is excluded."""
     noon = time.mktime((2026, 1, 31, 12, 0, 0, 0, 0, -1))
     made = [
         pure.lease(container_id=f"c{number}")._replace(created=created)
         for number, created in enumerate((0.0, noon - 5, noon + 5))
     ]
     (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "control.log").write_text(f"[{said} Control     7] Server 45 exited with status -9\n")
+    (tmp_path / "log" / "control.log").write_text(f"[{logged_at} Control     7] Server 45 exited with status -9\n")
     told = f"server 45 has died (status -9): programs that had it{had} must be started again"
     assert mps_status.deaths(str(tmp_path), 7, made) == told
     assert mps_status.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
@@ -229,7 +229,7 @@ def test_a_server_that_died_is_told_with_those_that_had_it(tmp_path: Path, said:
 
 
 @pytest.mark.parametrize("version, clients", [("535.2", 48), ("575.1", 48), ("580.65", 60), ("615.1", 60), ("", 48)])
-def test_clients_by_driver(version: str, clients: int) -> None:
+def test_maximum_of_clients_depends_on_driver(version: str, clients: int) -> None:
     assert mps_control.max_clients(version) == clients
 
 
@@ -244,23 +244,23 @@ def test_clients_by_driver(version: str, clients: int) -> None:
         ("", ()),
     ],
 )
-def test_options_for_several_users_are_those_of_the_program(text: str, options: tuple[str, ...]) -> None:
+def test_multi_user_options_come_from_program_help(text: str, options: tuple[str, ...]) -> None:
     assert mps_control.several_users(text) == options
     assert mps_control.protocol_in(options, {}) == (3 if len(options) > 1 else 2)
 
 
-def test_a_protocol_is_what_the_environment_says_and_then_the_options() -> None:
+def test_protocol_comes_from_environment_then_options() -> None:
     assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {}) == 3
     assert mps_control.protocol_in(["mps", "-d", "-p", "3"], {"CUDA_MPS_PROTOCOL_VERSION": "2"}) == 2
     assert mps_control.protocol_in(["mps", "-d"], {"CUDA_MPS_PROTOCOL_VERSION": "3"}) == 3
-    assert mps_control.protocol_of(1 << 22) == 2, "nobody"
+    assert mps_control.protocol_of(1 << 22) == 2, "no such process"
 
 
 @pytest.mark.parametrize(
     "text, pids",
     [("71\n72", (71, 72)), ("71,gpushare,0,default,python 5", (71,)), ("Server 7 not found", ()), ("", ())],
 )
-def test_pids_are_the_first_word_of_a_line(text: str, pids: tuple[int, ...]) -> None:
+def test_pids_are_parsed_from_first_column(text: str, pids: tuple[int, ...]) -> None:
     assert mps_control.pids_in(text) == pids
 
 
@@ -279,15 +279,15 @@ def test_pids_are_the_first_word_of_a_line(text: str, pids: tuple[int, ...]) -> 
         ([{"destination": "/dev/shm", "source": "/x", "options": "rbind"}], ""),
     ],
 )
-def test_what_of_the_host_stands_at_dev_shm(mounts: Any, source: str) -> None:
+def test_source_of_dev_shm_is_found(mounts: Any, source: str) -> None:
     assert oci.shm_source({"mounts": mounts}) == source
 
 
 @pytest.mark.parametrize("kind", ["path", "abstract"])
-def test_systemd_is_told_which_process_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_main_pid_is_sent_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     name = f"{tmp_path}/notify"
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    servicenotify.tell(7, "nobody is told")
+    servicenotify.tell(7, "not sent")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name if kind == "path" else f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", name if kind == "path" else f"@{name}")
@@ -297,7 +297,7 @@ def test_systemd_is_told_which_process_it_is(tmp_path: Path, monkeypatch: pytest
         servicenotify.tell(7, "it is gone")
 
 
-def test_unit_starts_what_there_is() -> None:
+def test_unit_runs_existing_command() -> None:
     """tests/integration/test_systemd.py runs it."""
     text = (Path(__file__).parents[2] / "packaging/systemd/gpushare-mps@.service").read_text()
     unit = configparser.RawConfigParser()
@@ -315,8 +315,8 @@ SHARE = '[{"id": "c", "state": "running"}]'
 
 
 @pytest.mark.parametrize("listed, stopped, ends", [("[]", 0, 0), ("[]", 69, 0), ("[]", 75, 1), (SHARE, 0, 0)])
-def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, listed: str, stopped: int, ends: int) -> None:
-    """The units end it whoever has it, and those that were enabled by hand are forgotten with it."""
+def test_package_removal_checks_before_stopping_mps(tmp_path: Path, listed: str, stopped: int, ends: int) -> None:
+    """The units stop MPS even with clients, and units that were enabled by hand are disabled with them."""
     script = (Path(__file__).parents[2] / "packaging/scripts/preremove").read_text()
     log = tmp_path / "log"
     for name in ("gpushare", "systemctl"):
@@ -331,7 +331,7 @@ def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, listed: str
     asked, *said = log.read_text().splitlines()
     assert (done.returncode, asked) == (ends, "gpushare list --format json")
     if listed == SHARE:
-        assert said == ["gpushare uninstall --yes"]  # which refuses
+        assert said == ["gpushare uninstall --yes"]  # the command refuses
         return
     assert said[0] == "gpushare mps stop"
     if ends:
@@ -341,8 +341,8 @@ def test_a_package_that_goes_asks_before_it_ends_mps(tmp_path: Path, listed: str
         assert 0 < disabled < mine
 
 
-def test_stop_needs_no_driver_where_nothing_was_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A package is also removed from a host whose driver is gone."""
+def test_stop_without_daemon_needs_no_driver(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A package can also be removed from a host whose driver is gone."""
     config = tmp_path / "config.yaml"
     config.write_text(f'{{"version": 1, "driver": {{"root": "{tmp_path}/none"}}}}')
     where = ["--config", str(config), "--state", str(tmp_path / "state")]

@@ -1,4 +1,4 @@
-"""node.json: compiled once, read fast, and never believed when an input changed or somebody else could write it."""
+"""node.json: compiled once, read fast, and ignored after an input changed or another user could write it."""
 
 from __future__ import annotations
 
@@ -56,17 +56,18 @@ def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
 
 
-def test_only_one_of_many_starts_compiles(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gets its turn after another has compiled reads what that one wrote."""
+def test_waiting_start_reads_file_of_previous_start(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that waited for the lock reads the file that the previous start wrote."""
     host.load()
     written = host.file.read_bytes()
     host.file.unlink()
-    monkeypatch.setattr(node.filelock, "take", lambda fd, path: host.file.write_bytes(written))  # another's turn passes
+    # Another start compiles while this one waits.
+    monkeypatch.setattr(node.filelock, "take", lambda fd, path: host.file.write_bytes(written))
     monkeypatch.setattr(node, "compile_node", lambda *_: pytest.fail("compiled a second time"))
     assert host.load() == host.fresh()
 
 
-def test_compiled_then_read(host: Host) -> None:
+def test_node_is_compiled_once_and_then_read(host: Host) -> None:
     assert host.fresh() is None
     first = host.load()
     assert first.config.memory_overcommit == 2.0
@@ -77,7 +78,7 @@ def test_compiled_then_read(host: Host) -> None:
     assert os.listdir(host.state) == ["node.json"]
 
 
-def test_all_values_survive(host: Host) -> None:
+def test_all_values_survive_round_trip(host: Host) -> None:
     host.write_config(
         "policy: {allowed_devices: ['0'], max_memory: 4Gi, unlimited: deny}\n"
         "sharing: {split_count: 3, overrides: [{model: A100, devices: ['0', '1'], split_count: 7}]}"
@@ -87,7 +88,7 @@ def test_all_values_survive(host: Host) -> None:
 
 
 def replaced(host: Host) -> None:
-    """Same size and time, another inode: an editor's rename."""
+    """Same size and time, another inode, as after an editor's rename."""
     status = host.config.stat()
     host.config.rename(host.config.with_suffix(".old"))
     host.write_config("memory_overcommit: 3.0")
@@ -95,7 +96,7 @@ def replaced(host: Host) -> None:
 
 
 def touched(host: Host) -> None:
-    """In place, same size."""
+    """Changed in place, same size."""
     host.write_config("memory_overcommit: 3.0")
     os.utime(host.config, ns=(1, 1))
 
@@ -116,7 +117,7 @@ STALE: list[Callable[[Host], Any]] = [
     lambda host: host.file.chmod(0o666),
     lambda host: host.file.chmod(0o664),
     lambda host: os.chown(host.file, 1000, 0),
-    lambda host: os.utime(host.file, ns=(1, 1)),  # without memory sizes, since NVML gave no answer
+    lambda host: os.utime(host.file, ns=(1, 1)),  # without memory sizes, because NVML did not answer
     lambda host: os.utime(host.file, (1 << 32, 1 << 32)),  # the same, and the clock was set back since
     lambda host: (host.file.rename(host.state / "x"), host.file.symlink_to("x")),
     lambda host: (host.file.unlink(), os.mkfifo(host.file)),
@@ -125,29 +126,29 @@ STALE: list[Callable[[Host], Any]] = [
 
 
 @pytest.mark.parametrize("change", STALE, ids=range(len(STALE)))
-def test_what_makes_it_stale(host: Host, change: Callable[[Host], Any]) -> None:
+def test_changed_input_makes_node_stale(host: Host, change: Callable[[Host], Any]) -> None:
     host.load()
     assert host.fresh() is not None
     change(host)
     assert host.fresh() is None
 
 
-def test_a_changed_configuration_takes_effect(host: Host) -> None:
+def test_changed_configuration_takes_effect(host: Host) -> None:
     host.load()
     replaced(host)
     assert host.load().config.memory_overcommit == 3.0
     assert host.fresh().config.memory_overcommit == 3.0
 
 
-def test_an_upgrade_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newer programs are in a directory of their own, with their shim; the configuration file is as it was."""
+def test_upgrade_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer programs and their shim are in another directory; the configuration file is unchanged."""
     host.load()
     assert host.fresh() is not None
     monkeypatch.setattr(constants, "SHIM_DIR", "/opt/next/shim")
     assert host.fresh() is None
 
 
-def test_a_configuration_that_appears_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_configuration_file_takes_effect(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "CONFIG_PATH", str(host.config))
     text = host.config.read_text()
     host.load()
@@ -158,19 +159,19 @@ def test_a_configuration_that_appears_takes_effect(host: Host, monkeypatch: pyte
     assert host.load().config.memory_overcommit == 2.0
 
 
-def test_another_configuration_file_is_another_node(host: Host, tmp_path: Path) -> None:
+def test_other_configuration_file_is_other_node(host: Host, tmp_path: Path) -> None:
     host.load()
     other = tmp_path / "other.yaml"
     other.write_text(host.config.read_text())
     assert node.read_node(str(other), str(host.state)) is None
 
 
-def test_without_trace(host: Host) -> None:
+def test_compile_without_write_leaves_no_file(host: Host) -> None:
     assert node.compile_node(str(host.config), str(host.state), write=False).inventory.devices
     assert not host.state.exists()
 
 
-def test_a_state_directory_that_cannot_be_written_is_no_error(host: Host) -> None:
+def test_unwritable_state_directory_is_no_error(host: Host) -> None:
     host.state.write_text("a file")
     assert host.load().inventory.devices
 
@@ -182,7 +183,7 @@ def test_errors_are_not_cached(host: Host) -> None:
     assert not host.file.exists()
 
 
-def test_fresh_node_needs_nothing_that_the_snapshot_lacks(host: Host) -> None:
+def test_fresh_node_loads_no_module_missing_in_snapshot(host: Host) -> None:
     host.load()
     program = f"""
 import sys

@@ -1,4 +1,4 @@
-"""NVIDIA's variables about the driver: read with any request, and refused where they make no sense."""
+"""NVIDIA's variables about the driver: parsed with any request, and refused if invalid."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def volume(name: str) -> dict[str, str]:
     return {"destination": f"/var/run/nvidia-container-devices/{name}", "source": "/dev/null"}
 
 
-def test_nothing_said() -> None:
+def test_request_without_driver_variables_has_none() -> None:
     found = resolved()
     assert (found.features, found.imex_channels, found.mig_access, found.requirements) == ((), (), (), ())
 
 
-def test_features_need_the_word_enabled() -> None:
+def test_feature_needs_value_enabled() -> None:
     found = resolved("NVIDIA_GDS=enabled", "NVIDIA_MOFED=disabled", "NVIDIA_GDRCOPY=1", "NVIDIA_NVSWITCH=enabled")
     assert found.features == ("gds", "nvswitch")
     assert found.ignored == ('NVIDIA_GDRCOPY="1": only the word enabled switches it on',)
@@ -41,17 +41,17 @@ def test_features_need_the_word_enabled() -> None:
     ("value", "channels"),
     [("", ()), ("0", ("0",)), ("1, 0,1", ("0", "1")), ("all", ("all",)), ("0,all", ("all",)), ("2047", ("2047",))],
 )
-def test_imex_channels(value: str, channels: tuple[str, ...]) -> None:
+def test_imex_channels_are_parsed(value: str, channels: tuple[str, ...]) -> None:
     assert resolved(f"NVIDIA_IMEX_CHANNELS={value}").imex_channels == channels
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "2048", "0-3", "../x", "²"])
-def test_bad_imex_channels(value: str) -> None:
+def test_bad_imex_channel_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="is not an IMEX channel"):
         resolved(f"NVIDIA_IMEX_CHANNELS={value}")
 
 
-def test_imex_channels_as_mounts_are_no_devices() -> None:
+def test_imex_mount_is_no_device() -> None:
     found = request.resolve(bundle(mounts=[volume("0"), volume("imex/3")]), node())
     assert found is not None
     assert (found.selection.names, found.imex_channels) == (("0",), ("3",))
@@ -59,7 +59,7 @@ def test_imex_channels_as_mounts_are_no_devices() -> None:
 
 
 @pytest.mark.parametrize("name", nvidia_driver_env.MIG_RIGHTS)
-def test_rights_over_mig(name: str) -> None:
+def test_mig_rights_are_parsed(name: str) -> None:
     assert resolved(f"{name}=all", process=ADMIN).mig_access == (nvidia_driver_env.MIG_RIGHTS[name],)
     assert resolved(f"{name}=0", process=ADMIN).mig_access
     assert resolved(f"{name}=none").mig_access == resolved(f"{name}=").mig_access == ()
@@ -69,8 +69,9 @@ def test_rights_over_mig(name: str) -> None:
         resolved(f"{name}=7", process=ADMIN)
 
 
-def test_requirements_count_whoever_asks() -> None:
-    """Also in our own words, and where requests in the environment are not accepted: the image says what it needs."""
+def test_requirements_apply_to_every_request() -> None:
+    """Also for requests in gpushare's variables, and where policy does not accept environment requests: the image
+    states its needs."""
     expected = (("NVIDIA_REQUIRE_CUDA", "cuda>=12"), ("NVIDIA_REQUIRE_OTHER", "driver>=1"))
     lines = [f"{name}={value}" for name, value in expected]
     assert resolved(*reversed(lines)).requirements == expected
@@ -88,18 +89,18 @@ def test_requirements_can_be_switched_off(value: str, off: bool) -> None:
 
 
 @pytest.mark.parametrize("line", ["NVIDIA_REQUIRE_CUDA=banana", "NVIDIA_REQUIRE_X=cuda>="])
-def test_nonsense_is_refused(line: str) -> None:
+def test_invalid_requirement_is_refused(line: str) -> None:
     with pytest.raises(RequestError, match="is not a term"):
         resolved(line)
 
 
-def test_driver_files_alone_must_fit_as_well() -> None:
+def test_requirements_apply_to_driver_files_alone() -> None:
     lines = ("NVIDIA_VISIBLE_DEVICES=none", "NVIDIA_REQUIRE_CUDA=driver>=999")
     with pytest.raises(GpushareError, match="NVIDIA_REQUIRE_CUDA.* is not met: driver is 535"):
         request.resolve(bundle(*lines), node())
 
 
-def test_contradictory_duplicates_of_ours_only() -> None:
+def test_only_known_variables_may_not_contradict() -> None:
     with pytest.raises(RequestError, match="NVIDIA_GDS is given twice"):
         resolved("NVIDIA_GDS=enabled", "NVIDIA_GDS=disabled")
     assert resolved("NVIDIA_PRODUCT_NAME=a", "NVIDIA_PRODUCT_NAME=b")

@@ -1,4 +1,4 @@
-"""State and config.json are untrusted text: what is wrong with it ends as one RequestError, never as a traceback."""
+"""State and config.json are untrusted text: every fault is one RequestError, never a traceback."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def state(**changes: Any) -> bytes:
     return json.dumps({**STATE, **changes}).encode()
 
 
-def test_state() -> None:
+def test_state_is_parsed() -> None:
     assert oci.read_state(state()) == oci.State("c1", 42, "created", "/b", {"a": "b"})
     assert oci.read_state(state(pid=None, annotations=None, status=3)).pid == 0
 
 
 @pytest.mark.parametrize("text", ["a", "a.b_c+d-e", "0" * 64, "..."])
-def test_ids(text: str) -> None:
+def test_valid_id_is_accepted(text: str) -> None:
     assert oci.read_state(state(id=text)).id == text
 
 
 @pytest.mark.parametrize(
     "text", ["", None, 3, ".", "..", "../x", "a/b", "a\nb", "a\0b", "a b", "ü", "\ud800", "x" * 201]
 )
-def test_bad_ids(text: Any) -> None:
+def test_bad_id_is_refused(text: Any) -> None:
     with pytest.raises(RequestError, match="id") as caught:
         oci.read_state(state(id=text))
     assert str(caught.value).isprintable()
@@ -65,12 +65,12 @@ def test_bad_ids(text: Any) -> None:
         (state(annotations={"a": 1}), "must be text"),
     ],
 )
-def test_bad_state(data: bytes, what: str) -> None:
+def test_bad_state_is_refused(data: bytes, what: str) -> None:
     with pytest.raises(RequestError, match=what):
         oci.read_state(data)
 
 
-def test_old_state_names_the_bundle_otherwise() -> None:
+def test_bundle_path_of_old_state_is_read() -> None:
     assert oci.read_state(json.dumps({"id": "x", "bundlePath": "/old"}).encode()).bundle == "/old"
 
 
@@ -86,7 +86,7 @@ def test_old_state_names_the_bundle_otherwise() -> None:
         (None, ""),
     ],
 )
-def test_root_path(root: Any, expected: str) -> None:
+def test_root_path_is_resolved(root: Any, expected: str) -> None:
     assert bundle(root={"path": root}).rootfs == expected
 
 
@@ -115,7 +115,7 @@ def test_environment_keeps_order_and_duplicates() -> None:
         ({"process": {"capabilities": []}}, "process.capabilities must be an object"),
     ],
 )
-def test_wrong_types(spec: dict[str, Any], what: str) -> None:
+def test_wrong_type_is_refused(spec: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError, match=what):
         oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
 
@@ -135,8 +135,8 @@ def _at(place: tuple[str, ...], last: str, in_lists: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", list(_places(speckeys.KEYS)), ids=".".join)
-def test_key_in_another_case_is_refused(place: tuple[str, ...]) -> None:
-    """runc would read it."""
+def test_key_in_other_case_is_refused(place: tuple[str, ...]) -> None:
+    """runc would read the key."""
     spelled = {place[-1].upper(), place[-1].swapcase(), place[-1].capitalize(), place[-1].replace("s", "\u017f")}
     for in_lists in (False, True):
         speckeys.refuse_other_case(_at(place, place[-1], in_lists), speckeys.KEYS)
@@ -145,40 +145,40 @@ def test_key_in_another_case_is_refused(place: tuple[str, ...]) -> None:
                 speckeys.refuse_other_case(_at(place, key, in_lists), speckeys.KEYS)
 
 
-def test_names_that_people_choose_may_have_any_case() -> None:
+def test_annotation_names_may_have_any_case() -> None:
     assert bundle(annotations={"Env": "x", "PROCESS": "y", "Type": "z"}).annotations["PROCESS"] == "y"
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', '{"linux": {"x": [{"b": {}, "c": 1, "b": {}}]}}'])
-def test_key_that_is_there_twice_is_refused(tmp_path: Path, text: str) -> None:
+def test_duplicate_key_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(RequestError, match='"[ab]" is twice in one object'):
         oci.load_bundle(str(tmp_path))
 
 
 @pytest.mark.parametrize("key", ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"])
-def test_sandbox(key: str) -> None:
+def test_sandbox_is_recognized(key: str) -> None:
     assert bundle(annotations={key: "sandbox"}).container_type == "sandbox"
     assert bundle().container_type == ""
 
 
 @pytest.mark.parametrize("real, forged", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("keys", constants.CRI_ANNOTATION_PAIRS, ids=lambda keys: keys[0].rpartition("/")[2])
-def test_pods_annotation_in_another_engines_words_is_refused(keys: tuple[str, str], real: int, forged: int) -> None:
-    """Else a pod's owner hides which container a limit is for, is left alone with all devices that a plugin gave it,
-    or passes for a container of an entry, or for one of another pod."""
-    said = {keys[real]: "container", keys[forged]: "sandbox"}
+def test_contradicting_cri_annotations_are_refused(keys: tuple[str, str], real: int, forged: int) -> None:
+    """Otherwise a pod's owner could hide which container a limit applies to, keep all devices that a plugin gave a
+    container, or pass a container off as one of an entry or of another pod."""
+    contradicting = {keys[real]: "container", keys[forged]: "sandbox"}
     with pytest.raises(RequestError, match=f'{keys[0]}="[a-z]*" and {keys[1]}="[a-z]*" contradict'):
-        bundle(annotations=said)
-    assert bundle(annotations=said, cri=False).annotations == {}
+        bundle(annotations=contradicting)
+    assert bundle(annotations=contradicting, cri=False).annotations == {}
     assert bundle(annotations=dict.fromkeys(keys, "container")).annotations == dict.fromkeys(keys, "container")
 
 
-def test_container_name() -> None:
+def test_container_name_is_read() -> None:
     assert bundle(annotations={"io.kubernetes.cri.container-name": "train"}).container_name == "train"
 
 
-def test_privileged() -> None:
+def test_sys_admin_is_privileged() -> None:
     assert bundle(process={"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}).privileged
     assert not bundle(process={"capabilities": {"bounding": ["CAP_CHOWN"]}}).privileged
     assert not bundle().privileged
@@ -201,20 +201,18 @@ def test_capability_in_any_set_and_case_is_privileged(name: str) -> None:
         ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": 0, "size": 65536}]}, True),
         ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 7, "hostID": 0, "size": 1}]}, True),
         ({"namespaces": [{"type": "user"}], "uidMappings": [{"containerID": 0, "hostID": None, "size": 1}]}, True),
-        ({"namespaces": [{"type": "user"}]}, True),  # nobody says what it maps
+        ({"namespaces": [{"type": "user"}]}, True),  # no mapping is given
         ({"namespaces": [{"type": "user", "path": "/proc/self/ns/user"}]}, True),
         ({"namespaces": [{"type": "user", "path": "/run/netns/user"}]}, True),
         ({"namespaces": [{"type": "user", "path": 7}]}, True),
     ],
 )
-def test_privileges_in_a_user_namespace_without_the_hosts_root_are_none(
-    linux: dict[str, Any], privileged: bool
-) -> None:
+def test_user_namespace_without_host_root_is_unprivileged(linux: dict[str, Any], privileged: bool) -> None:
     process = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
     assert bundle(process=process, linux=linux).privileged is privileged
 
 
-def test_user_namespace_of_another_process_is_judged_by_its_map() -> None:
+def test_joined_user_namespace_is_judged_by_its_map() -> None:
     process = {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}
     with subprocess.Popen(["unshare", "--user", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as apart:
         assert apart.stdin is not None and apart.stdout is not None
@@ -233,7 +231,7 @@ def write(directory: Path, data: bytes) -> str:
     return str(directory)
 
 
-def test_load(tmp_path: Path) -> None:
+def test_bundle_is_loaded(tmp_path: Path) -> None:
     directory = write(tmp_path, json.dumps({"root": {"path": "r"}, "linux": {"cgroupsPath": "/x"}}).encode())
     by_path = oci.load_bundle(directory)
     assert (by_path.path, by_path.rootfs, by_path.pid, by_path.cgroups_path) == (directory, f"{directory}/r", 0, "/x")
@@ -241,7 +239,7 @@ def test_load(tmp_path: Path) -> None:
     assert (by_state.id, by_state.pid, by_state.env) == ("id7", 9, ())
 
 
-def test_load_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_bundle_path_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b").mkdir()
     write(tmp_path / "b", b"{}")
     monkeypatch.chdir(tmp_path)
@@ -249,7 +247,7 @@ def test_load_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert oci.load_bundle("b").id == "b"
 
 
-def test_config_of_unusual_kinds(tmp_path: Path) -> None:
+def test_missing_or_special_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot read config.json .*No such file"):
         oci.load_bundle(str(tmp_path))
     os.mkfifo(tmp_path / "config.json")  # must not block either
@@ -261,7 +259,7 @@ def test_config_of_unusual_kinds(tmp_path: Path) -> None:
         oci.load_bundle(str(tmp_path))
 
 
-def test_huge_config(tmp_path: Path) -> None:
+def test_huge_config_is_refused(tmp_path: Path) -> None:
     directory = write(tmp_path, b"{}")
     with open(tmp_path / "config.json", "r+b") as file:
         file.truncate(oci.MAX_CONFIG_BYTES + 1)
@@ -281,7 +279,7 @@ shapes = st.fixed_dictionaries(
 
 
 @given(shapes)
-def test_any_shape_is_read_or_refused(spec: dict[str, Any]) -> None:
+def test_arbitrary_spec_is_read_or_refused(spec: dict[str, Any]) -> None:
     try:
         oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
     except RequestError as error:
@@ -289,6 +287,6 @@ def test_any_shape_is_read_or_refused(spec: dict[str, Any]) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_state_or_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused_as_state(data: bytes) -> None:
     with pytest.raises(RequestError):
         oci.read_state(data)

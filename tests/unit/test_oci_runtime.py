@@ -1,4 +1,4 @@
-"""Which low-level runtime gpushare-runtime becomes: configured, or found once, always by an absolute path."""
+"""The low-level runtime that gpushare-runtime executes: configured, or found once, always by absolute path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpushare.core.model import Config
 
 @pytest.fixture
 def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """put(name) makes a program below the directories that are looked at, which are `first` and `second`."""
+    """put(name) makes a program below the searched directories, `first` and `second`."""
     monkeypatch.setattr(oci_runtime, "_DIRECTORIES", (str(tmp_path / "first"), str(tmp_path / "second")))
 
     def program(name: str, mode: int = 0o755) -> str:
@@ -27,7 +27,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return program
 
 
-def test_places_of_the_system_count_and_the_engine_s_path_does_not(
+def test_runtime_is_found_in_system_directories_not_in_path(
     put: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,15 +37,15 @@ def test_places_of_the_system_count_and_the_engine_s_path_does_not(
         oci_runtime.find(Config())
     crun = put("first/crun")
     assert oci_runtime.find(Config()) == crun
-    put("first/runc", mode=0o644)  # no program
+    put("first/runc", mode=0o644)  # not executable
     runc = put("second/runc")
-    assert oci_runtime.find(Config()) == runc  # runc before crun, wherever it is
+    assert oci_runtime.find(Config()) == runc  # runc precedes crun in any directory
     assert oci_runtime.find(Config(runtime=crun)) == crun
     assert all(os.path.isabs(path) for path in oci_runtime._DIRECTORIES)
 
 
-def test_we_are_never_our_own_low_level_runtime(put: Callable[..., str], tmp_path: Path) -> None:
-    """Somebody put gpushare-runtime in runc's place, as others do with theirs."""
+def test_gpushare_runtime_is_never_its_own_low_level_runtime(put: Callable[..., str], tmp_path: Path) -> None:
+    """An administrator put gpushare-runtime in runc's place, as other runtimes are."""
     ours = put("elsewhere/gpushare-runtime")
     (tmp_path / "first").mkdir()
     (tmp_path / "first/runc").symlink_to(ours)
@@ -53,8 +53,8 @@ def test_we_are_never_our_own_low_level_runtime(put: Callable[..., str], tmp_pat
     assert oci_runtime.find(Config()) == crun
 
 
-def test_it_is_looked_for_once(put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one, also the launcher, reads it; until the configuration changes, or the program is gone."""
+def test_runtime_is_searched_once(put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls, also of the launcher, read the result until the configuration changes or the program is gone."""
     config, state, runc = tmp_path / "config.yaml", tmp_path / "state", put("second/runc")
     config.write_text("version: 1\n")
     state.mkdir()

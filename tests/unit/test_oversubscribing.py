@@ -1,4 +1,4 @@
-"""Shares that go on in host memory: how much each is promised, and never more than the budget."""
+"""Allocations that extend into host memory: the promised amount of each, within the budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def grant(host: Node, *env: str, held: Optional[Ledger] = None) -> tuple[Share, 
     ("memory", "scaling", "whole"),
     [("4Gi", 2.0, 8 * GI), ("4Gi", 1.5, 6 * GI), ("4Gi", 1.0, 0), ("4Gi", 0.5, 0), ("5Mi", 1.7, 8 << 20)],
 )
-def test_the_whole_is_a_multiple_of_the_limit_in_whole_blocks(memory: str, scaling: float, whole: int) -> None:
+def test_virtual_size_is_scaled_limit_in_whole_blocks(memory: str, scaling: float, whole: int) -> None:
     (one,) = grant(host_of(scaling=scaling), f"GPUSHARE_MEMORY={memory}", ON)
     assert (one.virtual_bytes, one.oversubscribe) == (whole, whole > 0)
     (without,) = grant(host_of(scaling=scaling), f"GPUSHARE_MEMORY={memory}")
@@ -59,39 +59,39 @@ def test_the_whole_is_a_multiple_of_the_limit_in_whole_blocks(memory: str, scali
         ),
     ],
 )
-def test_refusals_say_what_is_missing(host: Node, env: list[str], error: type[GpushareError], message: str) -> None:
+def test_refusal_names_missing_condition(host: Node, env: list[str], error: type[GpushareError], message: str) -> None:
     with pytest.raises(error, match=message):
         grant(host, *env, ON)
 
 
-def test_what_a_lease_that_cannot_be_read_was_promised_is_not_free() -> None:
-    """It blocks its own device only; the host's memory is that of all of them."""
+def test_damaged_lease_blocks_host_memory() -> None:
+    """It blocks only its own device, but host memory is shared by all devices."""
     held = ledger(blocked=("GPU-of-a-damaged-lease",))
     with pytest.raises(CapacityError, match="host memory .* does not know; stop them and run `gpushare prune"):
         grant(host_of(), "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", ON, held=held)
     assert grant(host_of(), "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", held=held)[0].virtual_bytes == 0
 
 
-def test_more_devices_than_can_be_counted() -> None:
+def test_too_many_devices_are_refused() -> None:
     many = tuple(share(slot, 0, GI)._replace(virtual_bytes=2 * GI) for slot in range(9))
     with pytest.raises(RequestError, match="9 devices .* at most 8"):
         oversubscribing.require_budget(many, host_of(), Ledger({}))
     oversubscribing.require_budget(many[:8], host_of(), Ledger({}))
 
 
-def test_equal_shares_beyond_the_device() -> None:
+def test_equal_share_may_exceed_device() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(sharing=(SharingRule(4, 1.5),)))
     (one,) = grant(host, "GPUSHARE_DEVICES=0")
     assert (one.memory_limit_bytes, one.virtual_bytes) == (4 * GI, 6 * GI)
-    (more,) = grant(host, "GPUSHARE_DEVICES=0", ON)  # whichever of the two is more
+    (more,) = grant(host, "GPUSHARE_DEVICES=0", ON)  # the larger of the two amounts
     assert (more.memory_limit_bytes, more.virtual_bytes) == (4 * GI, 8 * GI)
 
 
 @pytest.mark.parametrize("scaling", [1.5, 2.0, 3.3])
-def test_limits_of_both_parts_fill_device_and_no_more(scaling: float) -> None:
-    """As HAMi hands them out: limits that add up to the scaled device all fit, whatever rounding does; each is all that
-    was asked for, and one more does not fit."""
+def test_scaled_limits_fill_device_exactly(scaling: float) -> None:
+    """As HAMi hands them out: limits that add up to the scaled device all fit despite rounding; each is the whole
+    request, and one more does not fit."""
     host, leases = host_of("64Gi", scaling), list[Lease]()
     total = int(16 * 1024 * scaling)
     for number, size in enumerate((total // 3, total // 5, total // 7, total - total // 3 - total // 5 - total // 7)):
@@ -104,7 +104,7 @@ def test_limits_of_both_parts_fill_device_and_no_more(scaling: float) -> None:
         grant(host, env[0], "CUDA_DEVICE_MEMORY_LIMIT_0=2000m", env[2], held=ledger(*leases))
 
 
-def test_what_is_kept_for_turns_is_nobody_s_share() -> None:
+def test_memory_reserved_for_migration_is_not_granted() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="25%"))
     assert grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12Gi", ON)[0].virtual_bytes == 24 * GI
@@ -119,8 +119,8 @@ def test_what_is_kept_for_turns_is_nobody_s_share() -> None:
 
 
 @pytest.mark.parametrize("memory", ["20Gi", "4Gi", "25%"])
-def test_a_device_of_which_turns_keep_everything_grants_nothing(memory: str) -> None:
-    """It is not one of unknown size, which serves one container with whatever that asks for."""
+def test_device_fully_reserved_for_migration_grants_nothing(memory: str) -> None:
+    """It must not count as a device of unknown size, which serves one container with any request."""
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="100%"))
     with pytest.raises(CapacityError, match="asked, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
@@ -129,7 +129,7 @@ def test_a_device_of_which_turns_keep_everything_grants_nothing(memory: str) -> 
         grant(host, "GPUSHARE_DEVICES=any,free>=1Gi", f"GPUSHARE_MEMORY={memory}")
 
 
-def test_the_whole_outlives_a_change_and_a_file() -> None:
+def test_virtual_size_survives_change_and_file() -> None:
     one = share(0, 0, 4 * GI)._replace(virtual_bytes=8 * GI)
     for size in (GI, 8 * GI):
         changed = admission.regrant(
@@ -143,14 +143,14 @@ def test_the_whole_outlives_a_change_and_a_file() -> None:
     assert leasefile.from_json(leasefile.to_json(kept), kept.id) == kept
 
 
-def test_the_host_s_memory_is_known() -> None:
+def test_host_memory_size_is_read() -> None:
     assert inventory.host_memory_bytes() > 1 << 28
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(["1Gi", "3Gi", "25%", "8Gi"]), st.booleans(), st.sampled_from(["any", "all"])))
 )
-def test_no_sequence_of_grants_promises_more_than_the_budget(asks: list[tuple[str, bool, str]]) -> None:
+def test_no_sequence_of_grants_exceeds_budget(asks: list[tuple[str, bool, str]]) -> None:
     host, leases = host_of("20Gi", 1.5), list[Lease]()
     for number, (memory, on, devices) in enumerate(asks):
         env = [f"GPUSHARE_DEVICES={devices}", f"GPUSHARE_MEMORY={memory}", *([ON] if on else [])]

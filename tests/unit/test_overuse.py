@@ -1,4 +1,5 @@
-"""What the driver counts against what containers may: who is over, when that is said, and who is ended."""
+"""Memory that the driver counts against limits: which container exceeds its limit, when it is logged, and when it is
+stopped."""
 
 from __future__ import annotations
 
@@ -45,25 +46,27 @@ def judged(limit: Optional[int], used: dict[int, Any], uuid: str = "A", **share:
         (GIB, {1: GIB}, "A", {}, 0),
         (GIB, {1: GIB + SLACK}, "A", {}, 0),
         (GIB, {1: GIB + SLACK + 1}, "A", {}, 1),
-        (GIB, {1: GIB, 2: 2 * SLACK}, "A", {}, 0),  # a context each
+        (GIB, {1: GIB, 2: 2 * SLACK}, "A", {}, 0),  # a context in each process
         (GIB, {1: GIB, 2: 2 * SLACK + 5}, "A", {}, 5),
-        (GIB, {1: GIB, 3: 9 * GIB, 4: 9 * GIB}, "A", {}, 0),  # of others
-        (GIB, {1: None}, "A", {}, 0),  # the driver does not say
+        (GIB, {1: GIB, 3: 9 * GIB, 4: 9 * GIB}, "A", {}, 0),  # of other containers
+        (GIB, {1: None}, "A", {}, 0),  # the driver does not report it
         (None, {1: 15 * GIB}, "A", {}, 0),
-        (GIB, {1: 3 * GIB}, "A", {"draining_bytes": 3 * GIB}, 0),  # its limit was lowered
-        (GIB, {1: 2 * GIB}, "A", {"virtual_bytes": 2 * GIB}, 0),  # the part on the host, in its turn
+        (GIB, {1: 3 * GIB}, "A", {"draining_bytes": 3 * GIB}, 0),  # the limit was lowered
+        (GIB, {1: 2 * GIB}, "A", {"virtual_bytes": 2 * GIB}, 0),  # its host part, during its migration slice
         (GIB, {1: 2 * GIB + SLACK + 7}, "A", {"virtual_bytes": 2 * GIB}, 7),
-        (GIB, {1: 300 * MIB}, "B", {}, 300 * MIB),  # no share of that device
+        (GIB, {1: 300 * MIB}, "B", {}, 300 * MIB),  # no allocation on that device
         (0, {}, "A", {}, 0),
     ],
 )
-def test_who_is_over(limit: Optional[int], used: dict[int, Any], uuid: str, share: Any, over: int) -> None:
+def test_bytes_over_limit_are_found(
+    limit: Optional[int], used: dict[int, Any], uuid: str, share: Any, over: int
+) -> None:
     look = judged(limit, used, uuid, **share)
     assert sum(one.over_bytes for one in look.findings) == over
     assert sum(look.nobodys_bytes.values()) == sum(size or 0 for pid, size in used.items() if pid > 2)
 
 
-def test_device_without_a_share_has_no_slot() -> None:
+def test_device_without_allocation_has_no_slot() -> None:
     assert {(one.uuid, one.slot) for one in judged(GIB, {1: MIB}, "B").findings} == {(A, 0), (B, None)}
 
 
@@ -71,7 +74,7 @@ def lines(path: Path) -> list[dict[str, str]]:
     return [logfmt(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_said_once_for_each_time(tmp_path: Path) -> None:
+def test_overuse_is_logged_once_per_occurrence(tmp_path: Path) -> None:
     log, watch, lease = tmp_path / "log", overuse.Watch(), pure.lease(pure.share(0, 0, GIB))
     over, below = judged(GIB, {1: 3 * GIB}), judged(GIB, {1: GIB})
     counts = []
@@ -85,7 +88,7 @@ def test_said_once_for_each_time(tmp_path: Path) -> None:
         str(GIB),
     )
     watch.follow([], overuse.Look((), {}), str(log), "report")
-    assert watch.exceeded == {}, "nothing is kept of who has ended"
+    assert watch.exceeded == {}, "an ended container leaves no record"
 
 
 def _sleep() -> Iterator[subprocess.Popen[bytes]]:
@@ -104,28 +107,28 @@ def running(process: subprocess.Popen[bytes], **changes: Any) -> Lease:
     return lease._replace(init_pid=process.pid, init_start=found.start)._replace(**changes)
 
 
-def test_stop_ends_the_first_process_and_nobody_else(sleeper: Any, bystander: Any) -> None:
+def test_stop_kills_only_init(sleeper: Any, bystander: Any) -> None:
     look, watch = judged(GIB, {1: 3 * GIB, 2: 0}), overuse.Watch()
     look = look._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in look.findings))
     watch.follow([running(sleeper)], look, "none", "stop")
-    assert sleeper.poll() is None, "one look is not enough"
+    assert sleeper.poll() is None, "one sample is not enough"
     watch.follow([running(sleeper)], look, "none", "stop")
     assert sleeper.wait(10) == -signal.SIGKILL
-    assert bystander.poll() is None, "its pid was the container's when NVML was asked"
+    assert bystander.poll() is None, "its pid belonged to the container when NVML was queried"
 
 
-def test_a_pid_that_is_another_process_by_now_is_left_alone(sleeper: Any) -> None:
+def test_reused_pid_is_not_killed(sleeper: Any) -> None:
     overuse.stop(running(sleeper, init_start=1), (), lambda _: "c1")
     assert sleeper.poll() is None
 
 
-def test_processes_that_were_over_are_ended_beside_the_first(sleeper: Any, bystander: Any) -> None:
-    """In the host's pid namespace they would outlive it."""
+def test_stop_also_kills_processes_over_limit(sleeper: Any, bystander: Any) -> None:
+    """In the host's pid namespace they would outlive the first process."""
     overuse.stop(running(sleeper), (bystander.pid,), {bystander.pid: "c1"}.get)
     assert (sleeper.wait(10), bystander.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
-def test_owner_is_told_by_cgroup_and_never_by_one_that_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_is_found_by_unshared_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = {10: "/k/a", 11: "/k/a/sub/x", 12: "/k/ab", 13: "/user", 14: "/", os.getpid(): "/user/me", 20: "/user"}
     spaces = {13: "pid:[2]", 20: "pid:[2]", 14: "pid:[1]", os.getpid(): "pid:[1]"}
     monkeypatch.setattr(procs, "cgroup_of", lambda pid: groups.get(pid, ""))
@@ -139,10 +142,10 @@ def test_owner_is_told_by_cgroup_and_never_by_one_that_is_shared(monkeypatch: py
     both = overuse.Owners([lease("x", "/k/a"), lease("y", "/k/a")])
     assert both(10) is None
     mine = overuse.Owners([lease("x", "/user", os.getpid())])
-    assert (mine(13), mine(14)) == (None, None), "everybody is in our own"
+    assert (mine(13), mine(14)) == (None, None), "our own cgroup contains every process"
 
 
-def test_asker_answers_again_and_again_and_says_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_answers_repeatedly_until_it_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = gpus(A={5: GIB, 6: None})
     monkeypatch.setattr(nvml_usage, "_all", lambda library: answers if library == "/good.so" else 1 / 0)
     asker = nvml_usage.Asker()

@@ -1,4 +1,4 @@
-"""packaging/: what is handed out says the same of itself everywhere, and its manifests are what their APIs know."""
+"""packaging/: versions and names agree everywhere, and manifests match their APIs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PACKAGING = TREE / "packaging"
 KUBERNETES = PACKAGING / "kubernetes"
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
 INSTALLER = KUBERNETES / "installer"
-API = "1.30"  # the oldest that has all that we use
+API = "1.30"  # the oldest version with every feature in use
 PROJECT = (TREE / "pyproject.toml").read_text()
-OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "podmonitor.yaml", "kustomization.yaml")  # not of Kubernetes itself
+OTHERS = ("nodefeaturerule.yaml", "taint.yaml", "podmonitor.yaml", "kustomization.yaml")  # not Kubernetes' own APIs
 
 
 def manifests() -> list[Path]:
@@ -34,8 +34,8 @@ def manifests() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", manifests(), ids=lambda path: path.name)
-def test_manifests_are_what_kubernetes_published(path: Path) -> None:
-    """Against the schemas of its API, as they were published; an unknown field is refused there."""
+def test_manifest_matches_kubernetes_schema(path: Path) -> None:
+    """Validate against the published schemas of the API, where an unknown field is an error."""
     for document in yaml.safe_load_all(path.read_text()):
         kubernetes_validate.validate(document, API, strict=True)
         with pytest.raises(kubernetes_validate.ValidationError):
@@ -43,32 +43,33 @@ def test_manifests_are_what_kubernetes_published(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS, ids=lambda path: path.parent.name)
-def test_kustomizations_name_what_is_there(path: Path) -> None:
+def test_kustomization_names_existing_files(path: Path) -> None:
     value = yaml.safe_load(path.read_text())
     schema = json.loads((TREE / "tests/schemas/kustomization.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(value)
     for name in value["resources"]:
         there = path.parent / name
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
-        # kustomize refuses a folder that holds the one which names it
+        # kustomize refuses a folder that contains the folder naming it
         assert there.resolve() not in path.resolve().parents
 
 
-def test_no_manifest_is_forgotten() -> None:
+def test_every_manifest_is_in_a_kustomization() -> None:
     named = {
         (path.parent / name).resolve()
         for path in KUSTOMIZATIONS
         for name in yaml.safe_load(path.read_text())["resources"]
     }
     left = [path.name for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml" and path not in named]
-    assert [name for name in left if not name.startswith("example-")] == ["podmonitor.yaml"]  # not all have its API
+    # Some clusters lack the API of podmonitor.yaml.
+    assert [name for name in left if not name.startswith("example-")] == ["podmonitor.yaml"]
 
 
 def daemon_set() -> Any:
     return yaml.safe_load((INSTALLER / "daemonset.yaml").read_text())
 
 
-def test_the_installer_can_do_what_it_has_to() -> None:
+def test_installer_has_needed_rights() -> None:
     pod = daemon_set()["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     (mount,) = container["volumeMounts"]
@@ -89,8 +90,9 @@ def pod_of(path: str) -> tuple[Any, Any]:
     return spec["template"]["spec"], container
 
 
-def test_the_plugin_has_no_rights() -> None:
-    """But over kubelet's directory: no privileges, no token, and of the state it reads what `refresh` has written."""
+def test_plugin_has_minimal_rights() -> None:
+    """No privileges and no token; it writes only kubelet's directory and reads from the state only the output of
+    `refresh`."""
     pod, container = pod_of("plugin/daemonset.yaml")
     security = container["securityContext"]
     assert not {"hostPID", "hostNetwork", "serviceAccountName"} & pod.keys() and "privileged" not in security
@@ -107,7 +109,7 @@ def test_the_plugin_has_no_rights() -> None:
     assert 'gpushare("refresh")' in (INSTALLER / "install.py").read_text()
 
 
-def test_the_exporter_and_who_asks_it() -> None:
+def test_exporter_service_and_monitor_match() -> None:
     pod, container = pod_of("exporter/daemonset.yaml")
     (service,) = yaml.safe_load_all((KUBERNETES / "exporter/service.yaml").read_text())
     (monitor,) = yaml.safe_load_all((KUBERNETES / "exporter/podmonitor.yaml").read_text())
@@ -122,7 +124,7 @@ def test_the_exporter_and_who_asks_it() -> None:
     assert export.export.make_context(command, words).params["listen"] == "0.0.0.0"
 
 
-def test_removal_is_the_same_daemon_set_with_another_word() -> None:
+def test_removal_patches_only_command_of_daemon_set() -> None:
     (patch,) = yaml.safe_load((KUBERNETES / "remove/kustomization.yaml").read_text())["patches"]
     (step,) = yaml.safe_load(patch["patch"])
     assert patch["target"] == {"kind": "DaemonSet", "name": daemon_set()["metadata"]["name"]}
@@ -132,7 +134,7 @@ def test_removal_is_the_same_daemon_set_with_another_word() -> None:
     assert (at, step["op"], step["value"]) == (["install"], "replace", ["remove"])
 
 
-def test_version_and_licence_are_the_same_everywhere() -> None:
+def test_version_and_licence_agree() -> None:
     (image,) = yaml.safe_load((INSTALLER / "kustomization.yaml").read_text())["images"]
     assert image == {"name": daemon_set()["spec"]["template"]["spec"]["containers"][0]["image"], "newTag": version()}
     for folder in ("plugin", "exporter"):
@@ -150,7 +152,7 @@ def test_version_and_licence_are_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGING / "systemd").iterdir()), ids=lambda path: path.name)
-def test_units_call_our_commands(path: Path) -> None:
+def test_units_run_existing_commands(path: Path) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(path)
@@ -165,13 +167,13 @@ def test_units_call_our_commands(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGING / "scripts").iterdir()), ids=lambda path: path.name)
-def test_scripts_of_packages_are_posix(path: Path) -> None:
+def test_package_scripts_are_posix(path: Path) -> None:
     assert path.read_text().startswith("#!/bin/sh\n")
     subprocess.run(["sh", "-n", path], check=True)
 
 
-def test_the_file_that_says_nothing() -> None:
-    """It is the defaults, and the only file that a profile replaces without being told to."""
+def test_packaged_config_equals_defaults() -> None:
+    """It equals the defaults, and is the only file that a profile replaces unasked."""
     path = PACKAGING / "config.yaml"
     assert config.parse_config(path.read_text(), str(path)) == config.Config()
     assert profiles.says_nothing(path.read_text())

@@ -1,4 +1,4 @@
-"""Who gets what: never more than there is, never a device twice, never unlimited by accident."""
+"""Placement and policy: never more than a device has, no device twice, no accidental unlimited allocation."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def got(shares: tuple[Share, ...]) -> list[tuple[int, int, Any]]:
     return [(s.slot, s.device.index, s.memory_limit_bytes) for s in shares]
 
 
-def test_first_fit() -> None:
+def test_first_device_with_room_is_selected() -> None:
     assert got(grant("GPUSHARE_MEMORY=4Gi")) == [(0, 0, 4 * GI)]
     full = ledger(lease(share(0, 0, 13 * GI), container_id="a"))
     assert got(grant("GPUSHARE_MEMORY=4Gi", held=full)) == [(0, 1, 4 * GI)]
     assert got(grant("GPUSHARE_MEMORY=3Gi", held=full)) == [(0, 0, 3 * GI)]
 
 
-def test_percent_of_each_device() -> None:
+def test_percentage_applies_to_each_device() -> None:
     host = node()
     small = host.inventory.devices[1]._replace(memory_bytes=8 * GI + 1)
     host = host._replace(inventory=host.inventory._replace(devices=(host.inventory.devices[0], small)))
     assert got(grant("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=25%", host=host)) == [(0, 0, 4 * GI), (1, 1, 2 * GI)]
 
 
-def test_exactly_full_and_one_byte_more() -> None:
+def test_exact_fit_is_granted_and_one_byte_more_refused() -> None:
     held = ledger(lease(share(0, 0, 12 * GI)))
     one = node(devices=1)
     assert got(grant("GPUSHARE_MEMORY=4Gi", host=one, held=held)) == [(0, 0, 4 * GI)]
@@ -52,7 +52,7 @@ def test_exactly_full_and_one_byte_more() -> None:
     assert "4 GiB free of 16 GiB, held by c1 (12 GiB)" in str(caught.value)
 
 
-def test_refusal_has_the_numbers_and_the_holders() -> None:
+def test_refusal_has_numbers_and_container_names() -> None:
     held = ledger(*(lease(share(0, 0, 3 * GI), container_id=f"c{i}") for i in range(5)))
     with pytest.raises(CapacityError) as caught:
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", held=held)
@@ -62,7 +62,7 @@ def test_refusal_has_the_numbers_and_the_holders() -> None:
     )
 
 
-def test_a_single_holder_is_it() -> None:
+def test_refusal_with_one_container_names_it() -> None:
     with pytest.raises(CapacityError) as caught:
         grant(
             "GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI), container_id="train"))
@@ -72,13 +72,13 @@ def test_a_single_holder_is_it() -> None:
     )
 
 
-def test_more_than_the_device_has_is_not_had_by_stopping_others() -> None:
+def test_request_above_device_size_has_no_hint_to_stop_containers() -> None:
     with pytest.raises(CapacityError, match=r"held by c1 \(12 GiB\); ask for at most 4 GiB$"):
         grant("GPUSHARE_MEMORY=17Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI))))
 
 
-def test_overcommit_makes_no_device_larger_for_one_container() -> None:
-    """Who was shown a GPU of 20 GiB could never fill it."""
+def test_overcommit_does_not_raise_limit_of_one_container() -> None:
+    """A container shown a GPU of 20 GiB could never fill it."""
     host = node(devices=1, overcommit=2.0)
     with pytest.raises(CapacityError, match="^device 0: 20Gi asked, and it has 16 GiB; ask for at most 16 GiB$"):
         grant("GPUSHARE_MEMORY=20Gi", host=host)
@@ -86,7 +86,7 @@ def test_overcommit_makes_no_device_larger_for_one_container() -> None:
     assert got(grant("GPUSHARE_MEMORY=16Gi", host=host, held=full)) == [(0, 0, 16 * GI)]
 
 
-def test_a_maximum_above_the_device_is_clamped_to_what_there_is() -> None:
+def test_maximum_above_device_is_clamped_to_device() -> None:
     """One configuration for nodes of several sizes."""
     for overcommit, size in ((1.0, 16), (2.0, 16), (0.5, 8)):
         host = node(devices=1, overcommit=overcommit, max_memory="20Gi", over_maximum="clamp")
@@ -94,8 +94,8 @@ def test_a_maximum_above_the_device_is_clamped_to_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(("asked", "hint"), [("4", "; a number alone is bytes"), ("2047Ki", ""), ("0.01%", "")])
-def test_a_limit_below_a_block_is_a_slip(asked: str, hint: str) -> None:
-    """GPUSHARE_MEMORY=4 was meant to be 4Gi: no program could begin with it."""
+def test_limit_below_one_block_is_refused_with_hint(asked: str, hint: str) -> None:
+    """GPUSHARE_MEMORY=4 probably means 4Gi; no program could start with 4 bytes."""
     with pytest.raises(
         RequestError, match=f"^{asked} of device 0 is less than one block of 2 MiB; ask for more{hint}$"
     ):
@@ -103,20 +103,20 @@ def test_a_limit_below_a_block_is_a_slip(asked: str, hint: str) -> None:
     assert got(grant("GPUSHARE_MEMORY=2Mi", host=node(devices=1))) == [(0, 0, 2 << 20)]
 
 
-def test_a_holder_has_the_name_that_list_and_docker_ps_show() -> None:
+def test_refusal_shows_short_container_id() -> None:
     with pytest.raises(CapacityError, match=r"held by 397847f6558e \(12 GiB\); stop it"):
         held = ledger(lease(share(0, 0, 12 * GI), container_id="397847f6558e" + "0" * 52))
         grant("GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=held)
 
 
-def test_an_annotation_is_quoted_as_it_was_written() -> None:
+def test_error_quotes_annotation_as_written() -> None:
     with pytest.raises(RequestError, match='^gpushare.io/memory="1=1Gi": an amount for slot 1'):
         asked = request.resolve(bundle(annotations={"gpushare.io/memory": "1=1Gi"}), node())
         assert asked is not None
         placement.grant(asked, node(), Ledger({}))
 
 
-def test_no_device_fits_says_why_for_each() -> None:
+def test_refusal_of_any_gives_reason_for_each_device() -> None:
     held = ledger(lease(share(0, 0, 15 * GI)), lease(share(0, 1, None), container_id="b"))
     with pytest.raises(
         CapacityError,
@@ -125,13 +125,13 @@ def test_no_device_fits_says_why_for_each() -> None:
         grant("GPUSHARE_MEMORY=2Gi", held=held)
 
 
-def test_a_reason_that_is_the_same_everywhere_is_told_once() -> None:
+def test_reason_common_to_all_devices_is_given_once() -> None:
     with pytest.raises(PolicyError) as caught:
         grant("GPUSHARE_DEVICES=any", host=node(require_limits=True))
-    assert str(caught.value).startswith("no memory limit was asked for, and policy.require_limits requires one")
+    assert str(caught.value).startswith("no memory limit is requested, and policy.require_limits requires one")
 
 
-def test_overcommit() -> None:
+def test_overcommit_grants_more_than_device() -> None:
     held = ledger(lease(share(0, 0, 16 * GI)))
     with pytest.raises(CapacityError, match="0 B free of 16 GiB"):
         grant("GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=held)
@@ -140,18 +140,18 @@ def test_overcommit() -> None:
         grant("GPUSHARE_MEMORY=9Gi", host=node(devices=1, overcommit=1.5), held=held)
 
 
-def test_unlimited_takes_the_whole_device() -> None:
+def test_unlimited_request_takes_whole_device() -> None:
     shares = grant("NVIDIA_VISIBLE_DEVICES=0")
     assert got(shares) == [(0, 0, None)]
     held = ledger(lease(*shares))
     for env in ("NVIDIA_VISIBLE_DEVICES=0", "GPUSHARE_DEVICES=0"):
         with pytest.raises(CapacityError, match=r"device 0 is taken as a whole, held by c1 \(all\)"):
             grant(env, "GPUSHARE_MEMORY=1Gi", held=held)
-    with pytest.raises(CapacityError, match=r"all of device 0, of which 1 GiB is granted, held by c1"):
+    with pytest.raises(CapacityError, match=r"all of device 0 was requested, but 1 GiB is granted, held by c1"):
         grant("NVIDIA_VISIBLE_DEVICES=0", held=ledger(lease(share(0, 0, GI))))
 
 
-def test_unlimited_shared_and_denied() -> None:
+def test_unlimited_request_obeys_policy() -> None:
     shared = node(unlimited="shared")
     held = ledger(lease(share(0, 0, None)), lease(share(0, 0, 10 * GI), container_id="b"), unlimited="shared")
     assert got(grant("NVIDIA_VISIBLE_DEVICES=0", host=shared, held=held)) == [(0, 0, None)]
@@ -162,18 +162,18 @@ def test_unlimited_shared_and_denied() -> None:
         grant("NVIDIA_VISIBLE_DEVICES=0", host=node(unlimited="deny"))
 
 
-def test_blocked_devices_get_no_new_lease() -> None:
+def test_blocked_device_gets_no_new_lease() -> None:
     with pytest.raises(CapacityError, match="does not know.*prune --assume-free"):
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", held=ledger(blocked=[UUIDS[0]]))
     assert got(grant("GPUSHARE_MEMORY=1Gi", held=ledger(blocked=[UUIDS[0]]))) == [(0, 1, GI)]
 
 
-def test_slots_follow_pci_order_whatever_the_list_says() -> None:
+def test_slots_follow_pci_order_not_request_order() -> None:
     shares = grant("GPUSHARE_DEVICES=1,0", "GPUSHARE_MEMORY=0=1Gi,1=2Gi")
     assert got(shares) == [(0, 0, GI), (1, 1, 2 * GI)]
 
 
-def test_any_two_are_two() -> None:
+def test_any_with_count_selects_distinct_devices() -> None:
     assert got(grant("GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=1Gi")) == [(0, 0, GI), (1, 1, GI)]
     with pytest.raises(CapacityError, match=r'GPUSHARE_DEVICES="any:3": this container may use 2 devices; ask'):
         grant("GPUSHARE_DEVICES=any:3", "GPUSHARE_MEMORY=1Gi")
@@ -188,26 +188,26 @@ def test_any_two_are_two() -> None:
         (("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1=1Gi"), '^GPUSHARE_MEMORY="1=1Gi": no amount for slot 0'),
     ],
 )
-def test_every_slot_needs_its_amount(env: tuple[str, ...], what: str) -> None:
+def test_missing_or_extra_slot_amount_is_refused(env: tuple[str, ...], what: str) -> None:
     with pytest.raises(RequestError, match=what):
         grant(*env)
 
 
-def test_devices_of_unknown_size() -> None:
+def test_device_of_unknown_size_grants_once() -> None:
     unknown = node(memory_bytes=0)
     with pytest.raises(DeviceError, match="25% of device 0: its memory size is not known; .*gpushare refresh"):
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", host=unknown)
     assert got(grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=4Gi", host=unknown)) == [(0, 0, 4 * GI)]
-    with pytest.raises(DeviceError, match="not known"):  # a second share could oversell it
+    with pytest.raises(DeviceError, match="not known"):  # a second allocation could oversell it
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=4Gi", host=unknown, held=ledger(lease(share(0, 0, GI))))
 
 
-def test_less_than_a_block() -> None:
+def test_percentage_below_one_block_is_refused() -> None:
     with pytest.raises(RequestError, match="less than one block of 2 MiB"):
         grant("GPUSHARE_MEMORY=0.001%")
 
 
-def test_no_device_on_the_host() -> None:
+def test_host_without_device_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"no NVIDIA device on this host \(driver root /\)"):
         grant("GPUSHARE_MEMORY=1Gi", host=node(devices=0))
     assert grant("NVIDIA_VISIBLE_DEVICES=none", host=node(devices=0)) == ()
@@ -240,12 +240,12 @@ def test_no_device_on_the_host() -> None:
         ),
     ],
 )
-def test_policy(policy: dict[str, Any], env: tuple[str, ...], what: str) -> None:
+def test_request_against_policy_is_refused(policy: dict[str, Any], env: tuple[str, ...], what: str) -> None:
     with pytest.raises(PolicyError, match=what):
         grant(*env, host=node(**policy))
 
 
-def test_policy_allows() -> None:
+def test_request_within_policy_is_granted() -> None:
     assert got(grant("GPUSHARE_MEMORY=25%", host=node(max_memory="25%"))) == [(0, 0, 4 * GI)]
     for allowed in ("1", UUIDS[1], UUIDS[1].lower()):
         host = node(allowed_devices=(allowed,))
@@ -262,12 +262,14 @@ def test_policy_allows() -> None:
         ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=4Gi",), 4 * GI, ""),
     ],
 )
-def test_clamped_to_the_maximum(policy: dict[str, Any], env: tuple[str, ...], got_bytes: int, asked: str) -> None:
+def test_request_above_maximum_is_clamped(
+    policy: dict[str, Any], env: tuple[str, ...], got_bytes: int, asked: str
+) -> None:
     (given,) = grant(*env, host=node(over_maximum="clamp", **policy))
     assert (given.memory_limit_bytes, given.clamped) == (got_bytes, asked)
 
 
-def test_clamping_does_not_replace_a_required_limit() -> None:
+def test_clamping_does_not_satisfy_required_limit() -> None:
     clamp = {"over_maximum": "clamp", "max_memory": "4Gi"}
     with pytest.raises(PolicyError, match="policy.require_limits requires one"):
         grant("NVIDIA_VISIBLE_DEVICES=0", host=node(**clamp, require_limits=True))
@@ -276,11 +278,11 @@ def test_clamping_does_not_replace_a_required_limit() -> None:
 
 
 def compute(percent: Any, index: int = 0, soft: bool = False) -> Share:
-    """A share that somebody has already."""
+    """An existing allocation."""
     return share(0, index, GI)._replace(compute_percent=percent, soft=soft)
 
 
-def test_compute_limits_reach_the_share_slot_by_slot() -> None:
+def test_compute_limits_are_assigned_by_slot() -> None:
     (one,) = grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%")
     assert (one.compute_percent, one.soft, one.priority) == (30, False, 0)
     found = grant("GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=0=10%,1=90%")
@@ -288,7 +290,7 @@ def test_compute_limits_reach_the_share_slot_by_slot() -> None:
     assert grant("GPUSHARE_MEMORY=1Gi")[0].compute_percent is None
 
 
-def test_maximum_of_compute_is_what_a_container_gets_or_its_refusal() -> None:
+def test_compute_above_maximum_is_clamped_or_refused() -> None:
     env = ("GPUSHARE_MEMORY=1Gi",)
     (given,) = grant(*env, host=node(over_maximum="clamp", max_compute_percent=50))
     assert (given.compute_percent, given.clamped) == (50, "no compute limit")
@@ -301,7 +303,7 @@ def test_maximum_of_compute_is_what_a_container_gets_or_its_refusal() -> None:
             grant(*env, *more, host=limited)
 
 
-def test_hard_compute_limits_add_up_to_the_whole_device_at_most() -> None:
+def test_hard_compute_limits_never_exceed_device() -> None:
     one, env = node(devices=1), ("GPUSHARE_MEMORY=1Gi",)
     held = ledger(lease(compute(30), container_id="a"), lease(compute(30), container_id="b"))
     assert grant(*env, "GPUSHARE_COMPUTE=40%", host=one, held=held)[0].compute_percent == 40
@@ -316,8 +318,8 @@ def test_hard_compute_limits_add_up_to_the_whole_device_at_most() -> None:
         grant(*env, "GPUSHARE_COMPUTE=99%", host=host)
 
 
-def test_compute_that_is_nobody_s_does_not_count() -> None:
-    """Soft limits, and none; also those of the one that asks."""
+def test_soft_or_missing_compute_limit_does_not_count() -> None:
+    """Soft limits and containers without a limit do not count; nor does the request, if soft."""
     one, env = node(devices=1), ("GPUSHARE_MEMORY=1Gi",)
     held = ledger(
         *(lease(compute(*how), container_id=f"c{at}") for at, how in enumerate(((90, 0, True), (None,), (100,), (70,))))
@@ -330,7 +332,7 @@ def test_compute_that_is_nobody_s_does_not_count() -> None:
         grant(*env, "GPUSHARE_COMPUTE=80%", host=one, held=held)
 
 
-def test_any_takes_the_device_with_enough_compute() -> None:
+def test_any_selects_device_with_enough_compute() -> None:
     held = ledger(lease(compute(80), container_id="a"))
     assert got(grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%", held=held)) == [(0, 1, GI)]
     assert got(grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=20%", held=held)) == [(0, 0, GI)]
@@ -338,7 +340,7 @@ def test_any_takes_the_device_with_enough_compute() -> None:
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%", held=held)
 
 
-def test_more_compute_is_granted_than_there_is_where_the_configuration_says_so() -> None:
+def test_compute_overcommit_grants_more_than_device() -> None:
     twice = node(devices=1)
     twice = twice._replace(config=twice.config._replace(compute_overcommit=2.0))
     held = ledger(lease(compute(90), container_id="a"), lease(compute(90), container_id="b"))
@@ -347,7 +349,7 @@ def test_more_compute_is_granted_than_there_is_where_the_configuration_says_so()
         grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=21%", host=twice, held=held)
 
 
-def test_page_is_the_lowest_number_that_nobody_has() -> None:
+def test_activity_file_gets_lowest_free_number() -> None:
     taken = ledger(*(lease(compute(None)._replace(page=page), container_id=f"c{page}") for page in (0, 1, 3)))
     assert grant("GPUSHARE_MEMORY=1Gi", held=taken)[0].page == 2
     full = ledger(*(lease(share(0, 0, 1 << 21)._replace(page=page), container_id=f"c{page}") for page in range(128)))
@@ -357,12 +359,12 @@ def test_page_is_the_lowest_number_that_nobody_has() -> None:
     assert caught.value.hint
 
 
-def test_words_reach_the_share() -> None:
+def test_mode_and_priority_reach_allocation() -> None:
     (found,) = grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE_MODE=soft", "GPUSHARE_PRIORITY=high")
     assert (found.soft, found.priority, found.oversubscribe) == (True, 1, False)
 
 
-def test_ledger_of() -> None:
+def test_ledger_sums_leases() -> None:
     found = ledger(lease(share(0, 0, GI), share(1, 1, None)), lease(share(0, 0, GI), container_id="b"))
     assert found.used == {UUIDS[0]: 2 * GI}
     assert found.exclusive == {UUIDS[1]}
@@ -376,7 +378,7 @@ requests = st.tuples(
 
 
 @given(st.lists(requests, max_size=40), st.sampled_from([0.5, 1.0, 1.7]), st.sampled_from(["exclusive", "shared"]))
-def test_no_sequence_of_grants_oversells(asks: list[tuple[str, str]], overcommit: float, unlimited: str) -> None:
+def test_no_sequence_of_grants_oversells_device(asks: list[tuple[str, str]], overcommit: float, unlimited: str) -> None:
     host: Node = node(overcommit=overcommit, unlimited=unlimited)
     leases = []
     for number, (devices, memory) in enumerate(asks):

@@ -1,4 +1,4 @@
-"""The plan's rules: order, what stands where, and what is left out. Its whole text is compared by tests/golden."""
+"""The plan's rules: the order of ops, their targets, and omitted ops. tests/golden compares its whole text."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def kinds(made: Plan) -> list[str]:
     return list(dict.fromkeys(type(op).__name__ for op in made.ops))
 
 
-def test_limits_come_first_and_access_last() -> None:
+def test_plan_writes_limits_first_and_device_access_last() -> None:
     order = ["WriteLimits", "TenantTmpfs", "Mount", "Link", "LdCache", "ProcMask", "DeviceNode", "DeviceRule"]
     assert kinds(make()) == order
 
 
-def test_private_directory() -> None:
+def test_private_directory_has_limits_and_driver() -> None:
     made = make()
     state = "/run/gpushare/containers/c1"
     assert made.ops[0] == WriteLimits(LIMITED, f"{state}/share/limits")
@@ -76,7 +76,7 @@ def test_private_directory() -> None:
     assert ["noexec" in op.flags for op in first] == [False, True, True, True, False, False]
 
 
-def test_limits_have_the_times_of_the_configuration() -> None:
+def test_limits_have_configured_times() -> None:
     host = node()
     host = host._replace(config=host.config._replace(slice_us=1500, switch_us=80))
     first = make(host=host).ops[0]
@@ -84,12 +84,12 @@ def test_limits_have_the_times_of_the_configuration() -> None:
     assert first.describe().endswith("; slice 1500 us; switch 80 us")
 
 
-def test_usage_size_is_the_header_s() -> None:
+def test_usage_size_matches_header() -> None:
     header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
     assert f"sizeof(struct gs_usage) == {storage.TENANT_BYTES // 4096} * 4096" in header.read_text()
 
 
-def test_the_shim_stands_in_the_library_directory() -> None:
+def test_shim_is_mounted_in_library_directory() -> None:
     made = make()
     found = mounts(made)
     assert found[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{SHIM}/libcuda.so"
@@ -101,7 +101,7 @@ def test_the_shim_stands_in_the_library_directory() -> None:
     assert links[f"{LIBDIR}/libnvidia-ptxjitcompiler.so.1"] == f"libnvidia-ptxjitcompiler.so.{VERSION}"
 
 
-def test_no_real_driver_outside_the_private_directory() -> None:
+def test_real_driver_is_only_in_private_directory() -> None:
     real = {f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}"}
     made = make(other_drivers=(("/usr/local/cuda/compat/libcuda.so.1", "libcuda.so.1"),))
     assert {target for target, source in mounts(made).items() if source in real} == {
@@ -116,7 +116,7 @@ def test_driver_files_are_read_only() -> None:
             assert {"ro", "nosuid", "nodev"} <= set(op.flags), op
 
 
-def test_other_copies_are_covered_once() -> None:
+def test_other_driver_copies_are_covered_once() -> None:
     made = make(
         other_drivers=(
             ("/usr/local/cuda/compat/libcuda.so.550.54", "libcuda.so.1"),
@@ -129,7 +129,7 @@ def test_other_copies_are_covered_once() -> None:
     assert found["/opt/x/libnvidia-ml.so.1"] == f"{SHIM}/libnvidia-ml.so"
 
 
-def test_a_file_where_a_link_should_be_is_mounted_over() -> None:
+def test_file_in_place_of_link_is_covered() -> None:
     path = f"{LIBDIR}/libcuda.so.1"
     made = make(other_drivers=((path, "libcuda.so.1"),))
     assert mounts(made)[path] == f"{SHIM}/libcuda.so"
@@ -139,7 +139,7 @@ def test_a_file_where_a_link_should_be_is_mounted_over() -> None:
     assert path in {op.target for op in linked.ops if isinstance(op, Link)}
 
 
-def test_cache_entries() -> None:
+def test_cache_entries_point_to_libraries() -> None:
     (cache,) = (op for op in make().ops if isinstance(op, LdCache))
     assert [(entry.soname, entry.flags) for entry in cache.entries] == [
         ("libcuda.so.1", 0x0303),
@@ -160,13 +160,13 @@ def test_cache_entries() -> None:
         ({"machine": "s390x"}, "unknown machine"),
     ],
 )
-def test_cache_left_alone_is_said(facts: dict[str, Any], note: str) -> None:
+def test_unchanged_cache_is_noted(facts: dict[str, Any], note: str) -> None:
     made = make(**facts)
     assert "LdCache" not in kinds(made)
     assert any(note in line for line in made.notes)
 
 
-def test_utility_only_has_no_libcuda_but_covers_the_image_s() -> None:
+def test_utility_only_covers_libcuda_of_image() -> None:
     other = (("/opt/libcuda.so.1", "libcuda.so.1"),)
     made = make(driver=files(asked_cuda=False, libraries=()), other_drivers=other)
     assert f"{LIBDIR}/libcuda.so.{VERSION}" not in mounts(made)
@@ -174,13 +174,13 @@ def test_utility_only_has_no_libcuda_but_covers_the_image_s() -> None:
     assert constants.REAL_CUDA in mounts(made)
 
 
-def test_image_s_own_driver_at_our_private_path_is_not_covered_by_the_shim() -> None:
-    """The real library stands there, and the shim must not load itself in its place."""
+def test_driver_of_image_at_private_path_is_not_covered() -> None:
+    """The real library has that path, and the shim must not load itself in its place."""
     made = make(other_drivers=((constants.REAL_CUDA, "libcuda.so.1"),))
     assert mounts(made)[constants.REAL_CUDA] == files().cuda.source
 
 
-def test_devices_and_rules() -> None:
+def test_granted_device_gets_node_and_rule() -> None:
     made = make("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=1Gi", shares=(share(0, 1, 1 << 30),))
     nodes = [(op.source, op.target, op.major, op.minor) for op in made.ops if isinstance(op, DeviceNode)]
     assert nodes == [
@@ -193,7 +193,7 @@ def test_devices_and_rules() -> None:
     assert "/dev/nvidia-uvm-tools is not on this host" in made.notes
 
 
-def test_another_driver_root_and_simulated_devices() -> None:
+def test_driver_root_and_simulated_devices_are_used() -> None:
     host = node()
     host = host._replace(inventory=host.inventory._replace(root="/run/driver", simulated=True))
     made = make(host=host)
@@ -201,7 +201,7 @@ def test_another_driver_root_and_simulated_devices() -> None:
     assert "DeviceRule" not in kinds(made)
 
 
-def test_none_gets_driver_files_and_no_gpu() -> None:
+def test_none_gets_driver_files_without_gpu() -> None:
     made = make("NVIDIA_VISIBLE_DEVICES=none", shares=())
     assert kinds(made) == ["Mount", "Link", "LdCache", "ProcMask"]
     assert mounts(made)[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{LIBDIR}/libcuda.so.{VERSION}"
@@ -209,7 +209,7 @@ def test_none_gets_driver_files_and_no_gpu() -> None:
     assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [()]
 
 
-def test_no_glibc() -> None:
+def test_limit_without_glibc_is_refused() -> None:
     with pytest.raises(RequestError, match=r"no glibc .*the limit could not be held"):
         make(libdir="")
     made = make("NVIDIA_VISIBLE_DEVICES=0", shares=(share(0, 0, None),), libdir="")
@@ -217,14 +217,14 @@ def test_no_glibc() -> None:
     assert any("no glibc" in note for note in made.notes)
 
 
-def test_sockets_stay_writable() -> None:
+def test_socket_mounts_are_writable() -> None:
     socket = ("/run/nvidia-persistenced/socket", "/run/nvidia-persistenced/socket")
     (op,) = (op for op in make(driver=files(sockets=(socket,))).ops if isinstance(op, Mount) and op.kind == "socket")
     assert op.flags == ("nosuid", "nodev", "noexec")
 
 
-def test_needs() -> None:
-    """Limits, tmpfs, cache and masks need a namespace; the rest a spec can carry too."""
+def test_ops_declare_namespace_or_spec() -> None:
+    """Limits, tmpfs, cache and masks need a namespace; a spec can carry the other ops."""
     found = {type(op).__name__: needs(op) for op in make().ops}
     assert {name for name, need in found.items() if need == "namespace"} == {
         "WriteLimits",

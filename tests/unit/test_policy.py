@@ -1,4 +1,4 @@
-"""Who may ask for what: each key of `policy`, applied to containers."""
+"""Each key of `policy`, applied to containers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = "NVIDIA_VISIBLE_DEVICES=all"
 
 
 def injected(*minors: int) -> dict[str, Any]:
-    """What CDI puts into a spec."""
+    """The entries that CDI adds to a spec."""
     return {"devices": [{"path": f"/dev/nvidia{minor}", "major": 195, "minor": minor} for minor in minors]}
 
 
@@ -52,10 +52,10 @@ def resolve(*env: str, rules: Any = None, runtime: bool = True, privileged: bool
     return found
 
 
-# Devices that others injected
+# Devices that other software injected
 
 
-def test_injected_devices_that_policy_does_not_take_are_refused_by_both_ways() -> None:
+def test_unaccepted_injected_device_is_refused_by_hook_and_runtime() -> None:
     for runtime in (True, False):
         with pytest.raises(PolicyError, match=r"has /dev/nvidia1: .*not accepted.*; .*policy\.accept\.cdi"):
             resolve(linux=injected(1), rules={"accept_cdi": "never"}, runtime=runtime)
@@ -71,17 +71,17 @@ def test_injected_devices_that_policy_does_not_take_are_refused_by_both_ways() -
     ],
 )
 @pytest.mark.parametrize("env", [(), ("GPUSHARE_DEVICES=void",), ("NVIDIA_VISIBLE_DEVICES=void",)])
-def test_a_hook_refuses_injected_devices_where_limits_are_required(
+def test_hook_refuses_injected_device_without_required_limit(
     env: tuple[str, ...], rules: dict[str, Any], key: str
 ) -> None:
-    """It cannot take them out, and left in they are a whole GPU without a limit."""
+    """The hook cannot remove the devices, and leaving them would grant a whole GPU without a limit."""
     with pytest.raises(PolicyError, match=rf"has /dev/nvidia1 without a memory limit, and policy\.{key} requires one"):
         resolve(*env, linux=injected(1), rules=rules, runtime=False)
     assert resolve(*env, linux=injected(1), runtime=False) is None
     assert resolve(*env, rules=rules, runtime=False) is None
 
 
-def test_a_rule_for_all_devices_does_not_hide_a_device_of_an_ordinary_container() -> None:
+def test_rule_for_all_devices_does_not_hide_injected_device() -> None:
     """docker run --device /dev/nvidia1 --device-cgroup-rule 'a *:* rwm'"""
     linux = {**injected(1), "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
     assert resolve(linux=linux).selection.names == (UUIDS[1],)
@@ -90,8 +90,9 @@ def test_a_rule_for_all_devices_does_not_hide_a_device_of_an_ordinary_container(
     assert resolve(mounts=[mount]).selection.names == (UUIDS[1],)
 
 
-def test_a_hook_refuses_injected_devices_where_there_are_equal_shares() -> None:
-    """A whole GPU beside them would be without a limit; gpushare-runtime gives the container its share."""
+def test_hook_refuses_injected_device_with_equal_shares() -> None:
+    """The hook would leave a whole GPU beside them without a limit; gpushare-runtime gives the container its equal
+    share."""
     host = node()
     host = host._replace(config=host.config._replace(sharing=(SharingRule(2),)))
     with pytest.raises(PolicyError, match=r"has /dev/nvidia1 without a memory limit, and sharing requires one"):
@@ -102,33 +103,33 @@ def test_a_hook_refuses_injected_devices_where_there_are_equal_shares() -> None:
     assert (one.device.index, one.memory_limit_bytes, one.compute_percent) == (1, 8 << 30, 50)
 
 
-def test_injected_devices_by_privilege() -> None:
+def test_injected_device_is_accepted_by_privilege() -> None:
     rules = {"accept_cdi": "privileged"}
     assert resolve(linux=injected(1), rules=rules, privileged=True).dialect == "injected"
     with pytest.raises(PolicyError, match="accept.cdi"):
         resolve(linux=injected(1), rules=rules)
 
 
-def test_nvidia_s_words_do_not_make_injected_devices_acceptable() -> None:
+def test_nvidia_variable_does_not_make_injected_device_acceptable() -> None:
     with pytest.raises(PolicyError, match="accept.cdi"):
         resolve(ALL, linux=injected(1), rules={"accept_cdi": "never"})
     with pytest.raises(PolicyError, match="accept.cdi"):
         resolve("GPUSHARE_PRIORITY=high", linux=injected(1), rules={"accept_cdi": "never"})
 
 
-def test_our_own_request_replaces_injected_devices_that_policy_does_not_take() -> None:
+def test_own_request_replaces_unaccepted_injected_device() -> None:
     found = resolve(LIMIT, linux=injected(1), rules={"accept_cdi": "never"})
     assert found.selection == Selection("any", count=1)
     assert found.ignored == ("/dev/nvidia1 in config.json: GPUSHARE_MEMORY says which",)
 
 
-def test_a_void_that_would_leave_a_device_in_is_refused() -> None:
+def test_void_with_injected_device_is_refused() -> None:
     with pytest.raises(RequestError, match='GPUSHARE_DEVICES="void", but config.json has /dev/nvidia0'):
         resolve("GPUSHARE_DEVICES=void", linux=injected(0))
     assert resolve("GPUSHARE_DEVICES=void") is None
 
 
-def test_injected_devices_before_nvidia_s_words_is_said() -> None:
+def test_nvidia_variable_ignored_for_injected_device_is_reported() -> None:
     found = resolve(ALL, linux=injected(1))
     assert found.selection.names == (UUIDS[1],)
     assert found.ignored == ('NVIDIA_VISIBLE_DEVICES="all": config.json has /dev/nvidia1',)
@@ -137,11 +138,11 @@ def test_injected_devices_before_nvidia_s_words_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["1", UUIDS[1], UUIDS[1].lower(), UUIDS[1][:14], "nvidia.com/gpu=1", "/var/run/x"])
-def test_words_that_name_the_same_device_in_another_way_do_not_contradict(name: str) -> None:
+def test_variable_naming_injected_device_is_accepted(name: str) -> None:
     assert resolve(f"NVIDIA_VISIBLE_DEVICES={name}", linux=injected(1)).selection.names == (UUIDS[1],)
 
 
-def test_words_that_name_another_device_contradict_and_both_are_named() -> None:
+def test_variable_naming_other_device_is_refused() -> None:
     with pytest.raises(
         RequestError, match=r'NVIDIA_VISIBLE_DEVICES="0" and /dev/nvidia1 in config.json name different'
     ):
@@ -150,11 +151,11 @@ def test_words_that_name_another_device_contradict_and_both_are_named() -> None:
         resolve("NVIDIA_VISIBLE_DEVICES=0,1", LIMIT, linux=injected(1))
 
 
-# Who is listened to
+# Accepted sources of requests
 
 DEVICE_0 = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
-# key of policy.accept -> the container, and whether it is refused (or is as if it had not asked)
-WAYS_TO_ASK: dict[str, tuple[dict[str, Any], bool]] = {
+# key of policy.accept -> the container, and whether it is refused (otherwise the request is ignored)
+REQUEST_SOURCES: dict[str, tuple[dict[str, Any], bool]] = {
     "env": ({"env": [LIMIT]}, True),
     "annotations": ({"annotations": {"gpushare.io/memory": "4Gi"}}, True),
     "volume_mounts": ({"mounts": [DEVICE_0]}, False),
@@ -163,16 +164,16 @@ WAYS_TO_ASK: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("privileged", [False, True])
-@pytest.mark.parametrize("who", ["always", "privileged", "never"])
-@pytest.mark.parametrize("key", WAYS_TO_ASK)
-def test_each_way_to_ask_is_heard_from_whom_policy_says(key: str, who: str, privileged: bool) -> None:
-    asked, refuses = WAYS_TO_ASK[key]
+@pytest.mark.parametrize("setting", ["always", "privileged", "never"])
+@pytest.mark.parametrize("key", REQUEST_SOURCES)
+def test_request_source_is_accepted_by_policy(key: str, setting: str, privileged: bool) -> None:
+    asked, refuses = REQUEST_SOURCES[key]
     env = asked.get("env", [])
     rest = {name: value for name, value in asked.items() if name != "env"}
-    rules = {f"accept_{key}": who, "privileged_containers": ("*",)}
-    heard = who == "always" or (who == "privileged" and privileged)
-    if heard or not refuses:
-        assert (resolve(*env, rules=rules, privileged=privileged, **rest) is not None) is heard
+    rules = {f"accept_{key}": setting, "privileged_containers": ("*",)}
+    is_accepted = setting == "always" or (setting == "privileged" and privileged)
+    if is_accepted or not refuses:
+        assert (resolve(*env, rules=rules, privileged=privileged, **rest) is not None) is is_accepted
         return
     with pytest.raises(PolicyError, match=rf"policy\.accept\.{key}"):
         resolve(*env, rules=rules, privileged=privileged, **rest)
@@ -182,18 +183,18 @@ def test_each_way_to_ask_is_heard_from_whom_policy_says(key: str, who: str, priv
 
 
 @pytest.mark.parametrize("env", [(ALL,), ("NVIDIA_VISIBLE_DEVICES=none",), (ALL, "GPUSHARE_PRIORITY=high")])
-def test_nvidia_visible_devices_alone_grants_nothing(env: tuple[str, ...]) -> None:
+def test_nvidia_visible_devices_without_limit_grants_nothing(env: tuple[str, ...]) -> None:
     assert resolve(*env) is not None
     assert resolve(*env, rules={"nvidia_visible_devices": "with_limit"}) is None
 
 
-def test_nvidia_visible_devices_names_the_devices_of_a_limit() -> None:
+def test_nvidia_visible_devices_selects_devices_of_limit() -> None:
     found = resolve("NVIDIA_VISIBLE_DEVICES=1", LIMIT, rules={"nvidia_visible_devices": "with_limit"})
     assert found.selection.names == ("1",)
 
 
 @pytest.mark.parametrize("of", [pod, crio])
-def test_only_scoped_annotations(of: Any) -> None:
+def test_scoped_policy_refuses_unscoped_annotation(of: Any) -> None:
     rules = {"annotations": "scoped"}
     unscoped = of(**{"gpushare.io/memory": "4Gi"})
     assert resolve(ALL, annotations=unscoped).memory
@@ -203,7 +204,7 @@ def test_only_scoped_annotations(of: Any) -> None:
     assert resolve(annotations=unscoped, rules=rules) is None  # a sidecar that names no device
 
 
-def test_outside_of_pods_no_annotation_is_scoped() -> None:
+def test_scoped_policy_refuses_annotation_outside_pod() -> None:
     with pytest.raises(PolicyError, match="<container>.gpushare.io/memory"):
         resolve(annotations={"gpushare.io/memory": "4Gi"}, rules={"annotations": "scoped"})
 
@@ -225,7 +226,7 @@ def test_outside_of_pods_no_annotation_is_scoped() -> None:
         (("c1",), False),
     ],
 )
-def test_privileged_containers_need_an_entry(entries: tuple[str, ...], allowed: bool) -> None:
+def test_privileged_container_needs_entry(entries: tuple[str, ...], allowed: bool) -> None:
     rules = {"privileged_containers": entries}
     for found in (pod(), crio()):
         one = bundle(LIMIT, annotations=found, process=PRIVILEGED)
@@ -237,10 +238,10 @@ def test_privileged_containers_need_an_entry(entries: tuple[str, ...], allowed: 
                 PolicyError, match=r'GPUSHARE_MEMORY="4Gi": .* privileged .*CAP_SYS_ADMIN.*; add "ml/app" there'
             ):
                 resolve(LIMIT, annotations=found, privileged=True, rules=rules)
-        assert resolve(LIMIT, annotations=found, rules=rules)  # without privileges nobody needs one
+        assert resolve(LIMIT, annotations=found, rules=rules)  # an unprivileged container needs no entry
 
 
-def test_a_privileged_container_outside_of_pods_is_listed_by_its_id() -> None:
+def test_privileged_container_outside_pod_is_listed_by_id() -> None:
     assert resolve(LIMIT, privileged=True, rules={"privileged_containers": ("c1",)})
     with pytest.raises(PolicyError, match='add "c1" there'):
         resolve(LIMIT, privileged=True, rules={"privileged_containers": ("c2", "*/*")})
@@ -250,7 +251,7 @@ def test_a_privileged_container_outside_of_pods_is_listed_by_its_id() -> None:
 
 
 @pytest.mark.parametrize("of", [pod, crio])
-def test_an_annotation_for_the_pod_counts_once(of: Any) -> None:
+def test_pod_annotation_counts_for_one_container(of: Any) -> None:
     annotation = {"gpushare.io/memory": "4Gi"}
 
     def asked(container: str, sandbox: str, container_id: str, key: str = "gpushare.io/memory") -> Any:
@@ -263,9 +264,9 @@ def test_an_annotation_for_the_pod_counts_once(of: Any) -> None:
     with pytest.raises(RequestError, match=r"gpushare.io/memory .* c1 of this pod .*; write b\.gpushare\.io/memory"):
         policy.refuse_second(*asked("b", "s1", "c2"), [held])
     policy.refuse_second(*asked("b", "s2", "c2"), [held])  # another pod
-    policy.refuse_second(*asked("a", "s1", "c1"), [held])  # its own
+    policy.refuse_second(*asked("a", "s1", "c1"), [held])  # its own lease
     policy.refuse_second(*asked("b", "s1", "c2", "b.gpushare.io/memory"), [held])
-    policy.refuse_second(*asked("b", "s1", "c2"), [held._replace(sandbox="")])  # that one was asked by name
+    policy.refuse_second(*asked("b", "s1", "c2"), [held._replace(sandbox="")])  # that lease came from a scoped request
     alone = bundle(ALL, annotations={**annotation, "io.kubernetes.cri.sandbox-id": "s1"})
     assert policy.pod_wide(request.resolve(alone, node()), alone) == ""  # type: ignore[arg-type]  # not None
 
@@ -285,13 +286,13 @@ def test_an_annotation_for_the_pod_counts_once(of: Any) -> None:
         ("GPU_SHARE_COMPUTE_MODE", "GPUSHARE_COMPUTE_MODE"),
     ],
 )
-def test_misspelt_variables_are_refused(name: str, meant: str) -> None:
+def test_misspelt_variable_is_refused(name: str, meant: str) -> None:
     assert request.mentions(bundle(f"{name}=4Gi"))
     with pytest.raises(RequestError, match=rf'{name}="4Gi": unknown name; did you mean {meant}\?'):
         resolve(f"{name}=4Gi")
 
 
-def test_misspelt_annotations_are_refused() -> None:
+def test_misspelt_annotation_is_refused() -> None:
     with pytest.raises(RequestError, match=r"unknown annotation; did you mean gpushare\.io/memory\?"):
         resolve(annotations={"gpushare.io/memroy": "4Gi"})
     with pytest.raises(RequestError, match=r"did you mean app\.gpushare\.io/compute-mode\?"):
@@ -299,12 +300,12 @@ def test_misspelt_annotations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPUSHARED_PATH", "GPUSHARE-HOOK", "GPU_SHARED_DIR", "GPU_SHARE", "GPUSHARE"])
-def test_other_people_s_names_are_left_alone(name: str) -> None:
+def test_similar_unrelated_variable_is_ignored(name: str) -> None:
     assert resolve(f"{name}=x") is None
     assert resolve(f"{name}=x", ALL)
 
 
-def test_more_than_the_maximum_is_seen_where_people_look() -> None:
+def test_clamped_amount_is_shown_by_explain() -> None:
     held = lease(share(0, 0, 4 << 30)._replace(clamped="5Gi of memory"))
     asked = resolve("GPUSHARE_MEMORY=5Gi")
     text = explain.explain_text(asked, plan.make_plan(bundle(), asked, node(), held, image(), files()))

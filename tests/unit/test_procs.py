@@ -1,4 +1,4 @@
-"""Who is alive: a container's init decides about its lease, and the tenant writes that program."""
+"""Whether a process is alive: a container's init decides about its lease, and the tenant controls that program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_process_whose_first_thread_has_ended_lives_until_its_last() -> None:
-    """Its stat line says "Z" from then on; taken for dead, it would keep its memory without a lease."""
+def test_process_with_ended_main_thread_is_alive_until_last_thread() -> None:
+    """Its stat line then shows "Z"; if it counted as dead, it would use memory without a lease."""
     with subprocess.Popen([sys.executable, "-ISsc", FIRST_THREAD_ENDS], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -30,19 +30,19 @@ def test_process_whose_first_thread_has_ended_lives_until_its_last() -> None:
             assert procs.alive(process.pid, found.start)
         finally:
             process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie with nothing left in it
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie without threads
         assert procs.find(process.pid) is None
 
 
-def test_name_of_a_cgroup_cannot_name_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a newline cannot be in its name; a tenant that may make cgroups chooses the rest."""
+def test_cgroup_name_cannot_forge_another_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cgroup's name may have any character but a newline, and a tenant that may create cgroups chooses it."""
     monkeypatch.setattr(procs, "_read", lambda path: "0::/mine/a\r0::\x850::\u20280::/other\n".encode())
     assert procs.cgroup_of(1) == "/mine/a\r0::\x850::\u20280::/other"
 
 
 @pytest.mark.parametrize("name", ["x", ") R 1 1 (", "a) Z 2 (b", "((((", "a b c d e f g h"])
-def test_a_name_cannot_forge_the_start_time(name: str) -> None:
-    """comm is the process's own choice (prctl PR_SET_NAME), up to 15 bytes."""
+def test_process_name_cannot_forge_start_time(name: str) -> None:
+    """A process chooses its comm (prctl PR_SET_NAME), up to 15 bytes."""
     reader, writer = os.pipe()
     end_reader, end_writer = os.pipe()
     pid = os.fork()
@@ -73,11 +73,11 @@ def test_a_name_cannot_forge_the_start_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"1", b"1 (x", b"1 (x) S", b"x (x) " + b"1 " * 30, b"1 (x) S " + b"a " * 30])
-def test_garbage_stat_lines_are_nobody(line: bytes) -> None:
+def test_invalid_stat_line_is_no_process(line: bytes) -> None:
     assert procs.parse_stat(line) is None
 
 
-def test_pid_zero_and_huge_pids_are_nobody() -> None:
+def test_invalid_pid_is_no_process() -> None:
     assert procs.find(0) is None
     assert procs.find(-1) is None
     assert procs.find(1 << 40) is None

@@ -1,4 +1,4 @@
-"""Profiles are configuration files like any other, and say what they are for."""
+"""Profiles: complete configuration files with a stated purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy
 
 
-def test_each_profile_is_a_file_with_every_key() -> None:
+def test_profile_has_every_key() -> None:
     for name in profiles.NAMES:
         read = config.parse_config(profiles.text(name), name)
         effective = keys.effective(read)
@@ -18,8 +18,8 @@ def test_each_profile_is_a_file_with_every_key() -> None:
 
 
 @pytest.mark.parametrize("name", profiles.NAMES)
-def test_a_profile_is_good_for_the_next_version_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An archive is unpacked to a directory with its version in the name; the default of shim_dir is there."""
+def test_profile_stays_valid_after_upgrade(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive is unpacked to a directory with its version in the name, which contains the default shim_dir."""
     before = profiles.text(name)
     shim = next(key for key in keys.KEYS if key.path == "shim_dir")
     moved = tuple(key._replace(default="/opt/next/shim") if key == shim else key for key in keys.KEYS)
@@ -27,11 +27,11 @@ def test_a_profile_is_good_for_the_next_version_too(name: str, monkeypatch: pyte
     assert profiles.text(name) == before and shim.default not in before
 
 
-def test_a_workstation_is_the_defaults() -> None:
+def test_workstation_equals_defaults() -> None:
     assert config.parse_config(profiles.text("workstation"), "w") == Config()
 
 
-def test_a_cluster_gives_nothing_by_accident() -> None:
+def test_cluster_requires_limits() -> None:
     assert config.parse_config(profiles.text("cluster"), "c").policy == Policy(
         accept_widening="never",
         require_limits=True,
@@ -44,6 +44,6 @@ def test_a_cluster_gives_nothing_by_accident() -> None:
     )
 
 
-def test_there_is_no_other_profile() -> None:
+def test_unknown_profile_is_refused() -> None:
     with pytest.raises(ConfigError, match='no profile "cloud"; use workstation or cluster'):
         profiles.text("cloud")

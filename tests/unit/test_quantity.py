@@ -1,4 +1,4 @@
-"""Amounts as people write them: exact, or an error that quotes name and value."""
+"""Amounts as users write them: parsed exactly, or refused with name and value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GI = 1 << 30
         (" 4 Gi ", 4 * GI),
     ],
 )
-def test_size(text: str, size: int) -> None:
+def test_size_is_parsed(text: str, size: int) -> None:
     assert quantity.size_bytes("X", text) == size
 
 
@@ -57,8 +57,8 @@ def test_size(text: str, size: int) -> None:
     ]
     + ["4Gi\n5Gi", "1_000"],
 )
-def test_bad_size_quotes_name_and_value(text: str) -> None:
-    if text == "25":  # a bare number is bytes
+def test_bad_size_is_refused_with_name_and_value(text: str) -> None:
+    if text == "25":  # a bare number means bytes
         assert quantity.size_bytes("X", text) == 25
         return
     with pytest.raises(RequestError) as caught:
@@ -67,34 +67,34 @@ def test_bad_size_quotes_name_and_value(text: str) -> None:
     assert caught.value.hint
 
 
-def test_zero_says_why() -> None:
+def test_zero_is_refused_with_reason() -> None:
     with pytest.raises(RequestError, match="zero is not a limit"):
         quantity.amount("M", "0Gi")
 
 
 @pytest.mark.parametrize(("text", "value"), [("25%", 25), ("100%", 100), ("0.5%", 0.5), (" 12.5 % ", 12.5)])
-def test_percent(text: str, value: float) -> None:
+def test_percent_is_parsed(text: str, value: float) -> None:
     assert quantity.percent("X", text) == value
 
 
 @pytest.mark.parametrize("text", ["0%", "150%", "100.1%", "%", "-1%", "25", "25%%", "1.0000001%", "1e1%", "banana%"])
-def test_bad_percent(text: str) -> None:
+def test_bad_percent_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="GPUSHARE_MEMORY="):
         quantity.percent("GPUSHARE_MEMORY", text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("30%", 30), ("30", 30), ("100%", 100), ("30.0%", 30)])
-def test_whole_percent(text: str, value: int) -> None:
+def test_whole_percent_is_parsed(text: str, value: int) -> None:
     assert quantity.whole_percent("X", text) == value
 
 
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "12.5%", "", "half", "-3"])
-def test_bad_whole_percent(text: str) -> None:
+def test_bad_whole_percent_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="GPUSHARE_COMPUTE="):
         quantity.whole_percent("GPUSHARE_COMPUTE", text)
 
 
-def test_by_slot() -> None:
+def test_amounts_by_slot_are_parsed() -> None:
     assert quantity.amounts("M", "4Gi") == ((None, Amount(4 * GI, None, "4Gi")),)
     assert quantity.amounts("M", "1=25%, 0=4Gi") == ((0, Amount(4 * GI, None, "4Gi")), (1, Amount(None, 25.0, "25%")))
     assert quantity.percents("C", "0=30%,3=40") == ((0, 30), (3, 40))
@@ -116,14 +116,14 @@ def test_by_slot() -> None:
         (",".join(f"{i}=1Gi" for i in range(17)), "more than 16 slots"),
     ],
 )
-def test_bad_by_slot(text: str, what: str) -> None:
+def test_bad_amounts_by_slot_are_refused(text: str, what: str) -> None:
     with pytest.raises(RequestError, match="^M=") as caught:
         quantity.amounts("M", text)
     assert what in str(caught.value)
 
 
 def test_percentages_round_down_to_blocks() -> None:
-    total = 16 * GI + (1 << 20)  # no multiple of a block
+    total = 16 * GI + (1 << 20)  # not a multiple of a block
     quarter = quantity.bytes_of(Amount(None, 25.0, "25%"), total, 2 << 20)
     assert quarter % (2 << 20) == 0
     assert 4 * quarter <= total < 4 * (quarter + (2 << 20))
@@ -133,15 +133,15 @@ def test_percentages_round_down_to_blocks() -> None:
 
 @given(st.integers(1, 100 * 10**6), st.integers(1 << 20, 1 << 42))
 def test_percentages_are_exact(micro: int, total: int) -> None:
-    """The share of any writable percentage is what rational arithmetic gives, not what floats do."""
+    """The result for any percentage equals rational arithmetic, not floating point."""
     text = f"{micro // 10**6}.{micro % 10**6:06d}%"
     exact = int(Fraction(micro, 10**8) * total)
     assert quantity.bytes_of(quantity.amount("X", text), total, 1) == exact
 
 
 @given(st.text())
-def test_any_text_parses_or_is_refused(text: str) -> None:
-    """Never another exception, never an amount of nothing, and every error is one printable line."""
+def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
+    """No other exception, no empty amount, and every error is one printable line."""
     for parse in (quantity.amounts, quantity.percents):
         try:
             found = parse("N", text)
@@ -170,7 +170,7 @@ def test_sizes_match_rational_arithmetic(text: str) -> None:
     ("size", "text"),
     [(4 * GI, "4 GiB"), (3 * GI // 2, "1.50 GiB"), (512 << 20, "512 MiB"), (7, "7 B"), (0, "0 B"), (1 << 41, "2 TiB")],
 )
-def test_human(size: int, text: str) -> None:
+def test_size_is_shown_in_binary_units(size: int, text: str) -> None:
     assert quantity.human(size) == text
 
 

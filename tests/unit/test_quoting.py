@@ -1,4 +1,4 @@
-"""Values of images in our lines: inert in a shell, a log and a terminal, and short."""
+"""Values from images in gpushare's output: short, and inert in a shell, a log and a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = (
     "\\'; touch made; '",
     "#' $(touch made)",
 )
-# before and after the value: ours, and as uneven as they come
+# text before and after the value: gpushare's own, and with unbalanced quotes
 FRAMES = (
     "{}",
     "gpushare: X={}: not an amount; write 4Gi",
@@ -56,7 +56,7 @@ FRAMES = (
         ("\u202egpj.exe", r'"\xe2\x80\xaegpj.exe"'),  # an override of the writing direction
         ("\x9b31m", r'"\xc2\x9b31m"'),
         ("\udcff\udc80", r'"\xff\x80"'),  # bytes that are not UTF-8
-        ("\ud800", r'"\xed\xa0\x80"'),  # JSON can hold such
+        ("\ud800", r'"\xed\xa0\x80"'),  # JSON can encode lone surrogates
     ],
 )
 def test_special_characters_become_bytes(text: str, expected: str) -> None:
@@ -68,7 +68,7 @@ def test_long_values_are_cut_before_they_are_escaped() -> None:
     assert quoting.shown("x" * 81) == f'"{"x" * 64}..." (81 characters)'
     assert quoting.shown("/" + "x" * 255) == f'"/{"x" * 255}"'
     assert quoting.shown("/" + "x" * 256) == f'"/{"x" * 203}..." (257 characters)'
-    worst = "\U0010ffff" * 1_000_000  # four bytes, none printable
+    worst = "\U0010ffff" * 1_000_000  # four bytes each, none printable
     assert len(quoting.shown(worst)) < 64 * 16 + 40 and len(quoting.shown("/" + worst)) < 256 * 16 + 40
 
 
@@ -77,7 +77,7 @@ def test_numbers_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("text", COMMANDS)
-def test_a_shell_runs_nothing_of_a_message(text: str, tmp_path: Path) -> None:
+def test_shell_runs_nothing_in_message(text: str, tmp_path: Path) -> None:
     lines = [frame.format(quoting.shown(text), quoting.shown(text)) for frame in FRAMES]
     lines += [log.line_of(GpushareError(quantity.wrong("X", text, "bad", "do better").message))[0]]
     lines += [log.line_of(ValueError(text))[0], log.line_of(ValueError("it's " + text))[0]]
@@ -88,34 +88,34 @@ def test_a_shell_runs_nothing_of_a_message(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", COMMANDS)
-def test_a_shell_reads_a_quoted_value_as_one_word(text: str) -> None:
+def test_shell_parses_quoted_value_as_one_word(text: str) -> None:
     shown = quoting.shown(text)
     assert shlex.split(shown) == [shown[1:-1]]
     printed = subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True)
     assert printed.stdout == shown[1:-1]
 
 
-def test_line_of_an_unexpected_error_quotes_its_text() -> None:
+def test_unexpected_error_text_is_quoted() -> None:
     line, code = log.line_of(OSError(2, "No such file", "/opt/$(touch made)"))
     assert r'FileNotFoundError: "[Errno 2] No such file: \x27/opt/\x24(touch made)\x27"' in line and code == 1
 
 
 def messages() -> Iterator[tuple[str, ast.JoinedStr]]:
-    """Every f-string of the package, with where it is."""
+    """Every f-string of the package, with its location."""
     for path in sorted(SOURCES.rglob("*.py")):
-        if path.name != "quoting.py":  # the function itself
+        if path.name != "quoting.py":  # defines the function
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
                     yield f"{path.relative_to(SOURCES)}:{node.lineno}", node
 
 
-def test_no_message_quotes_by_itself() -> None:
-    """`{value!r}` leaves `$(` as it is; so do quotes written around `{value}`."""
+def test_messages_use_quoting_functions() -> None:
+    """`{value!r}` keeps `$(` unescaped; so do quotes around `{value}`."""
     ours = {
         'engines/docker.py: "{_DEFAULT}"',
         "request/dialects/conditions.py: '{word}",
         'state/log.py: "{stamp}"',
-    }  # no image's text
+    }  # no text of an image
     found = set()
     for where, node in messages():
         for before, value in zip([None, *node.values], node.values):

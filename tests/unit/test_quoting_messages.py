@@ -1,4 +1,4 @@
-"""Every name and value that an image can put into config.json, in the lines that come of it: always between quotes."""
+"""Every name and value that an image can put into config.json is quoted in gpushare's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICIES = (
     pure.node(annotations="scoped", nvidia_visible_devices="with_limit"),
 )
 MEMORY, SCOPED = "gpushare.io/memory", "io.kubernetes.cri.container-name"
-# as a dialect writes values, with the image's text at each place where there may be some
+# values as dialects write them, with the image's text at each place
 VALUES = (
     "{}", "{}=1Gi", "0={}", "0=1{}", "0,{}", "any:{}", "any:{}=1", "any,{}", "any,model={}", "any,memory{}",
     "any,free>=1{}", "GPU-{}", "1{}", "1%{}", "GPU-aaaaaaaa,{}", "[{}]", '{{"0":"{}"}}',
@@ -44,7 +44,7 @@ def containers(text: str) -> Iterator[Bundle]:
         yield pure.bundle("GPUSHARE_CDI_0=0", f"GPUSHARE_DEVICES={value}")
         yield pure.bundle("GPUSHARE_MEMORY=1Gi", annotations={MEMORY: value})
         yield pure.bundle(f"NVIDIA_REQUIRE_CUDA={value}", "GPUSHARE_DEVICES=0")
-    name = text.replace("=", "-")  # of a variable
+    name = text.replace("=", "-")  # the name of a variable
     yield pure.bundle(f"GPUSHARE_MEMORY{name}=1Gi")
     yield pure.bundle(f"GPUSHAREMEM{name}=1Gi")
     yield pure.bundle(f"GPUSHARE_CDI_{name}=0", "GPUSHARE_DEVICES=1")
@@ -69,7 +69,7 @@ def containers(text: str) -> Iterator[Bundle]:
 
 
 def lines(bundle: Bundle) -> Iterator[str]:
-    """All that is said about a container before its root is looked at."""
+    """All output about a container before its root is opened."""
     for node in POLICIES:
         for with_injected in (False, True):
             try:
@@ -85,11 +85,11 @@ def lines(bundle: Bundle) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_text_of_an_image_is_always_between_quotes(text: str) -> None:
-    told = 0
+def test_image_text_is_always_quoted(text: str) -> None:
+    quoted_lines = 0
     for bundle in containers(text):
         for line in lines(bundle):
             outside = re.sub(r'"[^"]*"', "", line)
             assert "made" not in outside and '"' not in outside and "$(" not in line and "`made" not in line, line
-            told += "made" in line
-    assert told > 300  # of which most are refusals that quote it
+            quoted_lines += "made" in line
+    assert quoted_lines > 300  # most are refusals that quote the text

@@ -1,4 +1,4 @@
-"""Which container a mount table belongs to."""
+"""Find the container that a mount table belongs to."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def share(root: str = "/containers/a1/share", point: str = "/usr/lib/gpushare", 
         (["", "garbage", "- -", "1 2 3 4 /usr/lib/gpushare -"], ()),
     ],
 )
-def test_shared_mounts(lines: list[str], found: tuple[tuple[str, str], ...]) -> None:
+def test_allocation_mounts_are_found_in_mount_table(lines: list[str], found: tuple[tuple[str, str], ...]) -> None:
     assert rebuild.shared_mounts("\n".join(lines).encode(), STATE) == found

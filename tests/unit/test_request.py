@@ -1,4 +1,4 @@
-"""One request out of several languages, and what policy says to it."""
+"""Combine requests of several dialects into one, and apply policy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def selection(*env: str, **more: Any) -> Optional[Selection]:
         ("GPUSHARE_DEVICES=",),
     ],
 )
-def test_nothing_asked(env: tuple[str, ...]) -> None:
+def test_container_without_request_resolves_to_none(env: tuple[str, ...]) -> None:
     assert resolve(*env) is None
 
 
@@ -55,7 +55,7 @@ def test_nothing_asked(env: tuple[str, ...]) -> None:
         (("GPUSHARE_DEVICES=any:2",), "own", Selection("any", count=2)),
         (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=1"), "own+nvidia", Selection("list", names=("1",))),
         (("GPUSHARE_PRIORITY=high", "NVIDIA_VISIBLE_DEVICES=1"), "own+nvidia", Selection("list", names=("1",))),
-        # own names win, also over void, and over whatever is wrong with the others
+        # gpushare's variables win, also over void, and despite any fault of the others
         (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=void"), "own", Selection("any", count=1)),
         (("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=none"), "own", Selection("any", count=1)),
         (("GPUSHARE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=1"), "own", Selection("list", names=("0",))),
@@ -63,25 +63,25 @@ def test_nothing_asked(env: tuple[str, ...]) -> None:
         (("GPUSHARE_DEVICES=none", "NVIDIA_VISIBLE_DEVICES=all"), "own", Selection("none")),
     ],
 )
-def test_combinations(env: tuple[str, ...], dialect: str, expected: Selection) -> None:
+def test_combination_selects_dialect_and_devices(env: tuple[str, ...], dialect: str, expected: Selection) -> None:
     found = resolve(*env)
     assert found is not None
     assert (found.dialect, found.selection) == (dialect, expected)
 
 
-def test_limits_survive_the_combination() -> None:
+def test_combined_request_keeps_limits() -> None:
     found = resolve("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=1")
     assert found and found.memory[0][1].limit_bytes == 4 << 30
     assert found.sources == (("NVIDIA_VISIBLE_DEVICES", "1"), ("GPUSHARE_MEMORY", "4Gi"))
 
 
 @pytest.mark.parametrize("word", ["void", "none"])
-def test_a_limit_on_nothing_is_refused(word: str) -> None:
+def test_limit_without_device_is_refused(word: str) -> None:
     with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": a limit, but GPUSHARE_DEVICES is {word}'):
         resolve("GPUSHARE_MEMORY=4Gi", f"GPUSHARE_DEVICES={word}")
 
 
-def test_sandbox_is_left_alone() -> None:
+def test_sandbox_request_is_ignored() -> None:
     assert resolve("GPUSHARE_MEMORY=banana", annotations=SANDBOX) is None
     assert not request.mentions(bundle("GPUSHARE_MEMORY=4Gi", annotations=SANDBOX))
 
@@ -96,32 +96,32 @@ def test_sandbox_is_left_alone() -> None:
         ((), {"train.gpushare.io/memory": "4Gi"}, True),
     ],
 )
-def test_mentions(env: tuple[str, ...], annotations: dict[str, str], expected: bool) -> None:
+def test_mentions_finds_requests(env: tuple[str, ...], annotations: dict[str, str], expected: bool) -> None:
     assert request.mentions(bundle(*env, annotations=annotations)) is expected
 
 
-def test_mentions_volume_requests() -> None:
+def test_mentions_finds_volume_requests() -> None:
     mount = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
     assert request.mentions(bundle(mounts=[mount]))
     assert resolve(mounts=[mount])
 
 
 @pytest.mark.parametrize("path", ["", "/", None, ".."])
-def test_a_request_needs_a_root_of_its_own(path: Any) -> None:
+def test_request_without_own_root_is_refused(path: Any) -> None:
     assert resolve("PATH=/bin", root={"path": path}) is None
     with pytest.raises(RequestError, match="root.path"):
         resolve("GPUSHARE_MEMORY=4Gi", root={"path": path})
 
 
-def test_unavailable_words() -> None:
+def test_disallowed_backend_is_refused() -> None:
     with pytest.raises(PolicyError, match='backend "mps" is not allowed on this node .*; use shim'):
         resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=mps")
     with pytest.raises(PolicyError, match='backend "shim" is not allowed'):
         resolve("GPUSHARE_MEMORY=4Gi", "GPUSHARE_BACKEND=shim", policy={"allowed_backends": ("mps",)})
 
 
-def test_own_words_that_policy_does_not_take_are_refused() -> None:
-    """Not ignored: a limit would be lifted, if a device comes from elsewhere."""
+def test_unaccepted_own_variable_is_refused() -> None:
+    """Not ignored: otherwise a limit would be lost when a device comes from another source."""
     with pytest.raises(PolicyError, match=r'GPUSHARE_MEMORY="4Gi": requests in env .*; set policy.accept.env'):
         resolve("GPUSHARE_MEMORY=4Gi", policy={"accept_env": "never"})
     with pytest.raises(PolicyError, match="policy.accept.annotations"):
@@ -130,7 +130,7 @@ def test_own_words_that_policy_does_not_take_are_refused() -> None:
     assert resolve("GPUSHARE_MEMORY=4Gi", policy={"accept_env": "privileged"}, process=PRIVILEGED)
 
 
-def test_nvidia_words_that_policy_does_not_take_are_ignored() -> None:
+def test_unaccepted_nvidia_variable_is_ignored() -> None:
     """Every CUDA image sets them."""
     assert resolve("NVIDIA_VISIBLE_DEVICES=all", policy={"accept_env": "never"}) is None
     mount = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
@@ -140,13 +140,13 @@ def test_nvidia_words_that_policy_does_not_take_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPUSHARE_GPU_MEM", "GPUSHARE_MEMORY_LIMIT", "gpushare_gpu_memory", "GPUSHARE_"])
-def test_unknown_names_beside_a_request(name: str) -> None:
+def test_unknown_variable_beside_request_is_refused(name: str) -> None:
     assert resolve(f"{name}=4Gi") is None
     with pytest.raises(RequestError, match=f'{name}="4Gi": unknown name; use GPUSHARE_DEVICES, '):
         resolve("NVIDIA_VISIBLE_DEVICES=all", f"{name}=4Gi")
 
 
-def test_limit_for_a_container_of_a_pod_is_not_lost_where_no_container_has_a_name() -> None:
+def test_scoped_limit_without_container_name_is_refused() -> None:
     limit = {"app.gpushare.io/memory": "4Gi"}
     assert resolve(annotations=limit) is None
     with pytest.raises(RequestError, match=r'app\.gpushare\.io/memory="4Gi": the engine does not say which'):
@@ -156,18 +156,18 @@ def test_limit_for_a_container_of_a_pod_is_not_lost_where_no_container_has_a_nam
 
 
 @pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "X_PORT_80_TCP"])
-def test_service_links_are_no_requests(name: str) -> None:
+def test_service_link_variable_is_ignored(name: str) -> None:
     assert resolve("NVIDIA_VISIBLE_DEVICES=all", f"GPUSHARE_{name}=10.0.0.1")
 
 
-def test_errors_pass_through() -> None:
+def test_dialect_errors_pass_through() -> None:
     with pytest.raises(DeviceError):
         resolve("NVIDIA_VISIBLE_DEVICES=7")
     with pytest.raises(RequestError):
         resolve("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=banana")
 
 
-def test_conflicts_are_refused_by_name() -> None:
+def test_conflicting_hook_is_refused_by_name() -> None:
     container = bundle(
         "GPUSHARE_MEMORY=4Gi",
         hooks={"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]},

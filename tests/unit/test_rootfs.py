@@ -1,4 +1,4 @@
-"""rootfs.probe on small trees, as images have them and as tenants would craft them."""
+"""rootfs.probe on small trees: ordinary images and hostile ones."""
 
 from __future__ import annotations
 
@@ -67,21 +67,21 @@ def debian(tree: Tree) -> Tree:
 
 @pytest.fixture(autouse=True)
 def _nothing_blocks() -> Iterator[None]:
-    signal.alarm(20)  # opening a FIFO would wait for ever
+    signal.alarm(20)  # opening a FIFO would block forever
     yield
     signal.alarm(0)
 
 
-# Where the image keeps its libc
+# The libc of the image
 
 
-def test_multiarch_by_its_cache(debian: Tree) -> None:
+def test_multiarch_directory_is_found_by_cache(debian: Tree) -> None:
     image = debian.probe()
     assert (image.libdir, image.machine, image.has_ldcache, image.ldcache_note) == (MULTIARCH, MACHINE, True, "")
 
 
 @pytest.mark.parametrize("directory", [MULTIARCH, "/usr/lib64", "/lib64", "/usr/lib"])
-def test_known_directories_without_a_cache(tree: Tree, directory: str) -> None:
+def test_known_directory_is_found_without_cache(tree: Tree, directory: str) -> None:
     tree.library(f"{directory}/libc.so.6")
     image = tree.probe()
     assert (image.libdir, image.machine) == (directory, MACHINE)
@@ -89,26 +89,26 @@ def test_known_directories_without_a_cache(tree: Tree, directory: str) -> None:
     assert "no /etc/ld.so.cache" in image.ldcache_note
 
 
-def test_the_cache_wins_over_known_directories(tree: Tree) -> None:
+def test_cache_overrides_known_directories(tree: Tree) -> None:
     tree.library("/usr/lib64/libc.so.6")
     tree.library("/opt/glibc/lib/libc.so.6")
     tree.cache(("libc.so.6", "/opt/glibc/lib/libc.so.6"))
     assert tree.probe().libdir == "/opt/glibc/lib"
 
 
-def test_a_libc_of_another_machine_is_passed_over(debian: Tree) -> None:
+def test_libc_of_other_machine_is_ignored(debian: Tree) -> None:
     debian.library("/usr/lib64/libc.so.6", machine="i386")
     assert debian.probe().machine == MACHINE
     os.remove(debian.path / MULTIARCH[1:] / "libc.so.6")
     assert (debian.probe().libdir, debian.probe().machine) == ("/usr/lib64", "i386")
 
 
-def test_no_glibc(tree: Tree) -> None:
+def test_image_without_glibc_has_no_libdir(tree: Tree) -> None:
     tree.library("/lib/ld-musl-x86_64.so.1")
     assert tree.probe() == Image("", "", False, "no /etc/ld.so.cache in the image")
 
 
-def test_a_libc_that_is_a_script_or_a_fifo_is_none(tree: Tree) -> None:
+def test_script_or_fifo_is_no_libc(tree: Tree) -> None:
     tree.write("/usr/lib64/libc.so.6", b"#!/bin/sh")
     (tree.path / "lib64").mkdir()
     os.mkfifo(tree.path / "lib64/libc.so.6")
@@ -122,7 +122,7 @@ def drivers(image: Image) -> dict[str, str]:
     return dict(image.other_drivers)
 
 
-def test_every_place_that_a_loader_prefers(debian: Tree) -> None:
+def test_drivers_in_preferred_loader_directories_are_found(debian: Tree) -> None:
     places = {
         f"{MULTIARCH}/libcuda.so.470.82.01": "libcuda.so.1",
         f"{MULTIARCH}/glibc-hwcaps/x86-64-v3/libcuda.so.1": "libcuda.so.1",
@@ -143,14 +143,14 @@ def test_every_place_that_a_loader_prefers(debian: Tree) -> None:
     assert image.existing_links == ((f"{MULTIARCH}/libcuda.so.1", "libcuda.so.470.82.01"),)
 
 
-def test_a_link_is_reported_as_where_it_ends_once(debian: Tree) -> None:
+def test_linked_driver_is_reported_once_by_target(debian: Tree) -> None:
     debian.library("/opt/a/real.so", "libcuda.so.1")
     debian.link("/opt/a/libcuda.so.1", "real.so")
     debian.link("/opt/b", "a")
     assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/a:/opt/b"))) == {"/opt/a/real.so": "libcuda.so.1"}
 
 
-def test_a_link_to_something_else_is_not_ours_to_cover(debian: Tree) -> None:
+def test_link_to_unrelated_file_is_ignored(debian: Tree) -> None:
     debian.write("/etc/passwd", b"root:x:0:0")
     debian.library(f"{MULTIARCH}/libz.so.1")
     for index, text in enumerate(
@@ -160,7 +160,7 @@ def test_a_link_to_something_else_is_not_ours_to_cover(debian: Tree) -> None:
     assert drivers(debian.probe(("LD_LIBRARY_PATH", "/opt/0:/opt/1:/opt/2:/opt/3"))) == {}
 
 
-def test_an_empty_file_is_an_earlier_mount_point(debian: Tree) -> None:
+def test_empty_file_is_ignored_as_old_mount_point(debian: Tree) -> None:
     debian.write(f"{MULTIARCH}/libcuda.so.535.261.03")
     assert drivers(debian.probe()) == {}
 
@@ -178,14 +178,14 @@ def test_loader_tokens_are_expanded(debian: Tree) -> None:
      "/proc/self/root:/proc/self/fd/0", "/etc/passwd:/fifo:/loop", "/\ud800:/x", "/../../../../..", "\n/x:/%s%n{}"],
     ids=lambda v: repr(v[:12]),
 )  # fmt: skip
-def test_hostile_library_paths(debian: Tree, value: str) -> None:
+def test_hostile_library_path_is_ignored(debian: Tree, value: str) -> None:
     os.mkfifo(debian.path / "fifo")
     debian.link("/loop", "loop")
     image = debian.probe(("LD_LIBRARY_PATH", value))
     assert (image.libdir, drivers(image)) == (MULTIARCH, {})
 
 
-def test_nothing_that_is_not_a_regular_file_is_opened(debian: Tree) -> None:
+def test_special_files_are_not_opened(debian: Tree) -> None:
     directory = debian.path / "opt"
     directory.mkdir()
     os.mkfifo(directory / "libcuda.so.1")
@@ -196,7 +196,7 @@ def test_nothing_that_is_not_a_regular_file_is_opened(debian: Tree) -> None:
     server.close()
 
 
-def test_nothing_outside_the_root_is_seen(debian: Tree, tmp_path: Path) -> None:
+def test_files_outside_root_are_ignored(debian: Tree, tmp_path: Path) -> None:
     outside = Tree(tmp_path / "outside")
     outside.library("/libcuda.so.1")
     debian.link("/opt/out", "../../outside")
@@ -204,7 +204,7 @@ def test_nothing_outside_the_root_is_seen(debian: Tree, tmp_path: Path) -> None:
     assert drivers(debian.probe(("LD_LIBRARY_PATH", f"/opt/out:/opt/absolute:{outside.path}"))) == {}
 
 
-def test_a_directory_with_many_names_is_read_up_to_a_bound(debian: Tree) -> None:
+def test_large_directory_is_read_up_to_bound(debian: Tree) -> None:
     for index in range(5000):
         debian.link(f"{MULTIARCH}/libcuda.so.{index}", "libc.so.6")
     image = debian.probe()
@@ -215,32 +215,32 @@ def test_a_directory_with_many_names_is_read_up_to_a_bound(debian: Tree) -> None
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "note"),
     [(b"", "not an ld.so.cache"), (b"x" * 100, "not an ld.so.cache"), (build()[:40], "cut off"),
      (b"glibc-ld.so.cache1.1" + b"\xff" * 60, "malformed")],
 )  # fmt: skip
-def test_a_malformed_cache_is_left_alone(debian: Tree, content: bytes, says: str) -> None:
+def test_malformed_cache_is_not_changed(debian: Tree, content: bytes, note: str) -> None:
     debian.write("/etc/ld.so.cache", content)
     image = debian.probe()
     assert not image.has_ldcache
-    assert says in image.ldcache_note
+    assert note in image.ldcache_note
     assert image.libdir == MULTIARCH
 
 
-def test_a_cache_of_16_gib_is_not_read(debian: Tree) -> None:
+def test_huge_cache_is_not_read(debian: Tree) -> None:
     os.truncate(debian.path / "etc/ld.so.cache", 16 << 30)
     assert "17179869184 bytes" in debian.probe().ldcache_note
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
-def test_a_cache_that_is_no_regular_file_is_left_alone(debian: Tree, kind: str) -> None:
+def test_special_file_as_cache_is_not_changed(debian: Tree, kind: str) -> None:
     path = debian.path / "etc/ld.so.cache"
     path.rename(debian.path / "etc/real.cache")
     {"fifo": os.mkfifo, "directory": os.mkdir, "link": lambda p: os.symlink("real.cache", p)}[kind](path)
     assert "not a regular file" in debian.probe().ldcache_note
 
 
-def test_names_that_share_their_tail_with_a_path_are_found(debian: Tree) -> None:
+def test_name_stored_as_end_of_path_is_found(debian: Tree) -> None:
     """ldconfig stores "libcuda.so.1" only once, as the end of its path."""
     debian.library("/srv/libcuda.so.1")
     cache = ldcache.parse((debian.path / "etc/ld.so.cache").read_bytes())
@@ -253,8 +253,8 @@ def test_names_that_share_their_tail_with_a_path_are_found(debian: Tree) -> None
     assert drivers(debian.probe()) == {"/srv/libcuda.so.1": "libcuda.so.1"}
 
 
-def test_a_cache_whose_entries_share_one_endless_path_costs_nothing(debian: Tree) -> None:
-    """4 MiB of file, 130 GB when each of its entries gets its own copy of the path."""
+def test_entries_sharing_long_path_use_little_memory(debian: Tree) -> None:
+    """4 MiB of file would become 130 GB if each entry got its own copy of the path."""
     path = b"/" + b"a" * (5 << 19)
     entry = ldcache.Entry(FLAGS[MACHINE], 0, 13, 0, 0)
     strings = b"libcuda.so.1\0" + path + b"\0"
@@ -270,13 +270,13 @@ def test_a_cache_whose_entries_share_one_endless_path_costs_nothing(debian: Tree
 # The root itself
 
 
-def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_root_is_named(tmp_path: Path) -> None:
     missing = Bundle("x", 0, str(tmp_path), str(tmp_path / "no-root"), (), {}, "", "", "", False, {})
     with pytest.raises(KernelError, match="no-root.*No such file.*root.path"):
         rootfs.open_root(missing)
 
 
-def test_no_descriptor_is_left_open(debian: Tree) -> None:
+def test_probe_leaks_no_descriptors(debian: Tree) -> None:
     debian.library("/opt/libcuda.so.1")
     debian.probe(("LD_LIBRARY_PATH", "/opt"))
     before = len(os.listdir("/proc/self/fd"))
@@ -284,8 +284,8 @@ def test_no_descriptor_is_left_open(debian: Tree) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_links_in_the_path_of_the_root_stay_in_the_container_s_namespace(tmp_path: Path) -> None:
-    """crun takes a root.path through links; opened from outside, an absolute one led to our own mounts instead."""
+def test_links_in_root_path_resolve_in_container_namespace(tmp_path: Path) -> None:
+    """crun follows links in root.path; an absolute link opened from outside led to the host's mounts instead."""
     (tmp_path / "disk" / "root").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     mounts = f"mount -t tmpfs gpushare-test {tmp_path}/disk/root && echo ready && exec sleep 600"
@@ -301,37 +301,37 @@ def test_links_in_the_path_of_the_root_stay_in_the_container_s_namespace(tmp_pat
             process.kill()
 
 
-# Stores of packages, and a second glibc
+# Package stores, and a second glibc
 
 
 @pytest.mark.parametrize("store", ["/nix/store", "/gnu/store"])
-def test_a_glibc_in_a_store(tree: Tree, store: str) -> None:
+def test_glibc_in_package_store_is_found(tree: Tree, store: str) -> None:
     tree.library(f"{store}/abc-glibc-2.39/lib/libc.so.6")
     tree.library(f"{store}/abc-musl-1.2/lib/libc.so.6", machine="i386")
     assert (tree.probe().libdir, tree.probe().machine) == ("/run/opengl-driver/lib", MACHINE)
     assert tree.probe(("LD_LIBRARY_PATH", "/opt/x:/usr/lib64")).libdir == "/usr/lib64"
 
 
-def test_a_store_beside_an_ordinary_glibc_changes_nothing(debian: Tree) -> None:
+def test_ordinary_glibc_precedes_package_store(debian: Tree) -> None:
     debian.library("/nix/store/abc-glibc-2.39/lib/libc.so.6")
     assert debian.probe().libdir == MULTIARCH
 
 
 @pytest.mark.parametrize("directory", ["/usr/lib/i386-linux-gnu", "/usr/lib32"])
-def test_a_32_bit_glibc_beside_the_other(debian: Tree, directory: str) -> None:
+def test_32_bit_glibc_beside_64_bit_is_found(debian: Tree, directory: str) -> None:
     assert debian.probe().libdir32 == ""
     debian.library(f"{directory}/libc.so.6", machine="i386")
     assert (debian.probe().libdir, debian.probe().libdir32) == (MULTIARCH, directory)
 
 
-def test_a_compat_directory_that_is_linked_only_at_run_time(debian: Tree) -> None:
+def test_unlinked_compat_directory_is_searched(debian: Tree) -> None:
     debian.library("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15", "libcuda.so.1")
     debian.link("/usr/local/cuda-12.4/compat/lib.real/libcuda.so.1", "libcuda.so.550.54.15")
     assert drivers(debian.probe()) == {"/usr/local/cuda-12.4/compat/lib.real/libcuda.so.550.54.15": "libcuda.so.1"}
 
 
-def test_what_is_not_there_is_not_asked_for(debian: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA's images name two directories in LD_LIBRARY_PATH that they do not have: one look at each, not 32."""
+def test_missing_directory_is_looked_up_once(debian: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's images name two missing directories in LD_LIBRARY_PATH: one lookup each, not 32."""
     asked: list[str] = []
     real = syscalls.openat2
 

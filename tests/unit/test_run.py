@@ -1,4 +1,4 @@
-"""gpushare run without effects: what is asked for, which program is meant, who it runs as; and a user's namespaces."""
+"""gpushare run without effects: its request, program and user; and the namespaces of an unprivileged user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job(*asked: tuple[str, str], name: str = "j", command: tuple[str, ...] = ("t
     return run.Job(name, command, asked)
 
 
-def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> None:
+def test_flags_and_gpushare_variables_are_the_only_requests() -> None:
     environment = {
         b"GPUSHARE_MEMORY": b"1Gi",
         b"NVIDIA_VISIBLE_DEVICES": b"all",
@@ -37,23 +37,23 @@ def test_flags_replace_variables_and_nothing_else_of_the_environment_asks() -> N
     asked = request.resolve(bundle, pure.node(), on_host=True)
     assert asked is not None and asked.memory[0][1].limit_bytes == 2 << 30
     with pytest.raises(RequestError, match=r"root\.path"):
-        request.resolve(bundle, pure.node())  # a container must have a root of its own, as before
+        request.resolve(bundle, pure.node())  # a container must still have its own root
 
 
 @pytest.mark.parametrize("value", ["0,1", "none"])
-def test_a_named_device_is_kept(value: str) -> None:
+def test_named_device_is_kept(value: str) -> None:
     assert (constants.ENV_DEVICES, value) in run.bundle_of(job((constants.ENV_DEVICES, value)), {}).env
     assert (constants.ENV_DEVICES, value) in run.bundle_of(job(), {b"GPUSHARE_DEVICES": value.encode()}).env
 
 
-def test_the_command_is_shown_quoted_and_bounded() -> None:
+def test_command_is_shown_quoted_and_truncated() -> None:
     assert run.bundle_of(job(command=("sh", "-c", "a b")), {}).path == "sh -c 'a b'"
     long = run.bundle_of(job(command=("x" * 9000,)), {}).path
     assert len(long) == 256 and long.endswith("…")
     assert run.bundle_of(job(command=("a\udcff",)), {}).path.isascii()
 
 
-def test_names() -> None:
+def test_default_name_is_valid_and_unique() -> None:
     assert default_name("/opt/my train.py") == f"my_train.py-{os.getpid()}"
     assert default_name("../..") == default_name("-") == f"program-{os.getpid()}"
     assert default_name("ünï") == f"_n_-{os.getpid()}"
@@ -61,7 +61,7 @@ def test_names() -> None:
         run.bundle_of(job(name="a/b"), {})
 
 
-def test_the_program_is_the_one_that_execvp_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_is_found_like_execvp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for directory, mode in (("first", 0o644), ("second", 0o755), ("third", 0o755)):
         (tmp_path / directory).mkdir()
         (tmp_path / directory / "tool").write_text("#!/bin/sh\n")
@@ -78,12 +78,12 @@ def test_the_program_is_the_one_that_execvp_takes(tmp_path: Path, monkeypatch: p
     assert run.find("sh") in ("/bin/sh", "/usr/bin/sh")
 
 
-def test_errors_name_flags_as_they_are_typed() -> None:
-    """One variable's name is the beginning of another's."""
-    said = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
+def test_errors_name_flags() -> None:
+    """One variable's name is a prefix of another's."""
+    text = "GPUSHARE_COMPUTE_MODE=soft and GPUSHARE_COMPUTE, NO_GPUSHARE_MEMORY"
     given = [constants.ENV_COMPUTE, constants.ENV_MEMORY]
-    assert as_typed(said, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
-    assert as_typed(said, [*given, constants.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
+    assert as_typed(text, given) == "GPUSHARE_COMPUTE_MODE=soft and --compute, NO_GPUSHARE_MEMORY"
+    assert as_typed(text, [*given, constants.ENV_COMPUTE_MODE]).startswith("--compute-mode=soft and --compute,")
     options = {option for one in run_command.params for option in one.opts}
     for variable in gpushare_env.ROWS:
         assert as_typed(variable, [variable]) in options
@@ -99,7 +99,7 @@ def test_errors_name_flags_as_they_are_typed() -> None:
         ((), "NVIDIA_VISIBLE_DEVICES", "set --memory"),
     ],
 )
-def test_hints_are_in_the_words_that_somebody_uses(
+def test_hints_name_flags_or_variables_of_user(
     words: tuple[str, ...], variable: str, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
@@ -112,7 +112,7 @@ def test_hints_are_in_the_words_that_somebody_uses(
     assert caught.value.hint == hint
 
 
-def test_users() -> None:
+def test_user_option_is_parsed() -> None:
     assert user_of("0") == run.User(0, 0, tuple(os.getgrouplist("root", 0)))
     assert user_of("root:daemon")[:2] == (0, 1)
     assert user_of("65000:65001") == run.User(65000, 65001, (65001,))
@@ -124,19 +124,19 @@ def test_users() -> None:
             user_of(text)
 
 
-def test_an_empty_user_is_not_root() -> None:
-    """As of `--user "$WHO"` in a script, where WHO is not set."""
+def test_empty_user_is_refused() -> None:
+    """As with `--user "$WHO"` in a script that leaves WHO unset."""
     with pytest.raises(RequestError, match="no such user"):
         group.main(["run", "--user", "", "--", "true"], standalone_mode=False)
 
 
-def test_a_misspelt_limit_is_refused_as_in_a_container() -> None:
+def test_misspelt_limit_is_refused() -> None:
     for name in (b"GPUSHAREMEMORY", b"gpushare_memory", b"GPU_SHARE_MEMORY"):
         with pytest.raises(RequestError, match="unknown name; did you mean GPUSHARE_MEMORY"):
             request.resolve(run.bundle_of(job(), {name: b"1Gi"}), pure.node(), on_host=True)
 
 
-def test_a_directory_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_working_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -144,7 +144,7 @@ def test_a_directory_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         run.start(job(), run.Paths("/none", "/none"))
 
 
-# Without rights
+# Without root
 
 
 def test_root_is_not_rootless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +155,15 @@ def test_root_is_not_rootless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("uid", "table", "expected"),
     [
-        (1000, ["0", "0", "4294967295"], "/run/user/1000/gpushare"),  # a user as he logged in
+        (1000, ["0", "0", "4294967295"], "/run/user/1000/gpushare"),  # a logged-in user
         (0, ["0", "1000", "1"], "/run/user/1000/gpushare"),  # "root" of rootless podman
         (1000, ["1000", "1000", "1"], "/run/user/1000/gpushare"),  # below gpushare run
-        (5, ["0", "1000", "1"], "/run/user/5/gpushare"),  # in no line that we read
+        (5, ["0", "1000", "1"], "/run/user/5/gpushare"),  # not in the mapped range
     ],
 )
-def test_whose_runtime_directory(monkeypatch: pytest.MonkeyPatch, uid: int, table: list[str], expected: str) -> None:
+def test_runtime_directory_belongs_to_mapped_user(
+    monkeypatch: pytest.MonkeyPatch, uid: int, table: list[str], expected: str
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
@@ -169,7 +171,7 @@ def test_whose_runtime_directory(monkeypatch: pytest.MonkeyPatch, uid: int, tabl
     assert rootless.state_dir() == expected
 
 
-def test_a_runtime_directory_must_be_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_runtime_directory_writable_by_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     for mode, good in ((0o700, True), (0o755, True), (0o770, False), (0o1777, False)):
         tmp_path.chmod(mode)
@@ -179,17 +181,17 @@ def test_a_runtime_directory_must_be_the_users_own(monkeypatch: pytest.MonkeyPat
     assert rootless.state_dir().startswith("/run/user/")
 
 
-def test_a_users_state_is_plain_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rootless_state_is_plain_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     state = str(tmp_path / "gpushare")
     assert not storage.is_ready(state)
     storage.prepare(state)
     assert storage.is_ready(state) and os.stat(state).st_dev == os.stat(tmp_path).st_dev
     os.unlink(f"{state}/rootless")
-    assert not storage.is_ready(state)  # for root, a directory that is no mount has lost its content
+    assert not storage.is_ready(state)  # for root, a directory that is not a mount point has lost its content
 
 
-def test_a_kernel_without_user_namespaces_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_user_namespaces_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(kinds: int, what: str) -> None:
         raise syscalls.SyscallError("unshare", what, 1)
 
@@ -198,5 +200,5 @@ def test_a_kernel_without_user_namespaces_is_one_clear_line(monkeypatch: pytest.
         run._enter_user_namespace()
 
 
-def test_a_command_that_cannot_run_has_its_own_code() -> None:
+def test_unexecutable_command_has_own_exit_code() -> None:
     assert issubclass(run.CannotExecute, GpushareError) and run.CannotExecute("x").exit_code == 1

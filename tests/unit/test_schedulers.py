@@ -1,6 +1,6 @@
-"""Other schedulers' words: when they are looked at, which of them count, and that nobody gets more by them.
+"""Requests of other schedulers: when they are parsed, which count, and that they never raise a limit.
 
-What each of them means is in tests/golden/dialects.
+tests/golden/dialects has the meaning of each.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def asked(*env: str, **more: Any) -> Request:
     return found
 
 
-# Which containers they are looked at in
+# Containers whose variables are parsed
 
 
 @pytest.mark.parametrize("name", ASKING)
 @pytest.mark.parametrize("number", ["", "_0"])
-def test_a_word_that_asks_is_never_overlooked(name: str, number: str) -> None:
-    """Neither by the launcher, which looks for words in the text, nor by the hook."""
+def test_requesting_variable_is_always_found(name: str, number: str) -> None:
+    """Neither the launcher, which searches the text, nor the hook misses it."""
     assert request.mentions(bundle(f"{name}{number}=1"))
     assert any(trigger.lower() in f"{name}{number}".lower() for trigger in request.RAW_TRIGGERS)
 
 
 @pytest.mark.parametrize("key", sorted(registry.KEYS))
-def test_an_annotation_is_never_overlooked(key: str) -> None:
+def test_annotation_is_always_found(key: str) -> None:
     assert request.mentions(bundle(annotations={key: "1"}))
     assert any(trigger.lower() in key.lower() for trigger in request.RAW_TRIGGERS)
 
@@ -62,29 +62,29 @@ def test_an_annotation_is_never_overlooked(key: str) -> None:
         "GPU_MEM_PER_DEVICE=1",
     ],
 )
-def test_what_asks_for_nothing_costs_nothing(line: str) -> None:
+def test_variable_without_request_is_ignored(line: str) -> None:
     assert not request.mentions(bundle(line))
     assert resolve(line) is None
 
 
-def test_every_row_is_a_module_and_every_module_a_row() -> None:
+def test_every_row_has_a_module() -> None:
     for row in registry.SCHEDULERS:
         assert callable(registry.reader(row)), row.name
     assert len({row.name for row in registry.ROWS}) == len(registry.ROWS)
     assert set(request.DIALECTS) == {row.name for row in registry.ROWS} - {row.name for row in registry.SCHEDULERS}
 
 
-def test_triggers_are_what_the_launcher_can_find() -> None:
+def test_triggers_fit_launcher_search() -> None:
     for trigger in request.RAW_TRIGGERS:
         assert len(trigger) < 64
         assert all(c.isascii() and (c.isalnum() or c in "._-/") for c in trigger), trigger
 
 
-# Devices that are in config.json already
+# Devices that config.json has already
 
 
-def test_limits_of_devices_that_others_injected() -> None:
-    """HAMi with CDI: the device is there, the variable says void."""
+def test_limit_applies_to_injected_device() -> None:
+    """HAMi with CDI: the device is injected, and the variable is void."""
     env = ("NVIDIA_VISIBLE_DEVICES=void", "CUDA_DEVICE_MEMORY_LIMIT_0=3000m", "CUDA_DEVICE_SM_LIMIT=30")
     found = asked(*env, runtime=True, linux=injected(1))
     assert found.dialect == "injected+hami"
@@ -92,7 +92,7 @@ def test_limits_of_devices_that_others_injected() -> None:
     assert (found.memory[0][1].limit_bytes, found.compute) == (3000 << 20, ((None, 30),))
 
 
-def test_a_word_for_devices_that_others_injected() -> None:
+def test_indexed_limit_applies_to_injected_device() -> None:
     assert asked("CUDA_MEM_LIMIT_1=2g", runtime=True, linux=injected(1)).dialect == "injected+vgpu-manager"
     with pytest.raises(
         RequestError, match=r'GPU_DEVICES_UUID="GPU-aaaa.*" and .*config.json"="/dev/nvidia1" name diff'
@@ -100,7 +100,7 @@ def test_a_word_for_devices_that_others_injected() -> None:
         resolve(f"GPU_DEVICES_UUID={UUIDS[0]}", "CUDA_MEM_LIMIT=2g", runtime=True, linux=injected(1))
 
 
-def test_a_device_that_nobody_limits_is_not_limited_by_chance() -> None:
+def test_limit_for_other_device_is_refused() -> None:
     with pytest.raises(
         RequestError, match='CUDA_MEM_LIMIT_0="2g": a limit for another device, but this container gets'
     ):
@@ -110,7 +110,7 @@ def test_a_device_that_nobody_limits_is_not_limited_by_chance() -> None:
 # MIG, unknown sizes
 
 
-def test_the_index_of_a_divided_gpu_stands_for_all_its_parts() -> None:
+def test_index_of_divided_gpu_means_all_mig_devices() -> None:
     host = Node(node().config, MIG_HOST)
     gpu = MIG_HOST.mig[0].index
     found = asked(f"CUDA_MEM_LIMIT_{gpu}=1g", f"NVIDIA_VISIBLE_DEVICES={gpu}", host=host)
@@ -119,29 +119,29 @@ def test_the_index_of_a_divided_gpu_stands_for_all_its_parts() -> None:
     assert {share.memory_limit_bytes for share in shares} == {1 << 30}
 
 
-def test_a_part_of_a_device_of_unknown_size_is_refused_not_forgotten() -> None:
+def test_fraction_of_unknown_size_is_refused() -> None:
     unknown = Node(node().config, Inventory("/", "1", (device(0, memory_bytes=0),)))
     found = asked("GPU_PORTION=0.5", "CUDA_DEVICE_MEMORY_LIMIT=1g", "NVIDIA_VISIBLE_DEVICES=0", host=unknown)
     with pytest.raises(DeviceError, match="its memory size is not known"):
         placement.grant(found, unknown, ledger())
 
 
-def test_where_there_is_no_device_that_is_what_is_said() -> None:
+def test_missing_device_is_reported_before_limits() -> None:
     words = ("CUDA_DEVICE_MEMORY_LIMIT_0=1g", "NVIDIA_VISIBLE_DEVICES=all")
     for host, why in ((node(0), "no NVIDIA device on this host"), (node(allowed_devices=("7",)), "not among")):
         with pytest.raises((DeviceError, PolicyError), match=why):
             placement.grant(asked(*words, host=host), host, ledger())
 
 
-def test_devices_of_different_sizes_get_their_own_part() -> None:
+def test_fraction_applies_to_each_device_size() -> None:
     host = Node(node().config, Inventory("/", "1", (device(0), device(1, memory_bytes=8 << 30))))
     found = asked("GPU_PORTION=0.5", "NVIDIA_VISIBLE_DEVICES=all", host=host)
     assert [share.memory_limit_bytes for share in placement.grant(found, host, ledger())] == [8 << 30, 4 << 30]
-    picked = asked("GPU_PORTION=0.5", host=host)  # which one is not known yet
+    picked = asked("GPU_PORTION=0.5", host=host)  # the device is not chosen yet
     assert placement.grant(picked, host, ledger())[0].memory_limit_bytes == 8 << 30
 
 
-def test_a_rounded_part_agrees_only_where_it_agrees_on_every_device() -> None:
+def test_fraction_and_amount_must_agree_on_every_device() -> None:
     sizes = (device(0), device(1, memory_bytes=8 << 30))
     host = Node(node().config, Inventory("/", "1", sizes))
     words = ("GPU_PORTION=0.5", "CUDA_DEVICE_MEMORY_LIMIT=8g")
@@ -154,7 +154,7 @@ def test_a_rounded_part_agrees_only_where_it_agrees_on_every_device() -> None:
 # Pods, policy
 
 
-def test_one_share_for_a_pod_does_not_become_one_for_each_container() -> None:
+def test_pod_limit_is_granted_to_one_container() -> None:
     def of(name: str) -> tuple[Request, Any]:
         one = bundle(NVIDIA, annotations=pod(name, **{"gpu-fraction": "0.5"}), container_id=name)
         found = request.resolve(one, node())
@@ -173,28 +173,28 @@ def ledger_lease(found: Request, one: Any) -> Any:
     return lease(share(0, 1, 8 << 30), container_id=one.id)._replace(sandbox=policy.pod_wide(found, one))
 
 
-def test_a_portion_in_the_container_is_its_own() -> None:
-    """What KAI writes beside its annotation reaches one container only."""
+def test_fraction_variable_is_not_pod_wide() -> None:
+    """KAI's variable beside its annotation reaches only one container."""
     one = bundle(NVIDIA, "GPU_PORTION=0.50", annotations=pod("a", **{"gpu-fraction": "0.5"}))
     found = request.resolve(one, node())
     assert found is not None and policy.pod_wide(found, one) == ""
 
 
 @pytest.mark.parametrize(("privileged", "memory"), [(False, True), (True, False)])
-def test_switches_for_privileged_containers_only(privileged: bool, memory: bool) -> None:
+def test_switch_is_accepted_only_from_privileged_container(privileged: bool, memory: bool) -> None:
     process = PRIVILEGED if privileged else {}
     words = (NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true")
     assert bool(asked(*words, rules={"accept_switches": "privileged"}, process=process).memory) is memory
 
 
-def test_a_limit_that_was_switched_off_is_none_to_other_rules() -> None:
+def test_disabled_limit_does_not_satisfy_required_limit() -> None:
     words = (NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true")
     host = node(accept_switches="always", require_limits=True)
-    with pytest.raises(PolicyError, match="no memory limit was asked for"):
+    with pytest.raises(PolicyError, match="no memory limit is requested"):
         placement.grant(asked(*words, host=host), host, ledger())
 
 
-def test_ignored_says_why_for_each_word_and_who_won() -> None:
+def test_ignored_variables_are_reported_with_reason() -> None:
     found = asked(
         "GPUSHARE_MEMORY=4Gi", NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "GPU_PORTION=0.5", "CUDA_DEVICE_SM_LIMIT=20"
     )
@@ -211,7 +211,7 @@ def unused(*env: str, rules: Any = None, **spec: Any) -> tuple[str, ...]:
     return request.unused(one, host)
 
 
-def test_nothing_asked_says_why_too() -> None:
+def test_unused_variables_without_request_are_reported() -> None:
     limit = "CUDA_DEVICE_MEMORY_LIMIT=1g"
     assert unused() == unused(limit, annotations={"io.kubernetes.cri.container-type": "sandbox"}) == ()
     assert unused(limit, rules={"disabled_dialects": ("hami",)}) == (f"{_(limit)}: policy.dialects.disabled has hami",)
@@ -234,8 +234,8 @@ def _(line: str) -> str:
     return f'{name}="{value}"'
 
 
-def test_a_pods_limit_on_a_device_that_others_injected_is_not_forgotten_by_the_hook() -> None:
-    """Which cannot take the device out: it refuses, with or without a device in words."""
+def test_hook_refuses_pod_limit_on_injected_device() -> None:
+    """The hook cannot remove the device, so it refuses, with or without a device request."""
     one = bundle(linux=injected(1), annotations=pod("train", **{"gpu-fraction": "0.5"}))
     found = request.resolve(one, node())
     assert found is not None
@@ -243,13 +243,13 @@ def test_a_pods_limit_on_a_device_that_others_injected_is_not_forgotten_by_the_h
         request.refuse_conflicts(one, found)
 
 
-def test_a_variable_that_nobody_listens_to_names_no_device() -> None:
+def test_unaccepted_variable_names_no_device() -> None:
     annotations = pod("log", **{"gpu-fraction": "0.5"})
     rules = {"accept_env": "never"}
     assert resolve("CUDA_DEVICE_MEMORY_LIMIT=1g", annotations=annotations, rules=rules) is None
 
 
-# Nobody gets more than the least that was said
+# The smallest requested limit applies
 
 AMOUNTS = {"1g": 1 << 30, "2048m": 2 << 30, "3221225472": 3 << 30}
 SWITCHES = [
@@ -272,7 +272,7 @@ MPS = st.sampled_from(["1G", "2G"]).map(lambda text: (f"CUDA_MPS_PINNED_DEVICE_M
     st.lists(st.sampled_from(SWITCHES), max_size=2),
     st.booleans(),
 )
-def test_who_is_limited_by_anybody_is_limited(limits: Any, switches: list[str], own_device: bool) -> None:
+def test_limit_of_any_scheduler_applies(limits: Any, switches: list[str], own_device: bool) -> None:
     env = [line for line, _ in limits] + switches + ["ALIYUN_COM_GPU_MEM_DEV=16"]
     try:
         found = asked(*env, "GPUSHARE_DEVICES=1" if own_device else NVIDIA)
@@ -285,8 +285,8 @@ def test_who_is_limited_by_anybody_is_limited(limits: Any, switches: list[str], 
 
 
 @given(st.sampled_from(ASKING + sorted(registry.KEYS)), st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12))
-def test_no_value_is_more_than_a_refusal(name: str, value: str) -> None:
-    """Whatever is written, it is understood, means nothing, or is refused with name and value."""
+def test_arbitrary_value_is_parsed_or_refused(name: str, value: str) -> None:
+    """Any value is understood, ignored, or refused with name and value."""
     env = () if name in registry.KEYS else (f"{name}={value}",)
     gate = ("AMP_VGPU_ENABLE=1",) if name.startswith("GPU_") else ()
     try:
@@ -296,7 +296,7 @@ def test_no_value_is_more_than_a_refusal(name: str, value: str) -> None:
         assert "\n" not in str(error)
 
 
-def test_values_that_do_not_end_are_shortened() -> None:
+def test_long_value_is_shortened() -> None:
     with pytest.raises(RequestError) as caught:
         resolve(NVIDIA, f"CUDA_DEVICE_MEMORY_LIMIT={'9' * 100_000}")
     assert len(str(caught.value)) < 400

@@ -1,4 +1,4 @@
-"""The host's and the shim's idea of the shared files are the same, and a tenant's bytes cannot hurt the host."""
+"""The shared files have the same layout in Python and C, and hostile bytes from a tenant are harmless to the host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def device(index: int = 0, **changes: Any) -> Device:
 
 
 def c_fields() -> dict[str, list[str]]:
-    """Field names of each struct, from the header's own text, so that a new field cannot be overlooked."""
+    """Field names of each struct, parsed from the header, so that a new field cannot be missed."""
     fields: dict[str, list[str]] = {}
     current = None
     for line in HEADER.read_text().splitlines():
@@ -69,7 +69,7 @@ def c_fields() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """What the C compiler says: every offsetof, every sizeof, every constant."""
+    """The C compiler's values of every offsetof, sizeof and constant."""
     folder = tmp_path_factory.mktemp("abi")
     lines = []
     for struct_name, fields in c_fields().items():
@@ -88,7 +88,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split("=") for line in output.splitlines())}
 
 
-def test_python_and_c_agree_on_every_offset_size_and_constant(compiled: dict[str, int]) -> None:
+def test_python_and_c_agree_on_layout(compiled: dict[str, int]) -> None:
     ours: dict[str, int] = dict(CONSTANTS)
     for name, fields in shm_abi.LAYOUTS.items():
         ours[f"sizeof {name}"] = shm_abi.packer(name).size
@@ -97,8 +97,8 @@ def test_python_and_c_agree_on_every_offset_size_and_constant(compiled: dict[str
     assert ours == compiled
 
 
-def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
-    """Values, not only offsets: every field of two different devices arrives in C."""
+def test_c_reads_limits_written_by_python(tmp_path: Path) -> None:
+    """Values, not only offsets: C reads every field of two different devices."""
     shares = (
         Share(0, device(0), 4 << 30, 30, soft=True, priority=1),
         Share(1, device(1, memory_bytes=8 << 30), 2 << 30, None, virtual_bytes=8 << 30),
@@ -138,7 +138,7 @@ def test_c_reads_the_limits_that_python_wrote(tmp_path: Path) -> None:
 
 
 def with_rows(*rows: tuple[int, int, int], used: int = 1) -> usage_reader.Usage:
-    """A usage file of two devices with two processes, in slots 0 and 1, both of generation 5, and these rows."""
+    """A usage file of two devices with these rows and two processes in slots 0 and 1, both of generation 5."""
     data = bytearray(shm_abi.pack_usage(1, 2))
     for slot in range(2):
         at = shm_abi.offset("gs_usage", "slot") + slot * shm_abi.SLOT_SIZE
@@ -153,7 +153,7 @@ def with_rows(*rows: tuple[int, int, int], used: int = 1) -> usage_reader.Usage:
     return usage_reader.read_usage(bytes(data), 2)
 
 
-def test_memory_that_only_its_openers_hold_is_in_use() -> None:
+def test_freed_memory_with_importers_counts_as_used() -> None:
     bytes_ = 1 << 56 | 64 << 20  # of device 1
     exported, freed, dead = 0 | 5 << 32, 0 | 5 << 32 | usage_reader.SHARE_ORPHAN, 0 | 4 << 32
     opened, closed = 1 | 5 << 32 | usage_reader.SHARE_IMPORT, 1 | 4 << 32 | usage_reader.SHARE_IMPORT
@@ -170,8 +170,8 @@ def test_memory_that_only_its_openers_hold_is_in_use() -> None:
     assert with_rows((9, freed, 7 << 56 | 1), (9, opened, 0)).orphans == (0, 0)  # of a device that was not granted
 
 
-def test_a_file_of_before_there_was_a_second_copy() -> None:
-    """Nothing was changed in those: the first copy is in force."""
+def test_file_without_second_copy_uses_first() -> None:
+    """Such a file was never changed: its first copy is in force."""
     data = bytearray(shm_abi.pack_limits((Share(0, device(0), 4 << 30, 30),), nonce=1))
     at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", "turn_mib")
     data[at : at + 44] = bytes(44)
@@ -179,7 +179,7 @@ def test_a_file_of_before_there_was_a_second_copy() -> None:
     assert (limit.memory_limit_bytes, limit.compute_percent) == (4 << 30, 30)
 
 
-def test_shares_must_be_the_slots_in_order() -> None:
+def test_unordered_slots_are_refused() -> None:
     with pytest.raises(shm_abi.RegionError, match=r"slots \[0, 2\]"):
         shm_abi.pack_limits((Share(0, device(0), 1), Share(2, device(1), 1)), 1)
     with pytest.raises(shm_abi.RegionError, match="at most 16"):
@@ -206,7 +206,7 @@ def test_only_live_slots_count() -> None:
             1: (usage_reader.OWNER_DIED, 100, 8, (1 << 40,)),  # the kernel found the owner dead
             2: (101, 0, 9, (1 << 40,)),  # taken, bytes not zeroed yet
             3: (0, 0, 9, (1 << 40,)),  # released
-            1023: (102 | waiters, 102, 10, (5, 2)),  # above slots_high, which is not believed
+            1023: (102 | waiters, 102, 10, (5, 2)),  # above slots_high, which is not trusted
         }
     )
     usage = usage_reader.read_usage(bytes(data))
@@ -247,13 +247,13 @@ def percent(windows: dict[int, int], now_ns: int) -> float:
     return usage_reader.recent_percent(bucket, now_ns)
 
 
-@pytest.mark.parametrize("first", [1, 4_000, (1 << 24) - 4, 1 << 24, (1 << 30) + 5])  # 24 days of windows, and beyond
+@pytest.mark.parametrize("first", [1, 4_000, (1 << 24) - 4, 1 << 24, (1 << 30) + 5])  # 24 days of windows, and more
 def test_last_second_is_eight_complete_windows(first: int) -> None:
     third = usage_reader.RECENT_NS // 4
     now = (first + 9) * usage_reader.RECENT_NS + 1  # window first + 9 has begun
     windows = {window: third for window in range(first, first + 10)}
     assert percent(windows, now) == 25.0
-    assert percent({first + 9: third, first: third}, now) == 0.0  # not complete yet, or too long ago
+    assert percent({first + 9: third, first: third}, now) == 0.0  # incomplete or too old
     assert percent({first + 1: third}, now) == percent({first + 8: third}, now) == 25.0 / 8
     assert percent(windows, now + 4 * usage_reader.RECENT_NS) == 25.0 * 5 / 8  # idle since then
     assert percent(windows, now + 1000 * usage_reader.RECENT_NS) == 0.0
@@ -261,7 +261,7 @@ def test_last_second_is_eight_complete_windows(first: int) -> None:
     assert percent({}, 0) == 0.0
 
 
-def test_a_device_count_from_the_tenant_is_bounded_by_the_grant() -> None:
+def test_device_count_is_bounded_by_grant() -> None:
     data = usage_with({0: (1, 1, 1, (5, 6, 7))}, n_devices=2)
     struct.pack_into("<I", data, shm_abi.offset("gs_usage", "n_devices"), 0xFFFFFFFF)
     assert usage_reader.read_usage(bytes(data), n_devices=1).slots[0].bytes == (5,)
@@ -269,12 +269,12 @@ def test_a_device_count_from_the_tenant_is_bounded_by_the_grant() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, shm_abi.USAGE_SIZE - 1, shm_abi.USAGE_SIZE + 1])
-def test_a_file_of_another_size_is_damaged(size: int) -> None:
+def test_file_of_wrong_size_is_damaged(size: int) -> None:
     with pytest.raises(shm_abi.RegionError, match=f"damaged: {size} bytes"):
         usage_reader.read_usage((shm_abi.pack_usage(1, 1) + b"x")[:size].ljust(size, b"\0"))
 
 
-def test_a_file_of_another_version_is_not_called_damaged() -> None:
+def test_file_of_other_version_is_not_damaged() -> None:
     for data, read in (
         (shm_abi.pack_usage(1, 1), usage_reader.read_usage),
         (b"\0" * shm_abi.LIMITS_SIZE, shm_abi.read_limits),
@@ -284,14 +284,14 @@ def test_a_file_of_another_version_is_not_called_damaged() -> None:
             read(magic + struct.pack("<I", 9) + data[12:])
 
 
-def test_garbage_never_raises_anything_but_damaged() -> None:
+def test_noise_raises_only_damaged() -> None:
     rng = random.Random(20240611)
     header = shm_abi.pack_usage(1, 1)[:16]
     for _ in range(40):
         noise = rng.randbytes(shm_abi.USAGE_SIZE)
         with pytest.raises(shm_abi.RegionError, match="damaged"):
             usage_reader.read_usage(noise)
-        usage = usage_reader.read_usage(header + noise[16:])  # a right header, noise behind it
+        usage = usage_reader.read_usage(header + noise[16:])  # a valid header before noise
         assert usage.n_devices <= shm_abi.MAX_DEVICES
         assert all(0 <= used < 1 << 64 for slot in usage.slots for used in slot.bytes)
         assert len(usage.buckets) == usage.n_devices

@@ -1,5 +1,5 @@
-"""A signal that another thread takes ends what waits in the main thread all the same; one for a child goes to nobody
-after it."""
+"""A signal that another thread receives still ends the main thread's wait; a signal for an ended child is not
+forwarded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ with sigterm.readable() as end:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     threading.Timer(0.2, takes).start()
-    print("ended" if select.select([end], [], [], 30)[0] else "nobody said so")
+    print("ended" if select.select([end], [], [], 30)[0] else "timed out")
 print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
 """
 
@@ -30,7 +30,7 @@ end_once(stopped)
 
 def takes() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-    print("ended" if stopped.wait(30) else "nobody said so", flush=True)
+    print("ended" if stopped.wait(30) else "timed out", flush=True)
     may_go.set()
 
 threading.Timer(0.2, takes).start()
@@ -40,7 +40,7 @@ except KeyboardInterrupt:
     print("interrupted")
 """
 
-# The lease is given back between the end of the low-level runtime and ours.
+# The lease is released between the exit of the low-level runtime and that of gpushare-runtime.
 DELETES = """
 import os, signal
 from gpushare.programs import runtime
@@ -51,19 +51,19 @@ print(signal.SIGTERM in signal.sigpending())
 """
 
 
-def said(text: str) -> list[str]:
+def output_of(text: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", text], cwd=TREE, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     return done.stdout.splitlines()
 
 
-def test_what_serves_hears_of_it() -> None:
-    assert said(SERVES) == ["ended", "True -1"]
+def test_sigterm_ends_server() -> None:
+    assert output_of(SERVES) == ["ended", "True -1"]
 
 
-def test_a_soak_hears_of_it() -> None:
-    assert said(SOAKS)[0] == "ended"
+def test_sigterm_ends_soak() -> None:
+    assert output_of(SOAKS)[0] == "ended"
 
 
-def test_a_delete_forwards_nothing_to_what_has_ended() -> None:
-    assert said(DELETES) == ["3", "True"]
+def test_delete_forwards_no_signal_to_ended_runtime() -> None:
+    assert output_of(DELETES) == ["3", "True"]

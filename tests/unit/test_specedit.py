@@ -1,4 +1,4 @@
-"""config.json with a plan in it, and without it again."""
+"""Apply a plan to config.json and remove it again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def put(root: Path, spec: dict[str, Any], plan: Plan | None = None) -> dict[str,
         return editor.put_in(plan or plan_for(root), tree, HOOK, "/dev/stderr")
 
 
-def test_what_a_plan_becomes(root: Path) -> None:
+def test_plan_becomes_spec_entries(root: Path) -> None:
     spec = put(root, {})
     source = str(root / "source")
     assert spec["mounts"] == [
@@ -104,8 +104,9 @@ def test_what_a_plan_becomes(root: Path) -> None:
     )
 
 
-def test_what_is_left_to_the_hook(root: Path) -> None:
-    """Given the shim's directory: every mount but the shim and the limits. The record says what goes where."""
+def test_remaining_mounts_are_left_to_hook(root: Path) -> None:
+    """With the shim directory, the hook makes every mount except the shim and the limits. The record has their
+    targets."""
     source, share, shim = (str(root / name) for name in ("source", "share", "shim/libcuda.so"))
     (root / "share" / "rw").mkdir(parents=True)
     flags = ("ro", "nosuid", "nodev")
@@ -133,7 +134,7 @@ def test_what_is_left_to_the_hook(root: Path) -> None:
     assert spec_record.stripped(spec) == {}
 
 
-# Any spec, back and forth
+# Any spec, applied and restored
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8)),
@@ -197,7 +198,7 @@ specs = st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(spec=specs)
-def test_restore_gives_back_exactly_what_was_there(root: Path, spec: dict[str, Any]) -> None:
+def test_restore_returns_original_spec(root: Path, spec: dict[str, Any]) -> None:
     before = copy.deepcopy(spec)
     edited = put(root, spec)
     assert spec == before
@@ -209,7 +210,7 @@ def test_restore_gives_back_exactly_what_was_there(root: Path, spec: dict[str, A
     assert json.dumps(again).replace(nonces[1], nonces[0]) == unchanged
 
 
-def test_what_others_added_since_stays(root: Path) -> None:
+def test_later_additions_survive_restore(root: Path) -> None:
     spec = put(root, {"mounts": [{"destination": "/proc"}]})
     spec["mounts"].insert(0, {"destination": "/new"})
     spec["hooks"]["poststop"].append({"path": "/new"})
@@ -224,7 +225,7 @@ def test_what_others_added_since_stays(root: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", '{"version": 2}', '{"version": 1, "nonce": "NONCE"}', "[" * 9999]
 )
-def test_record_of_another_shape_is_dropped(root: Path, text: str) -> None:
+def test_invalid_record_is_dropped(root: Path, text: str) -> None:
     spec = put(root, {})
     nonce = json.loads(spec["annotations"]["gpushare.io/applied"])["nonce"]
     spec["annotations"]["gpushare.io/applied"] = text.replace("NONCE", nonce)
@@ -232,7 +233,7 @@ def test_record_of_another_shape_is_dropped(root: Path, text: str) -> None:
     assert "gpushare.io/applied" not in spec_record.stripped(spec)["annotations"]
 
 
-def test_record_without_our_hook_is_not_ours(root: Path) -> None:
+def test_record_without_hook_is_ignored(root: Path) -> None:
     spec = put(root, {})
     assert spec_record.record_of({"annotations": spec["annotations"]}) is None
     assert spec_record.stripped({"annotations": dict(spec["annotations"]), "mounts": spec["mounts"]})["mounts"]
@@ -248,7 +249,7 @@ def test_wrong_types_are_refused_by_name(spec: dict[str, Any]) -> None:
         specedit.Editor(spec, leased=True)
 
 
-def test_nvidia_s_work_is_taken_out() -> None:
+def test_nvidia_hooks_and_mounts_are_removed() -> None:
     tool = {"path": "/usr/bin/nvidia-ctk"}
     spec = {
         "hooks": {"prestart": [tool, {"path": "/bin/x"}], "createContainer": [tool]},
@@ -299,16 +300,14 @@ def test_write_replaces_atomically(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"config\.json"):
         specedit.write(str(tmp_path / "config.json"), {})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [0, errno.EINVAL, errno.ENOSYS])
-def test_written_anew_where_two_files_cannot_change_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
+def test_write_works_without_rename_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
     path.chmod(0o640)

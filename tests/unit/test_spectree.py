@@ -1,4 +1,4 @@
-"""Where things will be in a container that does not exist yet: its root file system under the mounts of its spec."""
+"""Paths in a container that does not exist yet: its root file system under the mounts of its spec."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MakeTree = Callable[..., SpecTree]
 
 @pytest.fixture
 def make(tmp_path: Path) -> MakeTree:
-    """make(mounts, files) -> the tree. Files are below rootfs/ or volume/, end in / for directories, are (path, text)
-    for links."""
+    """make(mounts, files) -> the tree. Files are below rootfs/ or volume/; a name with a final / is a directory, and a
+    (path, text) pair is a link."""
 
     def build(mounts: list[dict[str, Any]], *files: Any) -> SpecTree:
         for name in ("rootfs/", "volume/", *files):
@@ -47,7 +47,7 @@ def tmpfs(target: str) -> dict[str, Any]:
 
 
 def read(tree: SpecTree, path: str) -> tuple[str, str, bool]:
-    """(what a file holds: the name that it was made with, where it is, whether that is on a mount)."""
+    """(content, which is the file's original name; path in the container; whether it is on a mount)"""
     fd = inroot.open_regular(tree, path)
     if fd < 0:
         return "", "", False
@@ -57,7 +57,7 @@ def read(tree: SpecTree, path: str) -> tuple[str, str, bool]:
         os.close(fd)
 
 
-def test_files_of_the_image(make: MakeTree) -> None:
+def test_paths_resolve_in_image(make: MakeTree) -> None:
     with make(
         [], "rootfs/usr/lib/a", ("rootfs/lib", "usr/lib"), ("rootfs/abs", "/lib/a"), ("rootfs/up", "../../../lib/a")
     ) as t:
@@ -67,7 +67,7 @@ def test_files_of_the_image(make: MakeTree) -> None:
             assert read(t, path)[0] == ""
 
 
-def test_mounts_cover_and_later_ones_win(make: MakeTree) -> None:
+def test_later_mount_covers_earlier(make: MakeTree) -> None:
     mounts = [bind("/lib"), tmpfs("/var"), bind("/usr/lib/deep/x", "rootfs/f")]
     with make(mounts, ("rootfs/lib", "usr/lib"), "rootfs/usr/lib/a", "volume/v", "rootfs/var/a", "rootfs/f") as tree:
         assert read(tree, "/usr/lib/v") == ("volume/v", "/usr/lib/v", True)
@@ -77,14 +77,14 @@ def test_mounts_cover_and_later_ones_win(make: MakeTree) -> None:
         assert read(tree, "/lib/deep/x") == ("rootfs/f", "/usr/lib/deep/x", True)
 
 
-def test_mount_point_that_is_not_in_the_image(make: MakeTree) -> None:
+def test_mount_point_missing_in_image_resolves(make: MakeTree) -> None:
     with make([bind("/opt/vendor/lib")], "volume/libcuda.so.1", ("rootfs/link", "/opt/vendor/lib")) as tree:
         for path in ("/opt/vendor/lib/libcuda.so.1", "/link/libcuda.so.1", "/opt/vendor/../vendor/lib/libcuda.so.1"):
             assert read(tree, path) == ("volume/libcuda.so.1", "/opt/vendor/lib/libcuda.so.1", True), path
 
 
-def test_links_in_a_volume_lead_from_the_container_s_root(make: MakeTree) -> None:
-    """Never from the host's: /etc/hostname of the host is not what the container would see."""
+def test_links_in_volume_resolve_from_container_root(make: MakeTree) -> None:
+    """Never from the host's: the container does not see the host's /etc/hostname."""
     links = (("volume/abs", "/etc/x"), ("volume/out", "../../../../etc/x"), ("volume/loop", "loop"))
     with make([bind("/v")], "rootfs/etc/x", *links) as tree:
         assert read(tree, "/v/abs") == read(tree, "/v/out") == ("rootfs/etc/x", "/etc/x", False)
@@ -93,7 +93,7 @@ def test_links_in_a_volume_lead_from_the_container_s_root(make: MakeTree) -> Non
             tree.place("/v/loop/a", "file")
 
 
-def test_probe_sees_what_the_container_will(make: MakeTree) -> None:
+def test_probe_reads_mounted_cache(make: MakeTree) -> None:
     with make([bind("/etc")], "rootfs/etc/ld.so.cache", "volume/ld.so.cache") as tree:
         cache, note = rootfs.read_cache(tree)
         assert cache is None and "malformed" in note
@@ -104,7 +104,7 @@ def test_probe_sees_what_the_container_will(make: MakeTree) -> None:
 # Where mounts go
 
 
-def test_places(make: MakeTree) -> None:
+def test_mount_targets_are_placed(make: MakeTree) -> None:
     files = (
         "rootfs/usr/lib/libcuda.so.550",
         ("rootfs/usr/lib/libcuda.so.1", "libcuda.so.550"),
@@ -115,7 +115,7 @@ def test_places(make: MakeTree) -> None:
         assert tree.place("/lib/new", "file") == "/usr/lib/new"
         assert tree.place("/new/dir/ectory", "dir") == "/new/dir/ectory"
         assert tree.place("/usr/lib/libcuda.so.1", "file") == "/usr/lib/libcuda.so.550"
-        assert tree.place("/v/there", "file") == "/v/there"  # in a volume, but nothing has to be made
+        assert tree.place("/v/there", "file") == "/v/there"  # in a volume, but no mount point must be made
         assert tree.place("/usr/bin/tool", "file") == "/usr/bin/tool"
 
 
@@ -133,7 +133,7 @@ def test_places(make: MakeTree) -> None:
         ("/usr/lib/fifo", "file", "is a FIFO where a file must be"),
     ],
 )
-def test_unsafe_places_are_refused(make: MakeTree, tmp_path: Path, target: str, kind: str, reason: str) -> None:
+def test_unsafe_mount_target_is_refused(make: MakeTree, tmp_path: Path, target: str, kind: str, reason: str) -> None:
     files = ("rootfs/etc/passwd", "rootfs/usr/lib/", ("rootfs/passwd", "/etc/passwd"), ("rootfs/to-v", "/v"))
     with make([bind("/v")], *files, ("rootfs/usr/lib/nowhere", "/none")) as tree:
         os.mkfifo(tmp_path / "rootfs/usr/lib/fifo")
@@ -141,14 +141,14 @@ def test_unsafe_places_are_refused(make: MakeTree, tmp_path: Path, target: str, 
             tree.place(target, kind)
 
 
-def test_our_own_mounts_may_hold_mount_points(make: MakeTree, tmp_path: Path) -> None:
+def test_mount_points_inside_own_mounts_are_allowed(make: MakeTree, tmp_path: Path) -> None:
     with make([bind("/usr/lib/gpushare")], "share/driver/real") as tree:
         assert tree.place("/usr/lib/gpushare", "dir") == "/usr/lib/gpushare"
         tree.add("/usr/lib/gpushare", str(tmp_path / "share"))
         assert tree.place("/usr/lib/gpushare/driver/real", "file") == "/usr/lib/gpushare/driver/real"
 
 
-def test_no_descriptor_is_left(make: MakeTree) -> None:
+def test_tree_leaks_no_descriptors(make: MakeTree) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with make([bind("/v"), bind("/w")], "volume/a", "rootfs/b", ("rootfs/c", "/v/a")) as tree:
         for path in ("/v/a", "/w/a", "/b", "/c", "/none", "/v/none"):
@@ -158,7 +158,7 @@ def test_no_descriptor_is_left(make: MakeTree) -> None:
 
 
 @pytest.mark.parametrize(("flag", "refused"), [("shared", True), ("rshared", True), ("rslave", False), ("rw", False)])
-def test_nothing_is_mounted_where_the_host_would_see_it(make: MakeTree, flag: str, refused: bool) -> None:
+def test_target_on_shared_mount_is_refused(make: MakeTree, flag: str, refused: bool) -> None:
     mount = {**bind("/v"), "options": ["rbind", flag]}
     with make([mount], "volume/there", "volume/dir/") as tree:
         for path, kind in (("/v", "dir"), ("/v/there", "file")):
@@ -169,19 +169,19 @@ def test_nothing_is_mounted_where_the_host_would_see_it(make: MakeTree, flag: st
                     tree.place(path, kind)
             else:
                 assert tree.place(path, kind) == path
-        tree.add("/v/dir", "/")  # ours is private: what comes over it stays in the container
+        tree.add("/v/dir", "/")  # gpushare's mount is private: mounts over it stay in the container
         assert tree.place("/v/dir", "dir") == "/v/dir"
 
 
-def test_a_mount_over_a_link_counts_for_those_who_went_through_it_before(make: MakeTree, tmp_path: Path) -> None:
-    """Directories on the way are resolved once; a mount of ours changes what is there."""
+def test_mount_over_link_affects_earlier_resolved_paths(make: MakeTree, tmp_path: Path) -> None:
+    """Directories of a path are resolved once; a new mount changes their content."""
     with make([], "rootfs/usr/lib/a", ("rootfs/opt/lib", "/usr/lib"), "volume/b") as tree:
         assert tree.place("/opt/lib/a", "file") == tree.place("/opt/lib/a", "file") == "/usr/lib/a"
         tree.add("/opt", str(tmp_path / "volume"))
         assert tree.place("/opt/lib/a", "file") == "/opt/lib/a"
 
 
-def test_directory_that_only_a_mount_makes_is_there_from_then_on(make: MakeTree, tmp_path: Path) -> None:
+def test_directory_made_by_mount_exists_afterwards(make: MakeTree, tmp_path: Path) -> None:
     with make([], "rootfs/etc/") as tree:
         assert tree.place("/srv/new/a", "file") == "/srv/new/a"
         tree.add("/srv/new", str(tmp_path / "volume"))
@@ -194,8 +194,9 @@ def test_directory_that_only_a_mount_makes_is_there_from_then_on(make: MakeTree,
 # Processor time
 
 
-def test_look_ups_end_when_the_budget_is_spent(make: MakeTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By descriptor and through a spec's mounts; it is no answer that nothing is there, and holds only within."""
+def test_lookup_without_budget_is_refused(make: MakeTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By descriptor and through the spec's mounts. An exhausted budget is an error, not "missing", and ends with its
+    context."""
     monkeypatch.setattr(inroot, "BUDGET_S", -1.0)
     root = os.open(tmp_path, os.O_PATH)
     with make([], "rootfs/a") as tree:
@@ -208,7 +209,7 @@ def test_look_ups_end_when_the_budget_is_spent(make: MakeTree, monkeypatch: pyte
     os.close(root)
 
 
-def test_links_that_are_followed_here_count_too(make: MakeTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_links_count_against_budget(make: MakeTree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inroot, "BUDGET_S", -1.0)
     with make([], *((f"rootfs/l{n}", f"l{n + 1}") for n in range(30)), "rootfs/l30") as tree:
         with pytest.raises(KernelError, match="links in the image"), inroot.budget():

@@ -1,4 +1,4 @@
-"""The state directory: a private tmpfs of our own, exact tenant pages, and removal that always finishes."""
+"""The state directory: a private tmpfs, usage files of exact size, and removal that always completes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state(state_dir: Path) -> str:
 
 @pytest.fixture
 def page(state: str) -> Iterator[Path]:
-    """A container's page, as the tenant sees it: its path on the host."""
+    """The host path of a container's usage file."""
     container = Path(storage.container_dir(state, "c1"))
     container.mkdir()
     share = storage.make_share_dir(state, "c1", SHARES)
@@ -44,13 +44,13 @@ def page(state: str) -> Iterator[Path]:
 
 
 def mounts_on(path: Path) -> list[str]:
-    """mountinfo lines of all mounts on `path`."""
+    """The mountinfo lines of all mounts on `path`."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line for line in lines if line.split(" ")[4] == str(path)]
 
 
 def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
-    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; our own view only
+    subprocess.run(["mount", "--make-rshared", "/"], check=True)  # as systemd leaves it; only in this mount namespace
     try:
         for _ in range(3):
             storage.prepare(str(state_dir))
@@ -63,7 +63,7 @@ def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
     assert modes == {"containers": 0o700, "trash": 0o700, "errors": 0o755, "lock": 0o600, "rebuild": 0o600}
 
 
-def test_first_starts_at_the_same_time_mount_once(state_dir: Path) -> None:
+def test_concurrent_first_starts_mount_once(state_dir: Path) -> None:
     def start() -> None:
         storage.prepare(str(state_dir))
         assert (state_dir / "lock").exists()
@@ -72,8 +72,8 @@ def test_first_starts_at_the_same_time_mount_once(state_dir: Path) -> None:
     assert len(mounts_on(state_dir)) == 1
 
 
-def test_prepare_finishes_what_a_killed_start_began(state_dir: Path) -> None:
-    """Killed after the mount, before folders and marker: no second tmpfs goes over the first."""
+def test_prepare_completes_killed_start(state_dir: Path) -> None:
+    """Killed after the mount, before folders and marker: no second tmpfs is mounted."""
     subprocess.run(["mount", "-t", "tmpfs", "none", state_dir], check=True)
     (state_dir / "containers").mkdir(mode=0o777)
     storage.prepare(str(state_dir))
@@ -82,8 +82,8 @@ def test_prepare_finishes_what_a_killed_start_began(state_dir: Path) -> None:
     assert (state_dir / "trash").is_dir()
 
 
-def test_prepare_beside_one_that_does_the_same(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one came after our mount, so it did not wait for us: it makes each folder just before we do."""
+def test_concurrent_prepare_succeeds(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other start came after this mount, so it did not wait: it makes each folder just before this one."""
     made = os.mkdir
 
     def mkdir(path: str, *mode: int) -> None:
@@ -95,31 +95,31 @@ def test_prepare_beside_one_that_does_the_same(state_dir: Path, monkeypatch: pyt
     assert storage.is_ready(str(state_dir))
 
 
-def test_prepare_says_what_to_do_when_it_cannot(tmp_path: Path) -> None:
+def test_failed_prepare_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelError, match=r"state directory \".*file/state\": Not a directory$"):
         storage.prepare(str(tmp_path / "file" / "state"))
 
 
 @pytest.mark.parametrize("own_tmpfs", [False, True], ids=["a directory", "a tmpfs, as /run is"])
-def test_somebody_else_s_directory_is_neither_covered_nor_used(state_dir: Path, own_tmpfs: bool) -> None:
+def test_foreign_directory_is_refused_and_kept(state_dir: Path, own_tmpfs: bool) -> None:
     """`--state /etc`, and `--state /run`."""
     if own_tmpfs:
         rootfs.mount_tmpfs(state_dir, "mode=755")
     before = len(mounts_on(state_dir))
     (state_dir / "passwd").write_text("root")
-    (state_dir / "lock").mkdir()  # as /run has one
+    (state_dir / "lock").mkdir()  # as in /run
     assert not storage.is_ready(str(state_dir))
     with pytest.raises(KernelError, match='"passwd" in it is not gpushare\'s; name an empty directory'):
         storage.prepare(str(state_dir))
     assert sorted(os.listdir(state_dir)) == ["lock", "passwd"] and len(mounts_on(state_dir)) == before
     (state_dir / "lock").rmdir()
-    (state_dir / "passwd").rename(state_dir / "launcher")  # which is written where nothing is mounted yet, too
+    (state_dir / "passwd").rename(state_dir / "launcher")  # it is written even before the tmpfs is mounted
     storage.prepare(str(state_dir))
     assert storage.is_ready(str(state_dir))
 
 
-def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state: str) -> None:
+def test_limits_are_complete_and_read_only_without_temporary_file(page: Path, state: str) -> None:
     share = Path(state, "containers", "c1", "share")
     limits = share / "limits"
     assert stat.S_IMODE(limits.stat().st_mode) == 0o444
@@ -133,7 +133,7 @@ def test_limits_are_complete_read_only_and_leave_no_temporary(page: Path, state:
     assert read.nonce == storage.read_usage(state, "c1", 1).nonce != 0
 
 
-def test_limits_say_how_the_device_shares_its_time(state: str) -> None:
+def test_limits_contain_slice_and_switch_times(state: str) -> None:
     shares = (*SHARES, SHARES[0]._replace(slot=1))
     storage.execute(WriteLimits(shares, f"{state}/limits", 1500, 80))
     data = Path(state, "limits").read_bytes()
@@ -143,7 +143,7 @@ def test_limits_say_how_the_device_shares_its_time(state: str) -> None:
         assert fields[12:14] == (1_500_000, 80_000)  # slice_ns, switch_ns
 
 
-def test_two_containers_never_have_one_nonce(state: str) -> None:
+def test_nonces_are_unique(state: str) -> None:
     seen = set()
     for number in range(8):
         path = f"{state}/limits-{number}"
@@ -152,7 +152,7 @@ def test_two_containers_never_have_one_nonce(state: str) -> None:
     assert len(seen) == 8
 
 
-def test_modes_do_not_depend_on_the_umask(state: str) -> None:
+def test_modes_are_independent_of_umask(state: str) -> None:
     Path(storage.container_dir(state, "c2")).mkdir()
     old = os.umask(0o077)
     try:
@@ -167,7 +167,7 @@ def test_modes_do_not_depend_on_the_umask(state: str) -> None:
     assert stat.S_IMODE((share.parent / "rw" / "usage").stat().st_mode) == 0o666
 
 
-def test_page_is_exact_and_cannot_grow(page: Path) -> None:
+def test_usage_file_has_exact_size_and_cannot_grow(page: Path) -> None:
     (line,) = mounts_on(page.parent)
     assert "nosuid,nodev,noexec" in line
     space = os.statvfs(page.parent)
@@ -177,7 +177,7 @@ def test_page_is_exact_and_cannot_grow(page: Path) -> None:
         2,
         0,
     )
-    assert page.stat().st_blocks * 512 == shm_abi.USAGE_SIZE  # allocated: no store can hit a full file system
+    assert page.stat().st_blocks * 512 == shm_abi.USAGE_SIZE  # allocated, so no store can hit a full file system
     attempts: tuple[Callable[[], None], ...] = (
         (page.parent / "more").touch,
         (page.parent / "folder").mkdir,
@@ -194,13 +194,13 @@ def test_page_is_exact_and_cannot_grow(page: Path) -> None:
         assert failed.value.errno == errno.ENOSPC
 
 
-# What a tenant can do to its own page: (attack, what the host then says)
+# Attacks of a tenant on its usage file: (attack, the resulting error)
 def _shrink(page: Path) -> None:
     os.truncate(page, 100)
 
 
 def _extend(page: Path) -> None:
-    os.truncate(page, 1 << 40)  # a hole: takes no space
+    os.truncate(page, 1 << 40)  # a hole, which uses no space
 
 
 def _punch(page: Path) -> None:
@@ -244,8 +244,8 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__.strip("_"))
-def test_attacked_page_is_damaged_and_nothing_worse(page: Path, state: str, attack: object) -> None:
-    """Returns at once and with a RegionError; the container's directory can still be removed."""
+def test_attacked_usage_file_is_only_damaged(page: Path, state: str, attack: object) -> None:
+    """The host returns at once with a RegionError, and the container's directory can still be removed."""
     attack(page)  # type: ignore[operator]
     with pytest.raises(shm_abi.RegionError, match=ATTACKS[attack]):  # type: ignore[index]
         storage.read_usage(state, "c1", 1)
@@ -254,7 +254,7 @@ def test_attacked_page_is_damaged_and_nothing_worse(page: Path, state: str, atta
     assert not mounts_on(page.parent)
 
 
-def test_modes_and_locks_of_the_tenant_do_not_matter(page: Path, state: str) -> None:
+def test_modes_and_locks_of_tenant_do_not_block_host(page: Path, state: str) -> None:
     page.chmod(0)
     page.parent.chmod(0)
     with open(page, "r+b") as file:
@@ -263,9 +263,9 @@ def test_modes_and_locks_of_the_tenant_do_not_matter(page: Path, state: str) -> 
         assert storage.read_usage(state, "c1", 1).slots == ()
 
 
-def test_write_lease_of_the_tenant_does_not_hold_up_the_host(page: Path, state: str) -> None:
-    """fcntl(F_SETLEASE) makes an ordinary open wait /proc/sys/fs/lease-break-time (45 s)."""
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+def test_write_lease_of_tenant_does_not_delay_host(page: Path, state: str) -> None:
+    """fcntl(F_SETLEASE) delays an ordinary open by /proc/sys/fs/lease-break-time (45 s)."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease back with SIGIO
     fd = os.open(page, os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -276,8 +276,8 @@ def test_write_lease_of_the_tenant_does_not_hold_up_the_host(page: Path, state: 
         signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
-    """A tenant truncates and restores in a loop: each read is a whole page or "damaged"."""
+def test_concurrent_truncation_reads_whole_file_or_damaged(page: Path, state: str) -> None:
+    """A tenant truncates and restores the file in a loop: each read is a whole file or "damaged"."""
     child = os.fork()
     if child == 0:
         try:
@@ -301,7 +301,7 @@ def test_page_that_changes_while_it_is_read(page: Path, state: str) -> None:
     assert "damaged" in outcomes
 
 
-def test_charges_are_read_through_a_mapping_of_the_tenant(page: Path, state: str) -> None:
+def test_charges_written_through_mapping_are_read(page: Path, state: str) -> None:
     with open(page, "r+b") as file, mmap.mmap(file.fileno(), shm_abi.USAGE_SIZE) as memory:
         slot = shm_abi.packer("gs_slot").pack(77, 77, 1, 5, 9, 123 << 20, *(0,) * 15)
         start = shm_abi.offset("gs_usage", "slot")
@@ -309,10 +309,10 @@ def test_charges_are_read_through_a_mapping_of_the_tenant(page: Path, state: str
         assert storage.read_usage(state, "c1", 1).used_bytes(0) == 123 << 20
 
 
-def test_discard_frees_the_name_at_once_and_removal_can_be_repeated(page: Path, state: str) -> None:
+def test_discard_frees_name_and_removal_is_repeatable(page: Path, state: str) -> None:
     assert storage.discard(state, "c1")
     assert not storage.discard(state, "c1")
-    Path(storage.container_dir(state, "c1")).mkdir()  # the name is free although the mount is still there
+    Path(storage.container_dir(state, "c1")).mkdir()  # the name is free although the mount still exists
     assert len(storage.trash(state)) == 1
     with open(os.path.join(state, "trash", storage.trash(state)[0], "rw", "usage"), "rb"):  # busy
         assert storage.empty_trash(state) == []
@@ -321,7 +321,7 @@ def test_discard_frees_the_name_at_once_and_removal_can_be_repeated(page: Path, 
     assert [point for point in rootfs.mount_points() if point.startswith(state + "/")] == []
 
 
-def test_removal_continues_where_a_killed_one_stopped(page: Path, state: str) -> None:
+def test_removal_resumes_after_kill(page: Path, state: str) -> None:
     storage.discard(state, "c1")
     half = Path(state, "trash", storage.trash(state)[0])
     subprocess.run(["umount", half / "rw"], check=True)
@@ -330,8 +330,8 @@ def test_removal_continues_where_a_killed_one_stopped(page: Path, state: str) ->
     assert not half.exists()
 
 
-def test_removal_never_leaves_its_file_system(page: Path, state: str, tmp_path: Path) -> None:
-    """Something foreign is mounted inside: said so, and not a file of it is touched."""
+def test_removal_stops_at_foreign_mount(page: Path, state: str, tmp_path: Path) -> None:
+    """A foreign mount inside is reported, and none of its files is changed."""
     treasure = tmp_path / "treasure"
     treasure.mkdir()
     (treasure / "file").write_text("keep")
@@ -342,7 +342,7 @@ def test_removal_never_leaves_its_file_system(page: Path, state: str, tmp_path: 
     assert (treasure / "file").read_text() == "keep"
 
 
-def test_stray_files_are_removed_too(state: str, tmp_path: Path) -> None:
+def test_stray_files_are_removed(state: str, tmp_path: Path) -> None:
     folder = Path(state, "containers")
     (folder / "file").write_text("x")
     (folder / "link").symlink_to(tmp_path)
@@ -352,6 +352,6 @@ def test_stray_files_are_removed_too(state: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../../etc", "a\0b"])
-def test_odd_ids_never_become_paths(name: str) -> None:
+def test_invalid_id_is_refused_as_path(name: str) -> None:
     with pytest.raises(KernelError, match="cannot name a directory"):
         storage.container_dir("/state", name)

@@ -1,4 +1,5 @@
-"""syscalls.py's errors and inroot.py's look-up: the kernel's and our own, on the same trees, must agree."""
+"""Errors of syscalls.py and path lookup of inroot.py: the kernel's lookup and gpushare's own must agree on the same
+trees."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def opener(request: pytest.FixtureRequest) -> Opener:
         ("/fifo", "/fifo"),
     ],
 )
-def test_where_a_path_ends(root: int, opener: Opener, path: str, ends: str) -> None:
+def test_path_resolves_inside_root(root: int, opener: Opener, path: str, ends: str) -> None:
     fd = opener(root, path)
     assert inroot.path_of(root, fd) == ends
     os.close(fd)
@@ -87,7 +88,7 @@ def test_where_a_path_ends(root: int, opener: Opener, path: str, ends: str) -> N
         ("/" + "x" * 300, errno.ENAMETOOLONG),
     ],
 )
-def test_what_is_refused(root: int, opener: Opener, path: str, reason: int) -> None:
+def test_impossible_path_is_refused(root: int, opener: Opener, path: str, reason: int) -> None:
     with pytest.raises(syscalls.SyscallError) as caught:
         opener(root, path)
     assert caught.value.errno == reason
@@ -116,13 +117,13 @@ def test_ordinary_links_in_proc_are_followed(opener: Opener) -> None:
         os.close(fd)
 
 
-def test_with_nofollow_the_link_itself_is_opened(root: int, opener: Opener) -> None:
+def test_nofollow_opens_link_itself(root: int, opener: Opener) -> None:
     fd = opener(root, "/absolute", os.O_PATH | os.O_NOFOLLOW)
     assert os.readlink("", dir_fd=fd) == "/etc/passwd"
     os.close(fd)
 
 
-def test_exclusive_creation_does_not_follow(root: int, opener: Opener) -> None:
+def test_exclusive_creation_does_not_follow_link(root: int, opener: Opener) -> None:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     with pytest.raises(syscalls.SyscallError) as caught:
         opener(root, "/dangling", flags, 0o600)
@@ -131,7 +132,7 @@ def test_exclusive_creation_does_not_follow(root: int, opener: Opener) -> None:
     assert os.stat("usr/lib/new", dir_fd=root).st_mode & 0o777 == 0o600
 
 
-def test_a_kernel_without_openat2_is_asked_once(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openat2_is_tried_once(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def missing(dir_fd: int, path: str, *rest: int) -> int:
@@ -145,7 +146,7 @@ def test_a_kernel_without_openat2_is_asked_once(root: int, monkeypatch: pytest.M
     assert calls == ["/etc/passwd"]
 
 
-def test_a_lookup_that_raced_is_tried_again(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raced_lookup_is_retried(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, left = syscalls.openat2, [3]
 
     def racing(dir_fd: int, path: str, *rest: int) -> int:
@@ -159,7 +160,7 @@ def test_a_lookup_that_raced_is_tried_again(root: int, monkeypatch: pytest.Monke
     assert left == [-1]
 
 
-def test_only_regular_files_are_opened_for_reading(root: int, tmp_path: Path) -> None:
+def test_special_file_is_not_opened_for_reading(root: int, tmp_path: Path) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "root/socket"))
     for path in ("/fifo", "/socket", "/etc", "/dangling", "/loop"):
@@ -170,14 +171,14 @@ def test_only_regular_files_are_opened_for_reading(root: int, tmp_path: Path) ->
     os.close(fd)
 
 
-def test_a_moved_away_file_has_no_path(root: int, tmp_path: Path) -> None:
+def test_file_moved_out_of_root_has_no_path(root: int, tmp_path: Path) -> None:
     fd = inroot.open_in(root, "/etc/passwd")
     os.rename(tmp_path / "root/etc/passwd", tmp_path / "moved")
     assert inroot.path_of(root, fd) == ""
     os.close(fd)
 
 
-def test_no_descriptor_is_left_open(root: int, opener: Opener) -> None:
+def test_failed_lookup_leaks_no_descriptors(root: int, opener: Opener) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for path in ("/usr/lib/chain", "/loop", "/dangling", "/etc/passwd/x", "/climbing"):
         fd = -1
@@ -191,7 +192,7 @@ def test_no_descriptor_is_left_open(root: int, opener: Opener) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_error_names_call_path_and_reason() -> None:
+def test_error_names_call_path_and_reason() -> None:
     with pytest.raises(KernelError, match='umount2 "/nowhere/at-all": No such file or directory'):
         syscalls.umount("/nowhere/at-all")
     with open("/proc/self/status") as file, pytest.raises(KernelError, match='setns "a file": '):
@@ -212,15 +213,15 @@ builtins.__import__ = find
 CALLS = """
 import os, struct, sys
 from gpushare.system import syscalls
-def said(call, *arguments):
+def error_of(call, *arguments):
     try:
         return call(*arguments)
     except syscalls.SyscallError as error:
         return f"{error.call} {error.path} {error.errno}"
 fd = os.open("/proc", os.O_PATH)
-print(said(syscalls.openat2, fd, "nothing", os.O_PATH), said(syscalls.openat2, -1, "x", os.O_PATH))
-print(said(syscalls.umount, "/none"), said(syscalls.setns, fd, "ns"))
-print(said(syscalls.pidfd_open, -5), said(syscalls.move_mount, -1, fd, "m"))
+print(error_of(syscalls.openat2, fd, "nothing", os.O_PATH), error_of(syscalls.openat2, -1, "x", os.O_PATH))
+print(error_of(syscalls.umount, "/none"), error_of(syscalls.setns, fd, "ns"))
+print(error_of(syscalls.pidfd_open, -5), error_of(syscalls.move_mount, -1, fd, "m"))
 print(hex(syscalls.filesystem_magic(fd)), syscalls.buffer(3).raw, syscalls.buffer(b"").raw, syscalls.buffer(b"ab").raw)
 one = syscalls.buffer(struct.pack("<QQQ", os.O_PATH, 0, 0))
 other = syscalls._call("openat2", "self", 437, fd, b"self", syscalls.address(one), 24)
@@ -228,14 +229,14 @@ print(os.path.samestat(os.fstat(other), os.stat("/proc/self")), "ctypes" in sys.
 """
 
 
-def test_with_ctypes_and_with_what_is_behind_it_calls_are_the_same() -> None:
+def test_calls_with_and_without_ctypes_are_equal() -> None:
     path = str(Path(syscalls.__file__).parents[2])
-    said = []
+    outputs = []
     for before in ("", WITHOUT):
         text = f"import sys; sys.path.insert(0, {path!r})\n{before}{CALLS}"
         done = subprocess.run([sys.executable, "-ISc", text], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    assert said[0].endswith("True False\n") and said[1].endswith("True True\n")
-    assert said[0].splitlines()[:-1] == said[1].splitlines()[:-1]
-    assert f"umount2 /none {errno.ENOENT}" in said[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in said[0]
+        outputs.append(done.stdout)
+    assert outputs[0].endswith("True False\n") and outputs[1].endswith("True True\n")
+    assert outputs[0].splitlines()[:-1] == outputs[1].splitlines()[:-1]
+    assert f"umount2 /none {errno.ENOENT}" in outputs[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in outputs[0]

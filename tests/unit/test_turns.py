@@ -1,4 +1,4 @@
-"""Which tests may run beside which: what one of them changes, another must not look at."""
+"""Which tests may run concurrently: a test must not observe what another test changes."""
 
 from __future__ import annotations
 
@@ -32,47 +32,51 @@ FUNCTIONS = [
         (r"docker_host import", "docker"),
     ],
 )
-def test_who_takes_things_of_the_machine_is_in_one_group(uses: str, group: str) -> None:
+def test_tests_of_one_machine_resource_are_in_one_group(uses: str, group: str) -> None:
     takers = [name for name in TESTS if re.search(uses, (TREE / name).read_text()) and "test_turns" not in name]
     assert len(takers) > 2
     assert [name for name in takers if turns.group_of(f"{name}::test_x") != group] == []
 
 
-def test_every_row_names_something() -> None:
+def test_every_row_matches_a_test() -> None:
     for row in (row for rows in (*turns.GROUPS.values(), turns.CLOCK) for row in rows):
         assert any(test.startswith(row) for test in FUNCTIONS), row
     groups = {turns.group_of(test) for test in FUNCTIONS}
     assert [name for name in turns.FIRST if name not in groups] == []
 
 
-def test_who_is_alone_comes_first_and_then_those_that_are_calm() -> None:
-    """Else all would have to wait for each other once more. No group is of two kinds."""
-    kinds = [company for _, company in sorted({(turns.rank(test), turns.company_of(test)) for test in FUNCTIONS})]
-    assert [kind for kind, before in zip(kinds, ["", *kinds]) if kind != before] == [turns.ONE, turns.CALM, turns.ANY]
-    groups = {(turns.group_of(test), turns.company_of(test)) for test in FUNCTIONS}
+def test_exclusive_tests_run_first_then_timed_tests() -> None:
+    """Otherwise all workers would wait for each other once more. A group has one kind of test."""
+    kinds = [kind for _, kind in sorted({(turns.rank(test), turns.kind_of(test)) for test in FUNCTIONS})]
+    assert [kind for kind, before in zip(kinds, ["", *kinds]) if kind != before] == [
+        turns.EXCLUSIVE,
+        turns.TIMED,
+        turns.ORDINARY,
+    ]
+    groups = {(turns.group_of(test), turns.kind_of(test)) for test in FUNCTIONS}
     assert len(groups) == len({group for group, _ in groups})
 
 
-class Visitor:
-    """A worker with a row of tests: `began` has those that were let in, and each goes on until it is told to `end`."""
+class Worker:
+    """A worker with several tests: `began` lists the tests that started, and each runs until `end`."""
 
-    def __init__(self, folder: Path, number: int, *companies: str) -> None:
+    def __init__(self, folder: Path, number: int, *kinds: str) -> None:
         self.began: list[str] = []
         self._in, self._out = threading.Semaphore(0), threading.Semaphore(0)
-        self._turns, self._worker = turns.Turns(folder), f"gw{number}"
-        self._thread = threading.Thread(target=self._run, args=(companies,))
+        self._seats, self._worker = turns.Seats(folder), f"gw{number}"
+        self._thread = threading.Thread(target=self._run, args=(kinds,))
         self._thread.start()
 
-    def _run(self, companies: tuple[str, ...]) -> None:
-        for company, after in zip(companies, (*companies[1:], None)):
-            self._turns.enter(company, self._worker)
-            self.began.append(company)
+    def _run(self, kinds: tuple[str, ...]) -> None:
+        for kind, after in zip(kinds, (*kinds[1:], None)):
+            self._seats.enter(kind, self._worker)
+            self.began.append(kind)
             self._in.release()
             self._out.acquire()
-            self._turns.leave(company, after)
+            self._seats.leave(kind, after)
 
     def is_in(self) -> bool:
-        """Waits until a further test was let in."""
+        """Wait until another test has started."""
         return self._in.acquire(timeout=60)
 
     def end(self) -> None:
@@ -84,8 +88,8 @@ class Visitor:
         assert not self._thread.is_alive()
 
 
-def until_kept(folder: Path) -> None:
-    """Until somebody waits for a seat."""
+def wait_for_waiter(folder: Path) -> None:
+    """Wait until a worker waits for a seat."""
     with open(folder / ".tests-door", "rb") as door:
         while True:
             try:
@@ -97,56 +101,61 @@ def until_kept(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("inside", "waits"),
-    [(turns.ANY, turns.ONE), (turns.ANY, turns.CALM), (turns.CALM, turns.ONE), (turns.CALM, turns.ANY)],
+    [
+        (turns.ORDINARY, turns.EXCLUSIVE),
+        (turns.ORDINARY, turns.TIMED),
+        (turns.TIMED, turns.EXCLUSIVE),
+        (turns.TIMED, turns.ORDINARY),
+    ],
 )
-def test_who_wants_another_company_waits_and_those_behind_him_too(tmp_path: Path, inside: str, waits: str) -> None:
-    present = [Visitor(tmp_path, number, inside) for number in (0, 1)]
-    assert all(one.is_in() for one in present)  # these two, together
-    other = Visitor(tmp_path, 2, waits)
-    until_kept(tmp_path)
-    later = Visitor(tmp_path, 3, inside)
+def test_test_of_other_kind_waits_and_blocks_later_tests(tmp_path: Path, inside: str, waits: str) -> None:
+    present = [Worker(tmp_path, number, inside) for number in (0, 1)]
+    assert all(one.is_in() for one in present)  # these two run together
+    other = Worker(tmp_path, 2, waits)
+    wait_for_waiter(tmp_path)
+    later = Worker(tmp_path, 3, inside)
     present[0].gone()
-    until_kept(tmp_path)
+    wait_for_waiter(tmp_path)
     assert other.began == later.began == []
     present[1].gone()
     assert other.is_in()
-    until_kept(tmp_path)  # by the one behind him
+    wait_for_waiter(tmp_path)  # for the worker behind it
     assert later.began == []
     other.gone()
     assert later.is_in()
     later.gone()
 
 
-@pytest.mark.parametrize("company", [turns.ONE, turns.CALM])
-def test_who_a_clock_judges_stays_until_his_last_test(tmp_path: Path, company: str) -> None:
-    one = Visitor(tmp_path, 0, company, company, turns.ANY)
+@pytest.mark.parametrize("kind", [turns.EXCLUSIVE, turns.TIMED])
+def test_timed_tests_of_worker_run_without_interruption(tmp_path: Path, kind: str) -> None:
+    one = Worker(tmp_path, 0, kind, kind, turns.ORDINARY)
     assert one.is_in()
-    other = Visitor(tmp_path, 1, turns.ANY)
-    until_kept(tmp_path)
+    other = Worker(tmp_path, 1, turns.ORDINARY)
+    wait_for_waiter(tmp_path)
     one.end()
-    assert one.is_in() and one.began == [company, company] and other.began == []
+    assert one.is_in() and one.began == [kind, kind] and other.began == []
     one.end()
     assert other.is_in() and one.is_in()
     other.gone()
     one.gone()
 
 
-def test_who_wants_to_be_alone_waits_for_one_test(tmp_path: Path) -> None:
-    """Who came first may have a hundred more."""
-    one = Visitor(tmp_path, 0, turns.CALM, turns.CALM)
+def test_exclusive_test_waits_for_one_test_only(tmp_path: Path) -> None:
+    """The first worker may have a hundred more tests."""
+    one = Worker(tmp_path, 0, turns.TIMED, turns.TIMED)
     assert one.is_in()
-    other = Visitor(tmp_path, 1, turns.ONE)
-    until_kept(tmp_path)
+    other = Worker(tmp_path, 1, turns.EXCLUSIVE)
+    wait_for_waiter(tmp_path)
     one.end()
     assert other.is_in()
-    until_kept(tmp_path)  # by the first one
-    assert one.began == [turns.CALM]
+    wait_for_waiter(tmp_path)  # for the first worker
+    assert one.began == [turns.TIMED]
     other.gone()
     assert one.is_in()
     one.gone()
 
 
-def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
-    for one in (turns.Turns(tmp_path), turns.Turns(tmp_path)):
-        one.enter(turns.ONE, None)
+def test_single_worker_never_waits(tmp_path: Path) -> None:
+    for one in (turns.Seats(tmp_path), turns.Seats(tmp_path)):
+        one.enter(turns.EXCLUSIVE, None)
     assert list(tmp_path.iterdir()) == []

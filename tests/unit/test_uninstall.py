@@ -30,7 +30,7 @@ HOOK_FILES = ("gpushare.json", "gpushare-poststop.json")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """A host with docker's and containerd's files, and everything configured."""
+    """A host with the files of docker and containerd, fully configured."""
     root = tmp_path / "root"
     for name, text in (("etc/docker/daemon.json", HAND), ("etc/containerd/config.toml", MAIN)):
         (root / name).parent.mkdir(parents=True)
@@ -61,7 +61,7 @@ def cli(root: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def container(root: Path) -> Iterator[Path]:
-    """A container that holds a share: its own tmpfs."""
+    """A container with an allocation: its own tmpfs."""
     state = str(root / "run/gpushare")
     with subprocess.Popen(["sleep", "inf"]) as process:
         me, init = procs.myself(), procs.find(process.pid)
@@ -85,11 +85,11 @@ def mounts_below(root: Path) -> list[str]:
 
 
 def files(root: Path) -> dict[str, str]:
-    """Without the state."""
+    """All files except the state."""
     return {str(path.relative_to(root)): path.read_text() for path in root.glob("[!r]*/**/*") if path.is_file()}
 
 
-def test_everything_goes_and_what_was_there_before_stays(cli: Callable[..., Any], root: Path) -> None:
+def test_uninstall_removes_everything_and_restores_files(cli: Callable[..., Any], root: Path) -> None:
     code, text, error = cli("--yes")
     assert code == 0 and "the programs stay in " in error and "; remove them as they were installed" in error
     for command in ("systemctl restart docker", "systemctl restart containerd", "systemctl restart crio"):
@@ -104,8 +104,8 @@ def test_everything_goes_and_what_was_there_before_stays(cli: Callable[..., Any]
     assert cli("--yes") == (0, "nothing to do\n", "")
 
 
-def test_what_hooks_alone_need_goes_as_well(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
-    """containerd's base spec, and the files of two directories of hooks."""
+def test_hook_only_files_are_removed(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
+    """containerd's base spec, and the files of two hook directories."""
     assert cli("--yes", "--purge")[0] == 0
     program = ("--program", str(tmp_path / "bin/gpushare-runtime"))
     for engine in ("containerd", "crio", "podman"):
@@ -116,7 +116,7 @@ def test_what_hooks_alone_need_goes_as_well(cli: Callable[..., Any], root: Path,
     assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
 
 
-def test_purge_takes_the_configuration_too(cli: Callable[..., Any], root: Path) -> None:
+def test_purge_removes_configuration(cli: Callable[..., Any], root: Path) -> None:
     (root / labels.FILE.lstrip("/")).parent.mkdir(parents=True)
     (root / labels.FILE.lstrip("/")).touch()
     assert "remove /etc/gpushare\n" in cli("--yes", "--purge")[1]
@@ -134,23 +134,23 @@ def test_dry_run_and_unanswered_question_do_nothing(cli: Callable[..., Any], roo
     assert value["steps"] == planned.splitlines() and "systemctl restart docker" in value["next"]
 
 
-def test_containers_that_hold_a_share_are_in_the_way(cli: Callable[..., Any], root: Path, container: Path) -> None:
+def test_running_container_blocks_uninstall(cli: Callable[..., Any], root: Path, container: Path) -> None:
     before = files(root)
     code, out, error = cli("--yes")
     assert (code, out) == (75, "") and "1 container holds a share: c1; stop it first" in error
     assert files(root) == before
-    with open(container / "usage", "rb") as page:  # what a running container has open
+    with open(container / "usage", "rb") as page:  # a running container keeps it open
         assert cli("--yes", "--force")[0] == 0
         assert mounts_below(root) == [] and not (root / "run/gpushare").exists()
         assert len(page.read()) > 0
 
 
-def test_a_lease_that_cannot_be_read_is_in_the_way(cli: Callable[..., Any], root: Path, container: Path) -> None:
+def test_damaged_lease_blocks_uninstall(cli: Callable[..., Any], root: Path, container: Path) -> None:
     (container.parent / "lease.json").write_text("{")
     assert cli("--yes")[0] == 75
 
 
-def test_an_engine_file_that_is_broken_stops_it_before_anything_is_done(cli: Callable[..., Any], root: Path) -> None:
+def test_broken_engine_file_stops_uninstall_unchanged(cli: Callable[..., Any], root: Path) -> None:
     (root / "etc/docker/daemon.json").write_text("{")
     before = files(root)
     code, out, error = cli("--yes")
@@ -171,7 +171,7 @@ def test_an_engine_file_that_is_broken_stops_it_before_anything_is_done(cli: Cal
         ({"allowed_devices": ("7",)}, 1.0, 0),
     ],
 )
-def test_labels_count_what_can_be_granted(policy: Any, overcommit: float, mib: int) -> None:
+def test_labels_count_grantable_memory(policy: Any, overcommit: float, mib: int) -> None:
     text = labels.feature_file(pure.node(overcommit=overcommit, **policy))
     assert f"# +no-label\ngpushare.io/memory-mib={mib}\n" in text
     assert f"gpushare.io/present={'true' if mib else 'false'}\n" in text
@@ -186,18 +186,18 @@ def test_labels_count_what_can_be_granted(policy: Any, overcommit: float, mib: i
     [
         (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (), ("2", "NVIDIA-H100-PCIe", "81559", "1")),
         (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (SharingRule(4),), ("2", "NVIDIA-H100-PCIe-SHARED", "81559", "4")),
-        (("Tesla T4",) * 2, (1, 1), (SharingRule(1),), ("2", "Tesla-T4", "1", "1")),  # one replica is no sharing
+        (("Tesla T4",) * 2, (1, 1), (SharingRule(1),), ("2", "Tesla-T4", "1", "1")),  # one replica means no sharing
         (("Tesla T4",) * 2, (1, 1), (SharingRule(4, devices=("0",)),), ("2", None, None, None)),
         (("Tesla T4", "Tesla V100"), (1, 1), (SharingRule(4),), ("2", None, None, None)),
         (("Tesla T4",) * 2, (1, 2), (), ("2", None, None, None)),
-        (("Tesla T4",), (0,), (), ("1", "Tesla-T4", None, "1")),  # its size is not known
+        (("Tesla T4",), (0,), (), ("1", "Tesla-T4", None, "1")),  # unknown size
         (("RTX  6000 (Ada)",), (1,), (), ("1", "RTX-6000-Ada", "1", "1")),
         (("?",), (1,), (SharingRule(2),), ("1", None, "1", "2")),
         (("x" * 80,), (1,), (SharingRule(2),), ("1", "x" * 56 + "-SHARED", "1", "2")),
         ((), (), (), ("0", None, None, None)),
     ],
 )
-def test_labels_are_those_of_gpu_feature_discovery(models: Any, memory: Any, rules: Any, labels_: Any) -> None:
+def test_labels_match_gpu_feature_discovery(models: Any, memory: Any, rules: Any, labels_: Any) -> None:
     found = [pure.device(i, model=model, memory_bytes=mib << 20) for i, (model, mib) in enumerate(zip(models, memory))]
     node = pure.node()
     node = Node(node.config._replace(sharing=rules), node.inventory._replace(devices=tuple(found)))
@@ -210,14 +210,14 @@ def test_labels_are_those_of_gpu_feature_discovery(models: Any, memory: Any, rul
         assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", value)
 
 
-def test_labels_leave_out_devices_that_are_not_allowed() -> None:
+def test_labels_omit_disallowed_devices() -> None:
     node = pure.node(allowed_devices=("1",))
     other = node.inventory.devices[0]._replace(model="Another", memory_bytes=1 << 30)
     mixed = node._replace(inventory=node.inventory._replace(devices=(other, node.inventory.devices[1])))
     assert labels.device_labels(mixed)["gpu.product"] == "Test-GPU" and labels.device_labels(mixed)["gpu.count"] == "1"
 
 
-def test_divided_gpus_count_as_their_parts() -> None:
+def test_divided_gpu_counts_as_mig_devices() -> None:
     node = pure.node()
     part = pure.device(0, uuid="MIG-1", parent=pure.UUIDS[0], mig_index=0, memory_bytes=4 << 30)
     divided = node._replace(inventory=node.inventory._replace(mig=(part,)))
@@ -226,7 +226,7 @@ def test_divided_gpus_count_as_their_parts() -> None:
     assert "present=false" in labels.feature_file(unknown)
 
 
-def test_labels_are_written_whole_and_once(
+def test_labels_are_written_atomically_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(facts, "host", lambda paths: pure.node())
@@ -240,7 +240,7 @@ def test_labels_are_written_whole_and_once(
     assert main(["labels", "--output", str(path)]) == 0 and capfd.readouterr().out == "nothing to do\n"
 
 
-def test_mps_that_runs_is_not_left_without_its_directory(root: Path, cli: Callable[..., Any]) -> None:
+def test_running_mps_daemon_blocks_uninstall(root: Path, cli: Callable[..., Any]) -> None:
     state = root / "run/gpushare"
     ready(state)
     code, _, said = cli()
@@ -248,12 +248,12 @@ def test_mps_that_runs_is_not_left_without_its_directory(root: Path, cli: Callab
     assert storage.is_ready(str(state)) and json.loads((root / "etc/docker/daemon.json").read_text()) != json.loads(
         HAND
     )
-    ready(state, start=1)  # it has died
+    ready(state, start=1)  # the daemon has died
     assert cli("--yes")[0] == 0 and not state.exists()
 
 
 @pytest.mark.parametrize("words", [("--yes",), ("--yes", "--force")], ids=["", "forced"])
-def test_a_directory_that_is_not_the_state_s_is_not_unmounted(
+def test_foreign_directory_is_not_unmounted(
     root: Path, capfd: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     """`gpushare --state /home uninstall`"""
@@ -267,7 +267,7 @@ def test_a_directory_that_is_not_the_state_s_is_not_unmounted(
 
 
 @pytest.mark.parametrize("command", [["labels"], ["cdi", "generate", "--program", "/bin/true"]], ids=" ".join)
-def test_files_of_others_are_not_written_over(
+def test_foreign_file_is_not_overwritten(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`gpushare cdi generate --output /etc/cdi/nvidia.yaml`"""

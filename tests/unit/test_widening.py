@@ -1,4 +1,4 @@
-"""Variables that make more of a request than its limit: an image can set them beside the limit of a user."""
+"""Variables that raise a request beyond its limit: an image can set them beside the user's limit."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ def gives(found: Request) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("word", WIDENING)
-def test_word_beside_a_limit_is_ignored_and_reported_where_policy_says_so(word: str) -> None:
+def test_widening_variable_is_ignored_and_reported_by_policy(word: str) -> None:
     found = asked(word)
     assert gives(found) == gives(asked())
     assert any(line.startswith(word.partition("=")[0]) and "policy.accept.widening" in line for line in found.ignored)
     assert gives(asked(word, widening="always")) != gives(asked())
 
 
-def test_privileged_container_may_be_listened_to() -> None:
+def test_widening_variable_of_privileged_container_can_be_accepted() -> None:
     admin = {"process": {"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}}}
     assert asked(WIDENING[0], widening="privileged", **admin).compute_mode == "soft"
     assert asked(WIDENING[0], widening="privileged").compute_mode == "hard"
 
 
-def test_annotation_of_the_user_counts() -> None:
+def test_widening_annotation_counts() -> None:
     found = asked(annotations={"gpushare.io/compute-mode": "soft"})
     assert (found.compute_mode, found.ignored) == ("soft", ())
 
 
-def test_priority_in_another_schedulers_words_is_ignored() -> None:
+def test_priority_variable_of_other_scheduler_is_ignored() -> None:
     assert asked("CUDA_TASK_PRIORITY=0", widening="always").priority == 1
     found = asked("CUDA_TASK_PRIORITY=0")
     assert found.priority == 0 and any("policy.accept.widening" in line for line in found.ignored)
 
 
-def test_cluster_profile_takes_none() -> None:
+def test_cluster_profile_accepts_no_widening() -> None:
     assert profiles.CLUSTER["policy.accept.widening"] == "never"
     assert "policy.accept.widening" not in profiles.WORKSTATION
 
 
-# Limits of another scheduler, which a variable of the image replaces
+# Another scheduler's limits, which a variable of the image would replace
 
 THEIRS = ("CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DEVICE_SM_LIMIT=30")
 
 
 def limited(*env: str, widening: str = "never", **more: Any) -> tuple[int | None, int, str]:
-    """(bytes, percent, ignored) of device 0, which the other scheduler gave."""
+    """(bytes, percent, ignored) of device 0, limited by the other scheduler."""
     found = request.resolve(bundle("NVIDIA_VISIBLE_DEVICES=0", *env, **more), node(accept_widening=widening))
     assert found is not None
     ((_, memory),), ((_, compute),) = found.memory, found.compute
@@ -76,39 +76,39 @@ def limited(*env: str, widening: str = "never", **more: Any) -> tuple[int | None
 
 
 @pytest.mark.parametrize("word", ["GPUSHARE_MEMORY=8Gi", "GPUSHARE_MEMORY=0=8Gi", "GPUSHARE_MEMORY=50%"])
-def test_larger_memory_than_another_schedulers_is_ignored(word: str) -> None:
+def test_memory_above_other_schedulers_limit_is_ignored(word: str) -> None:
     size, percent, ignored = limited(*THEIRS, word)
     assert (size, percent) == (1 << 30, 30) and "GPUSHARE_MEMORY=" in ignored and "policy.accept.widening" in ignored
     assert limited(*THEIRS, word, widening="always")[0] != 1 << 30
 
 
-def test_larger_compute_than_another_schedulers_is_ignored() -> None:
+def test_compute_above_other_schedulers_limit_is_ignored() -> None:
     size, percent, ignored = limited(*THEIRS, "GPUSHARE_COMPUTE=80", "GPUSHARE_MEMORY=512Mi")
     assert (size, percent) == (512 << 20, 30)
     assert "GPUSHARE_COMPUTE=" in ignored and 'GPUSHARE_MEMORY="512Mi": policy' not in ignored
 
 
 @pytest.mark.parametrize("word", ["GPUSHARE_MEMORY=512Mi", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_DEVICES=0"])
-def test_what_is_not_larger_counts(word: str) -> None:
+def test_amount_within_other_schedulers_limit_counts(word: str) -> None:
     size, percent, ignored = limited(*THEIRS, word)
     assert size == (512 << 20 if "512" in word else 1 << 30) and percent == 30
     assert "policy.accept.widening" not in ignored
 
 
-def test_larger_than_an_annotation_is_ignored() -> None:
+def test_amount_above_annotation_is_ignored() -> None:
     assert limited("GPUSHARE_MEMORY=8Gi", "GPUSHARE_COMPUTE=30", annotations={"gpu-memory": "1024"})[0] == 1 << 30
 
 
-def test_own_annotation_is_the_users_and_counts() -> None:
+def test_own_annotation_above_other_limit_counts() -> None:
     assert limited(*THEIRS, annotations={"gpushare.io/memory": "8Gi"})[0] == 8 << 30
 
 
-def test_a_third_word_that_contradicts_does_not_lift_the_limit() -> None:
+def test_contradicting_third_variable_is_refused() -> None:
     with pytest.raises(RequestError, match="ask for different shares"):
         limited(*THEIRS, "GPU_PORTION=0.5", "GPUSHARE_MEMORY=8Gi")
 
 
-def test_words_that_policy_does_not_take_are_no_error_beside_ours() -> None:
+def test_unaccepted_annotation_beside_own_variable_is_no_error() -> None:
     rules = node(accept_widening="never", accept_annotations="never")
     found = request.resolve(bundle("GPUSHARE_MEMORY=8Gi", annotations={"gpu-memory": "1024"}), rules)
     assert found is not None and found.memory[0][1].limit_bytes == 8 << 30

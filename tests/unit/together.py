@@ -1,4 +1,4 @@
-"""Several processes that begin at the same moment."""
+"""Start several processes at the same moment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpushare.core.errors import GpushareError
 
 
 def at_once(*works: Callable[[], object]) -> list[int]:
-    """Does each in a process of its own -> their exit codes: 0, that of an error of ours, or 1."""
+    """Run each function in its own process and return the exit codes: 0, that of a gpushare error, or 1."""
     reader, writer = os.pipe()
     children = []
     for work in works:
@@ -18,7 +18,7 @@ def at_once(*works: Callable[[], object]) -> list[int]:
             code = 1
             try:
                 os.close(writer)
-                os.read(reader, 1)  # ends for all at once, when the parent closes its end
+                os.read(reader, 1)  # returns in all processes when the parent closes its end
                 work()
                 code = 0
             except GpushareError as error:

@@ -74,9 +74,7 @@ def _within_policy(
     memory, compute = wanted.memory, wanted.compute
     if memory is None and (policy.require_limits or policy.unlimited == "deny" or (policy.max_memory and not clamps)):
         key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
-        raise PolicyError(
-            f"no memory limit was asked for, and policy.{key} requires one", f"set {constants.ENV_MEMORY}"
-        )
+        raise PolicyError(f"no memory limit is requested, and policy.{key} requires one", f"set {constants.ENV_MEMORY}")
     if policy.max_memory:
         most = _most(device, policy)
         asked = None if memory is None else bytes_of(memory, device.memory_bytes, device.granularity_bytes)
@@ -116,14 +114,14 @@ def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Conf
         raise CapacityError(
             f"device {device_name(device)} is taken as a whole{held}",
             "stop that container, or give it a limit",
-            f"held whole by {constants.short(next(whole, 'somebody'))}",
+            f"held whole by {constants.short(next(whole, 'another container'))}",
         )
     if wanted.memory is None:
         if used and config.policy.unlimited != "shared":
             raise CapacityError(
-                f"no memory limit was asked for, so all of device {device_name(device)}, "
-                f"of which {human(used)} is granted{held}",
-                f"set {constants.ENV_MEMORY}, or stop them",
+                f"{constants.ENV_MEMORY} is not set, so all of device {device_name(device)} was requested, "
+                f"but {human(used)} is granted{held}",
+                f"set {constants.ENV_MEMORY}, or stop {_whom(device, ledger)}",
                 f"{human(used)} of it is granted",
             )
         return None

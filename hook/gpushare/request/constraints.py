@@ -1,12 +1,11 @@
-"""NVIDIA_REQUIRE_*: what an image needs of driver and GPU. Pure (start path).
+"""Evaluate NVIDIA_REQUIRE_*: an image's constraints on driver and GPU. Pure (start path).
 
     parse(name, value)                    -> Alternatives   raises RequestError
-    require(requirements, host, device)   -> None           raises RequestError quoting the first one that is not met
+    require(requirements, host, device)   -> None           raises RequestError with the first unmet one
 
-A space separates alternatives, of which one must hold; a comma joins terms, which must all hold:
-"cuda>=12.4 brand=tesla,driver>=535,driver<536". Terms: cuda and driver (versions), arch (compute capability), brand.
-What the host does not know (no answer from NVML) holds nothing. Source: NVIDIA container toolkit, "Constraints".
-"""
+A space separates alternatives, one of which must hold; a comma joins terms that must all hold: "cuda>=12.4
+brand=tesla,driver>=535,driver<536". Terms: cuda and driver (versions), arch (compute capability), brand. A fact that
+the host does not know (no answer from NVML) fails its term. Source: NVIDIA container toolkit, "Constraints"."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ..core.quantity import wrong
 from ..core.quoting import setting, shown
 
 _Version = tuple[int, ...]
-OPERATORS: dict[str, Callable[[_Version, _Version], bool]] = {  # longer ones first: ">=" begins with ">"
+OPERATORS: dict[str, Callable[[_Version, _Version], bool]] = {  # longer operators first: ">=" begins with ">"
     ">=": lambda a, b: a >= b,
     "<=": lambda a, b: a <= b,
     "!=": lambda a, b: a != b,
@@ -51,7 +50,7 @@ Alternatives = tuple[tuple[Term, ...], ...]
 
 
 def _version(text: str) -> Optional[_Version]:
-    """12.2 as (12, 2); trailing zeros do not count, so that 12 is 12.0. None when it is no version."""
+    """Parse 12.2 as (12, 2), without trailing zeros, so that 12 equals 12.0. None if it is no version."""
     parts = text.split(".")
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         return None
@@ -76,7 +75,7 @@ def _term(name: str, value: str, text: str) -> Term:
 
 
 def parse(name: str, value: str) -> Alternatives:
-    """The constraint as data; () when it is empty."""
+    """Parse the constraint; () if it is empty."""
     words = value.split()
     if sum(word.count(",") + 1 for word in words) > _MAX_TERMS:
         raise wrong(name, value, f"more than {_MAX_TERMS} terms", _HINT)
@@ -84,7 +83,7 @@ def parse(name: str, value: str) -> Alternatives:
 
 
 def _holds(term: Term, host: Inventory, device: Optional[Device]) -> bool:
-    """Whether a term is true. Without a device, terms about devices are: there is none that could break them."""
+    """Return whether a term holds. Without a device, terms about devices hold."""
     if device is None and term.key in _OF_DEVICE:
         return True
     found = PROPERTIES[term.key](host, device)
@@ -97,7 +96,7 @@ def _holds(term: Term, host: Inventory, device: Optional[Device]) -> bool:
 
 
 def _facts(alternatives: Alternatives, host: Inventory, device: Optional[Device]) -> str:
-    """What the host has of all that was asked about."""
+    """Return the host's facts for the keys of the constraint."""
     keys = dict.fromkeys(term.key for terms in alternatives for term in terms)
     of = f" of device {device.index}" if device else ""
     return ", ".join(
@@ -108,7 +107,7 @@ def _facts(alternatives: Alternatives, host: Inventory, device: Optional[Device]
 
 
 def require(requirements: tuple[tuple[str, str], ...], host: Inventory, device: Optional[Device]) -> None:
-    """Raises RequestError when the host, with this device, does not meet one of the requirements."""
+    """Raise RequestError if the host with this device does not meet a requirement."""
     for name, value in requirements:
         alternatives = parse(name, value)
         if not alternatives or any(all(_holds(term, host, device) for term in terms) for terms in alternatives):

@@ -1,18 +1,18 @@
-"""Keep containers from NVIDIA's devices that they were not granted, where their device rules reach those (start path,
-for such containers only).
+"""Deny NVIDIA devices that a container was not granted but that its device rules allow (start path, for such
+containers only).
 
-    numbers(root, granted)      -> [(major, minor)]    to deny; minor -1 stands for all of a major
-    narrower(rule, majors)      -> [rule] or None      what is left of a rule that reaches them; None: all of it
+    numbers(root, granted)      -> [(major, minor)]    to deny; minor -1: all of a major
+    narrower(rule, majors)      -> [rule] or None      a rule without them; None: unchanged
     majors(root)                -> {major}             of NVIDIA's devices on this host
-    is_there(root)              -> bool                whether this host has such devices at all
-    applies(bundle, config)     -> bool                whether a container that asks for nothing loses them
+    is_there(root)              -> bool                whether this host has such devices
+    applies(bundle, config)     -> bool                whether a container without a request loses them
     rules_open(spec, majors)    -> bool                whether device rules open devices of these majors
-    refuse(bundle, config)                             the hook's answer to the same: raises PolicyError
+    refuse(bundle, config)                             the same for the hook: raises PolicyError
 
-`--privileged` is a rule for all devices, so leaving nodes out is not enough: mknod makes them again. Rules of a spec
-count in their order, so these come after that one. They name single minors, since cgroup v1 knows no exception of an
-exception: what `195:*` denies, `195:0` cannot allow again (kernel: security/device_cgroup.c; runc refuses to try).
-For the same reason nothing can be denied behind `c *:* rwm`: that becomes a rule for each other major.
+`--privileged` is a rule for all devices, so it is not enough to leave out nodes: mknod creates them again. Rules of a
+spec apply in order, so the deny rules come after it. They name single minors, since cgroup v1 has no exception of an
+exception: `195:0` cannot allow again what `195:*` denies (kernel: security/device_cgroup.c; runc refuses to try). For
+the same reason no rule can deny anything after `c *:* rwm`, which becomes a rule for each other major.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from . import oci, policy
 from .dialects import cdi_devices, nvidia
 
 ALL_MINORS = -1
-_GPUS = 64  # minors that a GPU added later could get
+_GPUS = 64  # minors for GPUs that are added later
 _CONTROL = (254, 255)  # nvidia-modeset, nvidiactl
 _DIRECTORIES = ("", "nvidia-caps", "nvidia-caps-imex-channels")  # below dev
 _MAX_BYTES = 1 << 16
 _CHARACTER_MAJORS = 512  # CHRDEV_MAJOR_MAX, include/linux/fs.h
-_MAJORS = 1 << 12  # include/linux/kdev_t.h; what is beyond a runtime may cut to fewer bits
+_MAJORS = 1 << 12  # include/linux/kdev_t.h; a runtime may truncate larger numbers
 _EVERY_MAJOR = -1
 
 
 def _has_nodes(bundle: Bundle) -> bool:
-    """Whether what an engine makes of --privileged has NVIDIA's nodes or files."""
+    """Return whether the spec of a --privileged container has NVIDIA's nodes or files."""
     return oci.has_sys_admin(bundle.spec) and bool(nvidia.conflicts(bundle.spec))
 
 
 def may_apply(bundle: Bundle) -> bool:
-    """The part of `applies` that needs no configuration."""
+    """Check the part of `applies` that needs no configuration."""
     return cdi_devices.rules_reach(bundle.spec) or _has_nodes(bundle)
 
 
 def applies(bundle: Bundle, config: Config) -> bool:
-    """Whether a container without a share has a rule or, if it is privileged, a node of NVIDIA's to lose."""
+    """Return whether a container without a share has a rule, or if privileged a node, for NVIDIA's devices."""
     if policy.listed(bundle, config.policy) or not is_there(config.driver_root):
         return False
     if _has_nodes(bundle):
@@ -59,14 +59,14 @@ def applies(bundle: Bundle, config: Config) -> bool:
 
 
 def rules_open(spec: dict[str, Any], majors: set[int]) -> bool:
-    """Whether device rules let a program open devices of these majors. Pure."""
+    """Return whether device rules let a program open devices of these majors. Pure."""
     rules = oci.items(spec, "linux", "resources", "devices")
     return cdi_devices.allows_everything(spec) or any(narrower(rule, majors) is not None for rule in rules)
 
 
 def refuse(bundle: Bundle, config: Config) -> None:
-    """For the hook, which runs after the device rules were made. Raises PolicyError. It leaves a container alone that
-    --privileged started: that one could change its own cgroup anyway, and many that a host needs are started so."""
+    """Raise PolicyError for the hook, which runs after the device rules exist. Accept --privileged containers: they can
+    change their own cgroup anyway, and many system containers of a host are privileged."""
     everything = oci.has_sys_admin(bundle.spec) and cdi_devices.allows_everything(bundle.spec)
     if everything or not cdi_devices.rules_reach(bundle.spec) or not applies(bundle, config):
         return
@@ -78,7 +78,7 @@ def refuse(bundle: Bundle, config: Config) -> None:
 
 
 def _majors(root: str) -> set[int]:
-    """Of the driver's modules that are loaded. Source: proc(5), /proc/devices."""
+    """Return the majors of the driver's loaded modules. Source: proc(5), /proc/devices."""
     text = short_read(os.path.join(root, "proc/devices"), _MAX_BYTES) or short_read("/proc/devices", _MAX_BYTES) or ""
     lines = (line.split() for line in text.partition("Block devices:")[0].splitlines())
     return {
@@ -87,7 +87,7 @@ def _majors(root: str) -> set[int]:
 
 
 def _nodes(root: str) -> set[tuple[int, int]]:
-    """(major, minor) of the host's nodes that carry NVIDIA's name."""
+    """Return (major, minor) of the host's nodes with NVIDIA's name."""
     found = set()
     for directory in _DIRECTORIES:
         folder = os.path.join(root, "dev", directory)
@@ -111,8 +111,8 @@ def majors(root: str) -> set[int]:
 
 
 def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
-    """What a rule becomes without NVIDIA's devices. None: it stays, because it does not reach them, or because it is
-    for all devices and `numbers` are denied behind it. Pure."""
+    """Return a rule without NVIDIA's devices. None: it stays, because it does not reach them, or because it covers all
+    devices and `numbers` are denied after it. Pure."""
     if not cdi_devices.reaches(rule) or cdi_devices.allows_every_device(rule):
         return None
     major = rule.get("major", _EVERY_MAJOR)
@@ -123,8 +123,8 @@ def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
 
 
 def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted. A major of which nothing is granted is denied as a whole, the others minor by minor: those that GPUs
-    have or may get, and the nodes that are there."""
+    """Return the devices to deny, sorted. A major without a grant is denied as a whole. Others are denied minor by
+    minor: those that GPUs have or may get, and those of existing nodes."""
     kept, nodes = set(granted), _nodes(root)
     majors = {constants.NVIDIA_MAJOR, *_majors(root)}
     whole = majors - {major for major, _ in kept}

@@ -1,17 +1,16 @@
-"""The files into which crun writes what hooks print (start path).
+"""Prevent that crun writes the output of hooks to a host file (start path).
 
-    without(spec)             -> Spec    a config.json that names none of them; `spec` itself when it has none
-    silence_for(annotations)  -> None    prints nothing from here on where they name a file
+    without(spec)             -> Spec    a config.json without the annotations; `spec` itself if it has none
+    silence_for(annotations)  -> None    print nothing from here on if they name a file
     read_state(data)          -> State   the same, for the text of an OCI state
 
-The annotations run.oci.hooks.stdout and run.oci.hooks.stderr hold any path of the host. crun opens it as the host's
-root before it runs a hook (open_hooks_output in its container.c: O_CREAT | O_APPEND, mode 0700). podman copies the
-annotations of an image into config.json, so an image can choose the file, and our messages repeat what the image asks
-for. gpushare-runtime removes both. A hook alone comes too late for that, and prints nothing.
+The annotations run.oci.hooks.stdout and run.oci.hooks.stderr name any path of the host. crun opens it as the host's
+root before it runs a hook (open_hooks_output in its container.c: O_CREAT | O_APPEND, mode 0700). podman copies
+annotations of an image into config.json. So an image can choose the file, and our messages quote values of the image.
+gpushare-runtime removes both annotations. A hook runs too late for that, so it prints nothing.
 
-The one value that may stay is crun's own error output, /dev/stderr, which gpushare-runtime sets itself: crun opens it
-in its own process and on the host, so it is where crun writes its errors anyway.
-"""
+Only crun's own error output, /dev/stderr, may stay, which gpushare-runtime sets itself: crun opens it in its own
+process on the host, where it writes its errors anyway."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from ..core import constants
 from . import oci
 
 OWN_STDERR = "/dev/stderr"
-_MAY_NAME_A_FILE = (*(key.encode() for key in constants.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or spell it with an escape
+_MAY_NAME_A_FILE = (*(key.encode() for key in constants.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or the name has an escape
 
 
 def without(spec: dict[str, Any]) -> dict[str, Any]:
-    """Never changes its argument."""
+    """Return `spec` without the annotations. The argument never changes."""
     annotations = oci.section(spec, "annotations")
     if annotations.keys().isdisjoint(constants.HOOK_OUTPUT_ANNOTATIONS):
         return spec
@@ -35,7 +34,7 @@ def without(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_redirected(annotations: object) -> bool:
-    """Whether they name a file other than crun's own error output."""
+    """Return whether the annotations name a file other than crun's own error output."""
     if not isinstance(annotations, dict):
         return False
     stdout, stderr = constants.HOOK_OUTPUT_ANNOTATIONS
@@ -43,13 +42,13 @@ def is_redirected(annotations: object) -> bool:
 
 
 def silence_for(annotations: object) -> None:
-    """Also what this process starts prints nothing then."""
+    """Redirect this process and its children to /dev/null if the annotations name a file."""
     if is_redirected(annotations):
         _silence()
 
 
 def read_state(data: bytes) -> oci.State:
-    """oci.read_state, silent from here on where the state names a file, or cannot be read and may. Raises as that."""
+    """Do oci.read_state, and be silent if the state names a file, or may name one and cannot be parsed."""
     try:
         state = oci.read_state(data)
     except BaseException:

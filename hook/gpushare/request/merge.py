@@ -1,14 +1,13 @@
-"""What other schedulers' words add to a request: devices, limits, priority.
+"""Merge the requests of other schedulers into one request: devices, limits, priority.
 
-    with_devices(base, heard, node)    -> Request | None     `base`: what NVIDIA's words or config.json name
-    with_limits(request, heard, node)  -> Request
-    without(mine, variables)           -> Request | None     our own words less some limits, and
-    is_larger(variable, mine, theirs, node)                  whether they would widen what other words grant
+    with_devices(base, collected, node)    -> Request | None     `base`: from NVIDIA or config.json
+    with_limits(request, collected, node)  -> Request
+    without(mine, variables)           -> Request | None     gpushare's own request less some limits
+    is_larger(variable, mine, theirs, node)                  whether these limits exceed the schedulers'
 
-Two schedulers that say the same are fine, also when one of them rounds; two that disagree are an error that names both.
-A word that cannot be heard is never a way to be without limit: where it would have limited a device, the container is
-refused. Loaded only when a word of another scheduler occurs. Pure.
-"""
+Two schedulers may request the same, also if one of them rounds. If they disagree, the error names both. A variable that
+policy does not accept never lifts a limit: if it would have limited a device, the container is refused. Loaded only if
+a variable of another scheduler occurs. Pure."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ from .merge_limits import DialectLimits, merged, scaled
 from .scheduler_requests import MODE, SchedulerRequests, limits_of, line
 
 
-def _named(heard: SchedulerRequests, inventory: Inventory) -> Optional[tuple[Selection, ParsedRequest, Value]]:
-    """The devices that they name, by one of them. Raises when two name different ones."""
+def _named(collected: SchedulerRequests, inventory: Inventory) -> Optional[tuple[Selection, ParsedRequest, Value]]:
+    """Return the devices that a scheduler names. Raise if two schedulers name different devices."""
     found: Optional[tuple[Selection, ParsedRequest, Value]] = None
-    for parsed in heard.parsed_requests:
+    for parsed in collected.parsed_requests:
         if parsed.devices is None or parsed.named is None:
             continue
         if found is not None and not _same(found[0], parsed.devices, inventory):
@@ -48,17 +47,17 @@ def _same(one: Selection, other: Selection, inventory: Inventory) -> bool:
 def _disagree(one: Value, other: Value, what: str) -> RequestError:
     return RequestError(
         f"{setting(one.name, one.value)} and {setting(other.name, other.value)} {what}",
-        "leave one of them out, or say it with names of gpushare, which win",
+        "leave one of them out, or use GPUSHARE_* variables, which win",
     )
 
 
-def _asking(heard: SchedulerRequests) -> Optional[Request]:
-    """Limits for which nobody names a device: as many as they number, of those that they number."""
+def _asking(collected: SchedulerRequests) -> Optional[Request]:
+    """Return a request for limits without devices: as many devices as the limits number, of those numbers."""
     limits: list[Limit] = []
     asking = []
-    for parsed in heard.parsed_requests:
+    for parsed in collected.parsed_requests:
         said = [limit for limit in (*parsed.memory, *parsed.compute) if limit.said.value.strip()]
-        off = any(what == EVERYTHING for _, what in parsed.off)  # who wants no limits asks for nothing by them
+        off = any(what == EVERYTHING for _, what in parsed.off)  # a container that lifts all limits requests nothing
         if said and not off:
             asking.append(parsed.dialect)
             limits += said
@@ -66,31 +65,31 @@ def _asking(heard: SchedulerRequests) -> Optional[Request]:
         return None
     uuids = tuple(dict.fromkeys(limit.device for limit in limits if isinstance(limit.device, str)))
     slots = [limit.device for limit in limits if isinstance(limit.device, int)]
-    count = max([slot + 1 for slot in slots] + [parsed.wanted for parsed in heard.parsed_requests] + [1])
+    count = max([slot + 1 for slot in slots] + [parsed.wanted for parsed in collected.parsed_requests] + [1])
     sources = tuple(dict.fromkeys((limit.said.name, limit.said.value) for limit in limits))
     return Request(
         "+".join(asking),
         Selection("list", names=uuids) if uuids else Selection("any", count=count),
-        heard.capabilities,
+        collected.capabilities,
         sources=sources,
     )
 
 
-def with_devices(base: Optional[Request], heard: SchedulerRequests, node: Node) -> Optional[Request]:
-    """The request for the devices: a scheduler's own word for them, unless NVIDIA's names others."""
-    named = _named(heard, node.inventory)
+def with_devices(base: Optional[Request], collected: SchedulerRequests, node: Node) -> Optional[Request]:
+    """Return the request for the devices: those of the scheduler, unless NVIDIA's variable names others."""
+    named = _named(collected, node.inventory)
     if named is None:
-        return base if base is not None else _asking(heard)
+        return base if base is not None else _asking(collected)
     selection, parsed, said = named
     sources = ((said.name, said.value),)
-    if base is None or base.selection.kind == "all":  # which images say
+    if base is None or base.selection.kind == "all":  # images set that
         more = (
             [f"{setting(name, value)}: {shown_name(said.name)} says which" for name, value in base.sources[:1]]
             if base
             else []
         )
         ignored = (*base.ignored, *more) if base else ()
-        return Request(parsed.dialect, selection, heard.capabilities, sources=sources, ignored=ignored)
+        return Request(parsed.dialect, selection, collected.capabilities, sources=sources, ignored=ignored)
     name, value = base.sources[0]
     if not _same(base.selection, selection, node.inventory):
         raise _disagree(said, Value(said.word, name, value), "name different devices")
@@ -98,18 +97,18 @@ def with_devices(base: Optional[Request], heard: SchedulerRequests, node: Node) 
 
 
 def _devices(request: Request, node: Node) -> Sequence[Optional[Device]]:
-    """The device of each slot, in PCI order; None where the node will pick one."""
+    """Return the device of each slot in PCI order; None if placement will choose it."""
     return [None] * request.selection.count if request.selection.kind == "any" else named_devices.named(request, node)
 
 
-def _switched(parsed: ParsedRequest, heard: SchedulerRequests) -> ParsedRequest:
-    """With what its own switches say. They lift limits, so they count only where policy says so."""
+def _switched(parsed: ParsedRequest, collected: SchedulerRequests) -> ParsedRequest:
+    """Apply the switches of the schedulers. They lift limits, so they count only if policy accepts them."""
     ignored = list(parsed.ignored)
     limited = bool(limits_of(parsed))
     for said, what in parsed.off:
         if not limited:
             continue
-        if not heard.switches:
+        if not collected.switches:
             ignored.append(line(said, f"the limits of {parsed.dialect} stay (policy.accept.switches)"))
             continue
         ignored.append(line(said, f"limits of {parsed.dialect} are off (policy.accept.switches)"))
@@ -117,10 +116,10 @@ def _switched(parsed: ParsedRequest, heard: SchedulerRequests) -> ParsedRequest:
     return parsed._replace(ignored=tuple(ignored))
 
 
-def _refuse_unheard(heard: SchedulerRequests, request: Request) -> None:
-    for said, dialect, key in heard.unheard:
+def _refuse_refused(collected: SchedulerRequests, request: Request) -> None:
+    for said, dialect, key in collected.refused:
         field = said.word.about
-        if field in (MEMORY, COMPUTE) or (field == EVERYTHING and not {MEMORY, COMPUTE} <= heard.taken):
+        if field in (MEMORY, COMPUTE) or (field == EVERYTHING and not {MEMORY, COMPUTE} <= collected.taken):
             where = "annotations" if said.name in registry.KEYS else "env"
             raise PolicyError(
                 f"{setting(said.name, said.value)}: requests in {where} are not accepted on this node ({key}), "
@@ -141,14 +140,14 @@ def _priority(parsed_requests: list[ParsedRequest]) -> Optional[ParsedRequest]:
 
 
 def without(mine: Request, limits: Sequence[str]) -> Optional[Request]:
-    """Our own words less these variables; None when nothing is left."""
+    """Return gpushare's own request without these variables; None if nothing is left."""
     left = tuple(pair for pair in mine.sources if pair[0] not in limits)
     fields: dict[str, Any] = {gpushare_env.ROWS[name][0]: () for name in limits}
     return mine._replace(sources=left, **fields) if left else None
 
 
 def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool:
-    """Whether the limits of `mine` by that variable are larger than those of `theirs`, on any device of this host."""
+    """Return whether the limits of `mine` by that variable exceed those of `theirs` on any device of this host."""
     field = gpushare_env.ROWS[variable][0]
     ones, others = getattr(mine, field), getattr(theirs, field)
     pairs = [(a, b) for slot, a in ones for other, b in others if slot == other or None in (slot, other)]
@@ -158,15 +157,15 @@ def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool
     return any(bytes_of(a, *size) > bytes_of(b, *size) for a, b in pairs for size in sizes)
 
 
-def with_limits(request: Request, heard: SchedulerRequests, node: Node) -> Request:
-    """The request with their limits, where our own words say nothing about them."""
+def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> Request:
+    """Return the request with the schedulers' limits for everything that GPUSHARE_* does not set."""
     if request.selection.kind == "none":
-        words = [limit.said for parsed in heard.parsed_requests for limit in (*parsed.memory, *parsed.compute)]
+        words = [limit.said for parsed in collected.parsed_requests for limit in (*parsed.memory, *parsed.compute)]
         lines = [line(said, "no device is asked for") for said in dict.fromkeys(words)]
-        return request._replace(ignored=request.ignored + heard.ignored + tuple(lines))
-    _refuse_unheard(heard, request)
-    late = [registry.reader(row)(once(words), node.inventory) for row, words in heard.later]
-    parsed_requests = [_switched(parsed, heard) for parsed in (*heard.parsed_requests, *late)]
+        return request._replace(ignored=request.ignored + collected.ignored + tuple(lines))
+    _refuse_refused(collected, request)
+    late = [registry.reader(row)(once(words), node.inventory) for row, words in collected.later]
+    parsed_requests = [_switched(parsed, collected) for parsed in (*collected.parsed_requests, *late)]
     devices = _devices(request, node)
     changes: dict[str, Any] = {}
     used: list[tuple[str, Value]] = []
@@ -175,22 +174,22 @@ def with_limits(request: Request, heard: SchedulerRequests, node: Node) -> Reque
         dialect_limits_list = [
             DialectLimits(parsed.dialect, getattr(parsed, field))
             for parsed in parsed_requests
-            if field not in heard.taken
+            if field not in collected.taken
         ]
         found, said = merged(field, dialect_limits_list, devices, everywhere, _disagree)
         if found:
             changes[field] = found
         used += said
     idle: list[Value] = []
-    if BEYOND not in heard.taken:
+    if BEYOND not in collected.taken:
         most = node.config.oversubscribe_scaling
         changes["scalings"], said, idle = scaled(parsed_requests, changes.get(MEMORY, ()), devices, most)
         used += said
     limited = {dialect for dialect, said in used}
-    if COMPUTE in changes and MODE not in heard.taken:
+    if COMPUTE in changes and MODE not in collected.taken:
         timed = [parsed for parsed in parsed_requests if not all(limit.is_none for limit in parsed.compute)]
         changes["compute_mode"] = "soft" if all(parsed.soft for parsed in timed) else "hard"
-    first = None if PRIORITY in heard.taken else _priority(parsed_requests)
+    first = None if PRIORITY in collected.taken else _priority(parsed_requests)
     if first is not None and first.prioritised is not None:
         changes["priority"] = first.priority
         used.append((first.dialect, first.prioritised))
@@ -202,5 +201,5 @@ def with_limits(request: Request, heard: SchedulerRequests, node: Node) -> Reque
     notes = [note for parsed in parsed_requests for note in parsed.ignored]
     notes += [line(one, "no memory limit, so there is nothing to go beyond") for one in dict.fromkeys(idle)]
     return request._replace(
-        dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *heard.ignored, *notes), **changes
+        dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *collected.ignored, *notes), **changes
     )

@@ -1,10 +1,10 @@
-"""One limit for each device out of what several schedulers say. Pure.
+"""Merge the limits of several schedulers into one limit for each device. Pure.
 
-    Wish                                                     the limits of one dialect for one resource
-    merged(resource, wishes, devices, everywhere, disagree)  -> (as in Request, the words that were used)
-    scaled(demands, memory, devices, most)                   -> (Request.scalings, the words, those of no use)
+    DialectLimits                                            the limits of one dialect for one resource
+    merged(resource, dialect_limits, devices, everywhere, disagree)  -> (as in Request, the values that were used)
+    scaled(parsed_requests, memory, devices, most) -> (Request.scalings, the values used, the values ignored)
 
-`devices`: the device of each slot, None where the node will pick one of `everywhere`. Loaded only when a word of
+`devices`: the device of each slot; None if placement will choose one of `everywhere`. Loaded only if a variable of
 another scheduler occurs.
 """
 
@@ -20,20 +20,20 @@ from ..gpu.selectors import device_name
 from .dialects.parsed_request import Beyond, Limit, ParsedRequest
 from .dialects.registry import MEMORY, Value
 
-_TOLERANCE = 100  # portions are written with two decimals: they differ from an amount by less than 1/100 of the device
+_TOLERANCE = 100  # fractions have two decimals: they may differ from an amount by less than 1/100 of the device
 _MICRO = 10**6  # decimals of a percentage in an Amount
 Disagree = Callable[[Value, Value, str], RequestError]
 
 
 class DialectLimits(NamedTuple):
-    """What one dialect asks for. Limits for one device win over those for all."""
+    """The limits of one dialect. A limit for one device wins over a limit for all."""
 
     dialect: str
     limits: tuple[Limit, ...]
 
 
 def _text(size: int) -> str:
-    """As our own names would say it."""
+    """Format a size as GPUSHARE_MEMORY would have it."""
     unit = next((unit for unit, factor in (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)) if not size % factor), "")
     return f"{size // {'Gi': 1 << 30, 'Mi': 1 << 20, 'Ki': 1 << 10, '': 1}[unit]}{unit}"
 
@@ -47,12 +47,12 @@ def _bytes(limit: Limit, device: Device) -> int:
 
 
 def _same(one: Limit, other: Limit, places: Sequence[Device]) -> bool:
-    """Whether two limits say the same, on every device that it may be."""
+    """Return whether two limits are equal on every device that may be chosen."""
     if one.part is None and other.part is None:
         return one.size == other.size
     if one.part is not None and other.part is not None:
         return one.part[0] * other.part[1] == other.part[0] * one.part[1]
-    known = [device for device in places if device.memory_bytes]  # of unknown ones the lease says what is missing
+    known = [device for device in places if device.memory_bytes]  # the admission check reports a device of unknown size
     return all(abs(_bytes(one, d) - _bytes(other, d)) * _TOLERANCE < d.memory_bytes for d in known)
 
 
@@ -64,14 +64,14 @@ def _smaller(one: Limit, other: Limit, places: Sequence[Device]) -> Limit:
 
 
 def _of(dialect_limits: DialectLimits, slot: int, device: Optional[Device]) -> list[Limit]:
-    """The limits of a wish for one slot."""
+    """Return the limits for one slot."""
     keys = {slot} | ({device.uuid, device.parent} - {""} if device else set())
     own = [limit for limit in dialect_limits.limits if limit.device is not None and limit.device in keys]
     return own or [limit for limit in dialect_limits.limits if limit.device is None]
 
 
 def _refuse_gaps(dialect_limits: DialectLimits, devices: Sequence[Optional[Device]]) -> None:
-    """A number that no device of the container has, or a device without one, would be a limit that nobody keeps."""
+    """Refuse a number without a device and a device without a limit: that limit would not be enforced."""
     covered = [_of(dialect_limits, slot, device) for slot, device in enumerate(devices)]
     used = {limit for some in covered for limit in some}
     known = ", ".join(device_name(device) for device in devices if device is not None)
@@ -100,7 +100,7 @@ def _one(
     everywhere: Sequence[Device],
     disagree: Disagree,
 ) -> tuple[Optional[Limit], list[tuple[str, Value]]]:
-    """(the limit of one slot, the words that say so). A word that says "no limit" contradicts nobody."""
+    """Return (the limit of one slot, the values that set it). A value for "no limit" contradicts no other value."""
     found: Optional[Limit] = None
     used: list[tuple[str, Value]] = []
     places = [device] if device is not None else everywhere
@@ -135,7 +135,7 @@ def merged(
     everywhere: Sequence[Device],
     disagree: Disagree,
 ) -> tuple[tuple[tuple[Optional[int], Any], ...], list[tuple[str, Value]]]:
-    """As Request has it, () for no limit; and (dialect, word) of all that was used."""
+    """Return the limits as in Request, () for none, and (dialect, value) of all values that were used."""
     dialect_limits_list = [dialect_limits for dialect_limits in dialect_limits_list if dialect_limits.limits]
     for dialect_limits in dialect_limits_list:
         _refuse_gaps(dialect_limits, devices)
@@ -153,7 +153,7 @@ def merged(
 
 
 def _beyond(parsed_requests: Sequence[ParsedRequest], device: Optional[Device]) -> Optional[tuple[str, Beyond]]:
-    """What the first that says something about this device says about it."""
+    """Return the first setting for this device."""
     own = {device.uuid, device.parent} - {""} if device else set()
     for parsed in parsed_requests:
         by_device = {one.device: one for one in parsed.beyond}
@@ -169,7 +169,7 @@ def scaled(
     devices: Sequence[Optional[Device]],
     most: float,
 ) -> tuple[tuple[tuple[Optional[int], float], ...], list[tuple[str, Value]], list[Value]]:
-    """The slots whose memory is for device and host together, at `most` so many times their part on the device."""
+    """Return the slots whose memory covers device and host, with their scaling, `most` at most."""
     by_slot, used, idle = dict(memory), [], []
     scalings: list[float] = []
     for slot, device in enumerate(devices):
@@ -177,7 +177,7 @@ def scaled(
         scalings.append(1.0)
         if found is None or (found[1].scaling or most) <= 1:
             continue
-        if asked is None or asked.percent == 100.0:  # no limit, so nothing to go beyond
+        if asked is None or asked.percent == 100.0:  # no limit to exceed
             idle.append(found[1].said)
             continue
         scalings[slot] = min(found[1].scaling or most, most)

@@ -1,4 +1,4 @@
-"""The devices that a request names, as far as policy allows them. Pure (start path)."""
+"""Resolve the devices that a request names, as far as policy allows them. Pure (start path)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def denial(device: Device, policy: Policy) -> Optional[PolicyError]:
 
 
 def named(request: Request, node: Node) -> tuple[Device, ...]:
-    """The devices that are named, in PCI order, which is the order in which the container counts them; for `any` all.
-    Of `all` those that policy allows; one that was named and is not allowed is refused."""
+    """Return the named devices in PCI order, in which the container counts them; all devices for `any`. `all` means
+    those that policy allows; a named device that is not allowed is refused."""
     inventory, policy = node.inventory, node.config.policy
     selection = request.selection
     if not inventory.devices:

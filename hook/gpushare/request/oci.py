@@ -1,11 +1,11 @@
-"""What the runtime hands over: the state on stdin and the bundle's config.json. Both are untrusted text.
+"""Parse the state on stdin and the bundle's config.json. Both are untrusted text.
 
     read_state(data: bytes)           -> State     the hook's stdin
     load_bundle(State | path, cri)    -> Bundle    config.json of that bundle
     bundle_of(state, spec, cri)       -> Bundle    the same from a parsed config.json (pure)
     read_json(path, max_bytes, what)  -> dict      bounded, one object, clear errors
-    check_id(text)                    -> str       a container id that may become a directory name
-    env_get(env, name)                -> str|None  the last of duplicates counts, as in the container's libc
+    check_id(text)                    -> str       a container id that is safe as a directory name
+    env_get(env, name)                -> str|None  the last value counts, as in the container's libc
 
 All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
 Start path: standard library only.
@@ -30,7 +30,7 @@ _ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ
 
 
 class State(NamedTuple):
-    """The container's state as the runtime gave it. `pid` is 0 when there is none."""
+    """The container's state from the runtime. `pid` is 0 if there is none."""
 
     id: str
     pid: int
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 
 def check_id(text: object) -> str:
-    """`text` when it is a container id: what runc accepts, minus what could leave our state directory."""
+    """Return `text` if it is a container id: what runc accepts, except paths that leave the state directory."""
     if not isinstance(text, str) or not text:
         raise RequestError("the state has no container id", "the runtime must give one")
     if len(text) > MAX_ID_LENGTH or not _ID_CHARACTERS.issuperset(text) or text in (".", ".."):
@@ -52,7 +52,7 @@ def check_id(text: object) -> str:
 
 
 def path_text(value: object, what: str) -> str:
-    """`value` when it is text that the kernel would take as a path."""
+    """Return `value` if it is text that the kernel accepts as a path."""
     if not isinstance(value, str) or not value:
         raise RequestError(f"{what} is missing or not text")
     try:
@@ -65,7 +65,7 @@ def path_text(value: object, what: str) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. A key twice has no one meaning: Go merges the two objects behind it, Python takes the last."""
+    """Return a JSON object. Refuse a duplicate key: Go merges the two values, Python takes the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -75,12 +75,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
-    """One JSON object, whatever is wrong with the text."""
+    """Parse one JSON object. Raise RequestError for any invalid text."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise RequestError(f"{what} is nested too deeply") from None
-    except ValueError as error:  # also UnicodeDecodeError, and integers of absurd length
+    except ValueError as error:  # also UnicodeDecodeError, and integers with too many digits
         raise RequestError(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"{what} must be a JSON object, not {type(value).__name__}")
@@ -88,7 +88,7 @@ def _object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
-    """The JSON object in a regular file of at most `max_bytes`. Never blocks on a FIFO."""
+    """Read the JSON object in a regular file of at most `max_bytes`. Never block on a FIFO."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
@@ -106,7 +106,7 @@ def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
 
 
 def _read_all(fd: int, max_bytes: int) -> bytes:
-    """Everything up to one byte more than `max_bytes`."""
+    """Read up to one byte more than `max_bytes`."""
     parts: list[bytes] = []
     left = max_bytes + 1
     while left:
@@ -119,7 +119,7 @@ def _read_all(fd: int, max_bytes: int) -> bytes:
 
 
 def _texts(value: object, what: str) -> dict[str, str]:
-    """A JSON object of strings; null and absent count as empty, as in Go."""
+    """Return a JSON object of strings; null and absent count as empty, as in Go."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -131,13 +131,13 @@ def _texts(value: object, what: str) -> dict[str, str]:
 
 
 def first_uid(spec: dict[str, Any]) -> int:
-    """Who its first process is, as the container counts. An engine that says nothing means root."""
+    """Return the uid of the first process as the container numbers it; 0 if the spec has none."""
     uid = section(spec, "process", "user").get("uid")
     return uid if type(uid) is int and 0 <= uid < 1 << 32 else 0
 
 
 def uid_on_host(spec: dict[str, Any]) -> int:
-    """The same as the host counts, where the spec has the container's mapping of users."""
+    """Return the same uid as the host numbers it, by the user mapping of the spec."""
     uid = first_uid(spec)
     for row in items(spec, "linux", "uidMappings"):
         row = row if isinstance(row, dict) else {}
@@ -148,7 +148,7 @@ def uid_on_host(spec: dict[str, Any]) -> int:
 
 
 def shm_source(spec: dict[str, Any]) -> str:
-    """What of the host stands at /dev/shm, as with --ipc=host; "" for what it has alone or only reads."""
+    """Return the host path at /dev/shm, as with --ipc=host; "" if the container has its own or only reads it."""
     found = ""
     for row in items(spec, "mounts"):
         row = row if isinstance(row, dict) else {}
@@ -164,7 +164,7 @@ def shm_source(spec: dict[str, Any]) -> str:
 
 
 def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """The object at `keys`; empty when absent or null, an error when it is something else."""
+    """Return the object at `keys`; empty if absent or null. Raise for any other type."""
     here = spec
     for depth, key in enumerate(keys):
         value = here.get(key)
@@ -177,7 +177,7 @@ def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def items(spec: dict[str, Any], *keys: str) -> list[Any]:
-    """The list at `keys`; empty when absent or null, an error when it is something else."""
+    """Return the list at `keys`; empty if absent or null. Raise for any other type."""
     value = section(spec, *keys[:-1]).get(keys[-1])
     if value is None:
         return []
@@ -187,7 +187,7 @@ def items(spec: dict[str, Any], *keys: str) -> list[Any]:
 
 
 def read_state(data: bytes) -> State:
-    """The hook's stdin."""
+    """Parse the hook's stdin."""
     if len(data) > MAX_STATE_BYTES:
         raise RequestError(f"the state on standard input is larger than {MAX_STATE_BYTES} bytes")
     value = _object(data, "the state on standard input")
@@ -209,8 +209,8 @@ def read_state(data: bytes) -> State:
 
 
 def load_bundle(source: Union[State, str], cri: bool = False, path: str = "") -> Bundle:
-    """The bundle of a state, or of a directory (its id is then the directory's name, as runc's users do). `cri`: as in
-    bundle_of. `path`: of another file than its config.json."""
+    """Load the bundle of a state, or of a directory, whose name is then the id. `cri`: as in bundle_of. `path`: of
+    another file than its config.json."""
     if isinstance(source, str):
         directory = os.path.abspath(path_text(source, "the bundle"))
         name = os.path.basename(directory)
@@ -222,7 +222,8 @@ def load_bundle(source: Union[State, str], cri: bool = False, path: str = "") ->
 
 
 def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """process.env in order, duplicates kept. A line without `=` or with a NUL cannot reach the process."""
+    """Return process.env in order with duplicates. Skip entries without `=` or with a NUL, which the process cannot
+    get."""
     pairs = []
     for line in items(spec, "process", "env"):
         if not isinstance(line, str):
@@ -236,7 +237,7 @@ def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _rootfs(spec: dict[str, Any], directory: str) -> str:
-    """root.path, joined to the bundle as runc joins it; "" when there is none (request.py judges)."""
+    """Return root.path joined to the bundle as runc does; "" if there is none (request.py decides)."""
     path = section(spec, "root").get("path")
     if path is None or path == "":
         return ""
@@ -249,8 +250,8 @@ def _first(annotations: dict[str, str], keys: tuple[str, ...]) -> str:
 
 
 def _refuse_disagreement(annotations: dict[str, str]) -> None:
-    """An engine sets its own annotations, and a pod's owner may have written those of another engine, which this one
-    passes on (CRI-O: all annotations of the pod). Neither may then decide which container or pod this is."""
+    """Refuse annotations of two engines that contradict each other. A pod's owner can write those of another engine,
+    which the engine passes on (CRI-O: all annotations of the pod)."""
     for keys in constants.CRI_ANNOTATION_PAIRS:
         said = [(key, annotations[key]) for key in keys if annotations.get(key)]
         if len({value for _, value in said}) > 1:
@@ -261,61 +262,61 @@ def _refuse_disagreement(annotations: dict[str, str]) -> None:
 
 
 def container_name(annotations: dict[str, str]) -> str:
-    """The container's name inside its pod, "" when no engine says."""
+    """Return the container's name in its pod; "" if no engine sets it."""
     return _first(annotations, constants.CONTAINER_NAME_ANNOTATIONS)
 
 
 def pod_namespace(annotations: dict[str, str]) -> str:
-    """The namespace of the container's pod, "" when no engine says."""
+    """Return the namespace of the container's pod; "" if no engine sets it."""
     return _first(annotations, constants.POD_NAMESPACE_ANNOTATIONS)
 
 
 def pod_name(annotations: dict[str, str]) -> str:
-    """The name of the container's pod, "" when no engine says."""
+    """Return the name of the container's pod; "" if no engine sets it."""
     return _first(annotations, constants.POD_NAME_ANNOTATIONS)
 
 
 def sandbox_id(annotations: dict[str, str]) -> str:
-    """The id of the sandbox that all containers of one pod share, "" when no engine says."""
+    """Return the id of the sandbox that the containers of a pod share; "" if no engine sets it."""
     return _first(annotations, constants.SANDBOX_ID_ANNOTATIONS)
 
 
-_SETS = ("bounding", "inheritable", "permitted", "effective", "ambient")  # any of them can bring it into a program
+_SETS = ("bounding", "inheritable", "permitted", "effective", "ambient")  # a program can get it from any of them
 
 
 def has_sys_admin(spec: dict[str, Any]) -> bool:
-    """Whether a program of the container can have CAP_SYS_ADMIN, in whichever user namespace."""
-    # crun takes names of capabilities in either case
+    """Return whether a program of the container can have CAP_SYS_ADMIN, in any user namespace."""
+    # crun accepts names of capabilities in either case
     found = (items(spec, "process", "capabilities", name) for name in _SETS)
     return any(isinstance(word, str) and word.upper() == "CAP_SYS_ADMIN" for words in found for word in words)
 
 
 def is_privileged(spec: dict[str, Any]) -> bool:
-    """Whether the container could mount and make devices as root of the host can: what engines call privileged."""
+    """Return whether the container is privileged: it could mount and create devices as the host's root."""
     return has_sys_admin(spec) and not _is_apart(spec)
 
 
 def _is_apart(spec: dict[str, Any]) -> bool:
-    """Whether the container has a user namespace that does not map the host's root. There CAP_SYS_ADMIN reaches the
-    container's own mounts only, and no file of the host's root."""
+    """Return whether the container has a user namespace without the host's root. There CAP_SYS_ADMIN applies to the
+    container's own mounts only, and to no file of the host's root."""
     for one in items(spec, "linux", "namespaces"):
         if isinstance(one, dict) and one.get("type") == "user":
             path = one.get("path")
             if path:
                 return not _maps_root(_joined_map(path))
             rows = (row for row in items(spec, "linux", "uidMappings") if isinstance(row, dict))
-            # null is 0 to a runtime in Go
+            # null is 0 for a runtime in Go
             return not _maps_root([(row.get("hostID") or 0, row.get("size") or 0) for row in rows])
     return False
 
 
 def _maps_root(rows: list[tuple[Any, Any]]) -> bool:
-    """Whether one of `rows`, (first id outside, how many), has uid 0; true as well when there is none to go by."""
+    """Return whether one of `rows`, (first id outside, count), has uid 0; also True if there are no rows."""
     return not rows or any(first == 0 and count != 0 for first, count in rows)
 
 
 def _joined_map(path: Any) -> list[tuple[Any, Any]]:
-    """The map of a user namespace that the container joins; empty when it cannot be read."""
+    """Return the map of a user namespace that the container joins; empty if it cannot be read."""
     head, _, tail = path.rpartition("/ns/user") if isinstance(path, str) else ("", "", "")
     if tail or not head.startswith("/proc/") or not head[6:].isdigit():
         return []
@@ -327,8 +328,8 @@ def _joined_map(path: Any) -> list[tuple[Any, Any]]:
 
 
 def _claims(annotations: dict[str, str]) -> tuple[str, str]:
-    """The annotation by which a container would be one of a pod, ("", "") when there is none. Podman's own pods have
-    CRI-O's type and no name, and are no sandboxes to us."""
+    """Return the annotation that makes the container part of a pod, ("", "") if there is none. Podman's own pods have
+    CRI-O's type and no name, and do not count as sandboxes."""
     kinds, crio = constants.CONTAINER_TYPE_ANNOTATIONS, constants.CONTAINER_TYPE_ANNOTATIONS[1]
     found = next((key for key in (*kinds, *constants.CONTAINER_NAME_ANNOTATIONS) if annotations.get(key)), "")
     if found == crio and annotations[crio] != "sandbox":
@@ -337,14 +338,14 @@ def _claims(annotations: dict[str, str]) -> tuple[str, str]:
 
 
 def pod_entry(annotations: dict[str, str]) -> str:
-    """<namespace>/<container>, "" when the engine does not give both."""
+    """Return <namespace>/<container>; "" if the engine does not set both."""
     namespace, name = pod_namespace(annotations), container_name(annotations)
     return f"{namespace}/{name}" if namespace and name else ""
 
 
 def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
-    """The parts of a parsed config.json that matter here, checked. `cri`: the configuration says that the engine is a
-    CRI, so what its annotations say of pods counts. From any other engine an image can have set them."""
+    """Return the checked parts of a parsed config.json. `cri`: the engine is configured as a CRI, so its annotations
+    about pods count. With any other engine an image can set them."""
     speckeys.refuse_other_case(spec, speckeys.KEYS)
     said = _texts(spec.get("annotations"), "config.json: annotations")
     annotations = said if cri else {key: text for key, text in said.items() if key not in constants.CRI_ANNOTATIONS}
@@ -370,5 +371,5 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
 
 
 def env_get(env: tuple[tuple[str, str], ...], name: str) -> Optional[str]:
-    """The value that counts: the last one."""
+    """Return the last value of a variable."""
     return next((value for key, value in reversed(env) if key == name), None)

@@ -1,18 +1,18 @@
-"""Who may ask for what: the configuration's `policy`, applied to one container (start path). Pure.
+"""Apply the configuration's `policy` to one container (start path). Pure.
 
     accepted(who, bundle)             -> bool    who: always | privileged | never
-    refuse_unaccepted(mine, bundle, policy)      our own words, where the node does not listen to them
-    without_widening(request, bundle, policy) -> Request     what variables add to a limit, where they may not
-    refuse_injected(bundle, policy)              devices that other software put into config.json
-    refuse_unlimited(bundle, config)             the same where limits are required
+    refuse_unaccepted(mine, bundle, policy)      GPUSHARE_* requests that the node does not accept
+    without_widening(request, bundle, policy) -> Request     drop what variables may not add to a limit
+    refuse_injected(bundle, policy)              devices that other software added to config.json
+    refuse_unlimited(bundle, config)             the same if limits are required
     refuse_unlisted(request, bundle, policy)     a privileged container without an entry
     refuse_claims(bundle)                        annotations of a CRI where none is configured
     listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
-    pod_wide(request, bundle)         -> str     the sandbox, when an annotation without a container's name was used
-    refuse_second(request, bundle, live)         two containers of a pod with one such annotation
-    heard(bundle, policy, limited)    -> (env, spec)      what counts of NVIDIA's words
+    pod_wide(request, bundle)         -> str     the sandbox, if an annotation for the whole pod was used
+    refuse_second(request, bundle, live)         a second container of a pod with that annotation
+    heard(bundle, policy, limited)    -> (env, spec)      without NVIDIA requests that policy refuses
 
-They raise PolicyError, with the key of config.yaml that says so.
+They raise PolicyError with the key of config.yaml.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def accepted(who: str, bundle: Bundle) -> bool:
 
 
 def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
-    """Refused, not overlooked: ignoring a limit would lift it."""
+    """Refuse a request that is not accepted. Ignoring it could lift a limit."""
     for name, value in mine.sources:
         is_variable = name in constants.ANNOTATIONS or name.startswith(constants.ENV_CDI_PREFIX)
         if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
@@ -51,14 +51,14 @@ def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
 
 
 def _injected(bundle: Bundle, policy: Policy) -> str:
-    """The device that config.json names, "" when it names none. A rule alone does not count where an entry of
-    policy.privileged_containers lets the container have it; elsewhere deny_devices.py takes it out."""
+    """Return the device that config.json names; "" if none. A rule alone does not count if an entry of
+    policy.privileged_containers allows it; otherwise deny_devices.py removes it."""
     if not cdi_devices.minors(bundle.spec) and listed(bundle, policy):
         return ""
     return cdi_devices.named(bundle.spec)
 
 
-# field of Request that gives more than the limit -> our variable, its least value
+# field of Request that widens a limit -> our variable, its default
 _MORE: dict[str, tuple[str, Any]] = {
     "compute_mode": (constants.ENV_COMPUTE_MODE, "hard"),
     "priority": (constants.ENV_PRIORITY, 0),
@@ -68,8 +68,8 @@ _MORE: dict[str, tuple[str, Any]] = {
 
 
 def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Request:
-    """`request` without what variables add to its limits, where policy does not take that. Ignored, not refused: an
-    image may have set them, and the limit is the user's in any case."""
+    """Return `request` without what variables add to its limits, if policy does not accept that. This is not an error:
+    an image may have set them, and the user's limit holds in any case."""
     if accepted(policy.accept_widening, bundle):
         return request
     fields: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
 
 
 def refuse_injected(bundle: Bundle, policy: Policy) -> None:
-    """Devices that nobody but their injector asked for. Left in, they would be a whole GPU without a limit."""
+    """Refuse devices that only another tool added. They would give a whole GPU without a limit."""
     found = _injected(bundle, policy)
     if found and not accepted(policy.accept_cdi, bundle):
         raise PolicyError(
@@ -97,7 +97,7 @@ def refuse_injected(bundle: Bundle, policy: Policy) -> None:
 
 
 def refuse_unlimited(bundle: Bundle, config: Config) -> None:
-    """The same without a request, where limits are required."""
+    """Refuse the same in a container without a request, if limits are required."""
     policy = config.policy
     required = {
         "policy.require_limits": policy.require_limits,
@@ -115,12 +115,12 @@ def refuse_unlimited(bundle: Bundle, config: Config) -> None:
 
 
 def _entry_of(bundle: Bundle) -> str:
-    """What the configuration calls this container: <namespace>/<container> in a pod, else its id."""
+    """Return the container's name in the configuration: <namespace>/<container> in a pod, else its id."""
     return oci.pod_entry(bundle.annotations) or bundle.id
 
 
 def listed(bundle: Bundle, policy: Policy) -> bool:
-    """Whether one of policy.privileged_containers is this container; "*" is every privileged one, and no other."""
+    """Return whether policy.privileged_containers lists this container; "*" lists every privileged one."""
     if oci.has_sys_admin(bundle.spec) and "*" in policy.privileged_containers:
         return True
     if _fits(bundle.claimed_entry, policy):
@@ -135,8 +135,8 @@ def _fits(entry: str, policy: Policy) -> bool:
 
 
 def refuse_claims(bundle: Bundle) -> None:
-    """A container of a pod, under an engine that is not configured as a CRI: its annotations do not count, and what
-    rests on them must neither be granted twice nor be overlooked. Raises RequestError."""
+    """Raise RequestError for a container of a pod under an engine that is not configured as a CRI. Its annotations do
+    not count, and a request that depends on them must neither be granted twice nor ignored."""
     name, value = bundle.claims
     raise RequestError(
         f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration does "
@@ -158,7 +158,7 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
 
 
 def _unscoped(request: Request) -> str:
-    """The first annotation that was used and names no container; other schedulers' never do."""
+    """Return the first used annotation that names no container; those of other schedulers never do."""
     return next(
         (name for name, _ in request.sources if name.startswith(constants.ANNOTATION_PREFIX) or name in triggers.KEYS),
         "",
@@ -166,13 +166,13 @@ def _unscoped(request: Request) -> str:
 
 
 def pod_wide(request: Request, bundle: Bundle) -> str:
-    """The id of the pod's sandbox, when the request was made by an annotation that all its containers have."""
+    """Return the id of the pod's sandbox if the request is an annotation that all its containers have."""
     return oci.sandbox_id(bundle.annotations) if bundle.container_name and _unscoped(request) else ""
 
 
 def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> None:
-    """4 GiB for a pod must not become 4 GiB for each of its containers. One spec does not know the others, so the first
-    container gets the share and the second is refused."""
+    """Refuse a second container with the annotation of a pod: 4 GiB for a pod must not become 4 GiB for each container.
+    A spec does not know the pod's other containers, so the first gets the share."""
     sandbox = pod_wide(request, bundle)
     other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
     if other is not None:
@@ -185,8 +185,8 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
 
 
 def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
-    """(env, spec) with NVIDIA's requests for devices only as far as policy listens. Not listening is no error: every
-    CUDA image has them. `limited`: the container has a limit in our words."""
+    """Return (env, spec) without NVIDIA requests that policy does not accept. That is no error: every CUDA image has
+    them. `limited`: the container has a limit by GPUSHARE_*."""
     env, spec = bundle.env, bundle.spec
     if not accepted(policy.accept_env, bundle) or (policy.nvidia_visible_devices == "with_limit" and not limited):
         env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
@@ -196,12 +196,12 @@ def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str,
 
 
 def named_backends(request: Request) -> tuple[str, ...]:
-    """The backends that the container names; () for auto."""
+    """Return the backends that the container names; () for auto."""
     return tuple(word for word in request.backend.split(",") if word != constants.AUTO)
 
 
 def require_allowed_backends(request: Request, policy: Policy) -> None:
-    """Raises PolicyError."""
+    """Raise PolicyError for a named backend that policy does not allow."""
     allowed = ", ".join(policy.allowed_backends)
     for name in named_backends(request):
         if name not in policy.allowed_backends:

@@ -1,13 +1,13 @@
-"""From a container's description to what it asks for: the dialect table, combined, and checked against policy.
+"""Resolve a container's description into one Request: all dialects, combined and checked against policy.
 
-    mentions(bundle)                         -> bool             cheap: could this container ask for anything at all?
-    resolve(bundle, node, with_injected, on_host) -> Request | None   None: nothing asked, leave the container alone
-    unused(bundle, node)                 -> tuple[str, ...]  explain: words of other schedulers where that is None
-    refuse_conflicts(bundle, request)    -> None             hook-only mode: raises when NVIDIA's tools were here first
+    mentions(bundle)                         -> bool             cheap: whether the container can request anything
+    resolve(bundle, node, with_injected, on_host) -> Request | None   None: no request
+    unused(bundle, node)                 -> tuple[str, ...]  for explain: ignored values of other schedulers
+    refuse_conflicts(bundle, request)    -> None             for the hook alone: raises if NVIDIA's tools ran before
 
-`with_injected`: devices that other software put into config.json count as a request. Only gpushare-runtime can say so,
-since only it can take them out again.
-`on_host`: a program of this host (`gpushare run`), which has no root file system of its own.
+`with_injected`: devices that other software added to config.json count as a request. Only gpushare-runtime sets it,
+because only it can remove them again.
+`on_host`: a program on the host (`gpushare run`), without a root file system of its own.
 Pure. They raise RequestError (makes no sense), DeviceError (no such device) and PolicyError (not allowed).
 Start path.
 """
@@ -25,19 +25,19 @@ from ..core.quoting import setting, shown, shown_name
 from . import oci, policy
 from .dialects import Env, cdi_devices, gpushare_env, nvidia, nvidia_driver_env, triggers
 
-# name -> (env, annotations, spec, inventory) -> Request | None, the most specific language first.
-# Other schedulers' words are in dialects/registry.py, and merge.py says what they add.
+# name -> (env, annotations, spec, inventory) -> Request | None, the most specific dialect first.
+# Dialects of other schedulers are in dialects/registry.py; merge.py adds them.
 DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
     "own": gpushare_env.read,
     "injected": cdi_devices.read,
     "nvidia": nvidia.read,
 }
-# Beginnings of variables without which nothing is asked: ours, also as people misspell them, NVIDIA's, and others'
+# Prefixes of variables that can be a request: ours, common misspellings, NVIDIA's, and other schedulers'
 TRIGGERS = (*gpushare_env.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
-# What the launcher looks for in the text of a config.json, in any case of letters: without one of these, or a device
-# of the driver's major (scan.c), there is nothing that `mentions` could find. ASCII letters, digits and . _ - / only,
-# which it knows in every JSON spelling.
-DEVICE_TRIGGER = "/nvidia"  # of /dev, however that is spelled: the one that counts in a sandbox, too
+# Text that the launcher searches in a config.json, in any case of letters. Without one of these, or a device of the
+# driver's major (scan.c), `mentions` finds nothing. ASCII letters, digits and . _ - / only, which it knows in every
+# JSON spelling.
+DEVICE_TRIGGER = "/nvidia"  # below /dev, however that is spelled; counts in a sandbox too
 RAW_TRIGGERS = (
     *TRIGGERS,
     constants.ANNOTATION_PREFIX.rstrip("/"),
@@ -45,19 +45,19 @@ RAW_TRIGGERS = (
     DEVICE_TRIGGER,
     "cdi.k8s.io",
     *triggers.KEY_BEGINNINGS,
-    *constants.HOOK_OUTPUT_ANNOTATIONS,  # asks for nothing; gpushare-runtime removes it (hookoutput.py)
+    *constants.HOOK_OUTPUT_ANNOTATIONS,  # no request; gpushare-runtime removes it (hookoutput.py)
 )
 _LONGEST = max(map(len, TRIGGERS))
 
 
 def _ascii_upper(text: str) -> str:
-    """Not str.upper: to that a long s (U+017F) is an S, and the launcher reads bytes."""
+    """Uppercase ASCII only. str.upper turns a long s (U+017F) into S, and the launcher compares bytes."""
     return text.upper() if text.isascii() else "".join(c.upper() if c.isascii() else c for c in text)
 
 
 def mentions(bundle: Bundle) -> bool:
-    """False when no dialect can find anything, so that such a container costs neither inventory nor lease.
-    Variables of ours count in any case of letters: a misspelt limit must be refused, not overlooked."""
+    """Return False if no dialect can find a request, so that the container needs neither inventory nor lease. Our
+    variables count in any case of letters: a misspelled limit must be refused, not ignored."""
     if bundle.container_type == "sandbox":
         return bool(cdi_devices.named(bundle.spec))
     return (
@@ -70,8 +70,8 @@ def mentions(bundle: Bundle) -> bool:
 
 
 def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> Optional[Request]:
-    """What is in config.json already, else NVIDIA's words. The devices that an engine really put there count before the
-    words, which every CUDA image has; words that name other devices are a contradiction."""
+    """Return the devices in config.json, else those of NVIDIA's variables. Devices that an engine added win over the
+    variables, which every CUDA image has. Variables that name other devices are a contradiction."""
     env, spec = policy.heard(bundle, node.config.policy, limited)
     found = None
     if with_injected and policy.accepted(node.config.policy.accept_cdi, bundle):
@@ -81,7 +81,7 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
     name, value = nvidia.asked(env, spec)
     try:
         said = nvidia.selection(env, spec, node.inventory)
-    except (RequestError, DeviceError):  # device plugins write paths and CDI names there, too
+    except (RequestError, DeviceError):  # device plugins write paths and CDI names there too
         said = Selection("all")
     if said is not None and said.kind == "list":
         both = cdi_devices.narrowest(found.selection, said, node.inventory)
@@ -97,15 +97,15 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
 
 
 def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool) -> Optional[Request]:
-    """Our own words, and NVIDIA's."""
+    """Resolve GPUSHARE_* and NVIDIA's variables."""
     if mine is not None and mine.selection != gpushare_env.UNNAMED:
-        return _combine(mine, None)  # foreign words do not matter, so they cannot be wrong either
+        return _combine(mine, None)  # other variables do not count, so they cannot be wrong
     foreign = _foreign(bundle, node, with_injected, limited=mine is not None and bool(_limits(mine)))
     return foreign if mine is None else _combine(mine, foreign)
 
 
-def _spoken(bundle: Bundle) -> tuple[Any, ...]:
-    """Other schedulers' words, as dialects.table reads them."""
+def _matches(bundle: Bundle) -> tuple[Any, ...]:
+    """Return the values of other schedulers by dialect."""
     said = any(name.startswith(triggers.WORDS) for name, _ in bundle.env)
     if not said and triggers.KEYS.isdisjoint(bundle.annotations):
         return ()
@@ -117,8 +117,8 @@ def _spoken(bundle: Bundle) -> tuple[Any, ...]:
 def _with_schedulers(
     matches: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
 ) -> Optional[Request]:
-    """The same, with other schedulers' words. A variable of ours, which an image can set, replaces their limit by a
-    larger one only where policy takes what widens a request."""
+    """Resolve the same with other schedulers. A variable of ours, which an image can set, replaces their limit by a
+    larger one only if policy accepts what widens a request."""
     request = _combined(matches, mine, bundle, node, with_injected)
     if mine is None or policy.accepted(node.config.policy.accept_widening, bundle):
         return request
@@ -144,11 +144,11 @@ def _combined(
     with_injected: bool,
     judged: bool = False,
 ) -> Optional[Request]:
-    """`judged`: only for what other schedulers' words grant, so those that policy does not take are no error."""
+    """`judged`: only to see what the schedulers grant, so a value that policy refuses is no error."""
     from . import merge, scheduler_requests
 
     heard = scheduler_requests.collect(matches, mine, bundle, node)
-    heard = heard._replace(unheard=()) if judged else heard
+    heard = heard._replace(refused=()) if judged else heard
     if mine is not None and mine.selection != gpushare_env.UNNAMED:
         request = _combine(mine, None)
     else:
@@ -161,14 +161,14 @@ def _combined(
 
 
 def _limits(request: Request) -> list[tuple[str, str]]:
-    """The sources that set limits: a limit asks for a device even where none is named."""
+    """Return the sources that set limits. A limit requests a device even if none is named."""
     keys = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
     suffixes = tuple(constants.ANNOTATIONS[key] for key in keys)
     return [pair for pair in request.sources if pair[0] in keys or pair[0].endswith(suffixes)]
 
 
 def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
-    """Our own words win; NVIDIA's say the devices where ours name none."""
+    """Combine requests: GPUSHARE_* wins; NVIDIA's variables name the devices if GPUSHARE_* names none."""
     limits = _limits(mine)
     if mine.selection.kind in ("void", "none"):
         if limits:
@@ -187,7 +187,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
             sources=foreign.sources + mine.sources,
             ignored=foreign.ignored + mine.ignored,
         )
-    if not limits:  # only how to share, not what: nothing is asked
+    if not limits:  # only how to share: no request
         return foreign
     ignored = mine.ignored
     if foreign is not None:
@@ -196,7 +196,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
 
 
 def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
-    """GPUSHARE_MEM=4Gi beside a device means a limit to whoever wrote it. Without a request it is nobody's business."""
+    """Refuse unknown GPUSHARE_* variables beside a request: GPUSHARE_MEM=4Gi was meant as a limit."""
     for name, value in gpushare_env.unknown(env):
         raise wrong(name, value, "unknown name", f"use {', '.join(gpushare_env.ROWS)}")
     for name, value in gpushare_env.unattributed(annotations):
@@ -204,18 +204,18 @@ def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
 
 
 def _check_rootfs(bundle: Bundle) -> None:
-    """A container that gets files must have a root of its own."""
+    """Refuse a container without a root of its own: files are mounted into it."""
     if bundle.rootfs in ("", "/"):
         raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
 
 
 def _check_words(request: Request, rules: Policy) -> None:
-    """What no device is needed to judge."""
+    """Check everything that does not depend on a device."""
     policy.require_allowed_backends(request, rules)
 
 
 def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
-    """The request with what NVIDIA's variables say about the driver, as far as policy listens."""
+    """Return the request with NVIDIA's variables about the driver, as far as policy accepts them."""
     rules = node.config.policy
     env = bundle.env if policy.accepted(rules.accept_env, bundle) else nvidia.constraints_only(bundle.env)
     spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
@@ -243,7 +243,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
         sources=request.sources + words.sources,
         ignored=request.ignored + words.ignored + more,
     )
-    if request.requirements and request.selection.kind == "none":  # for the others placement asks, device by device
+    if request.requirements and request.selection.kind == "none":  # else placement checks them for each device
         from . import constraints
 
         constraints.require(request.requirements, node.inventory, None)
@@ -251,7 +251,7 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
 
 
 def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bool = False) -> Optional[Request]:
-    """What the container asks for. The sandbox container of a pod asks for nothing, whatever it inherited."""
+    """Return the container's Request. The sandbox container of a pod has none, whatever it inherited."""
     if bundle.container_type == "sandbox":
         _refuse_in_sandbox(bundle)
         return None
@@ -261,7 +261,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
-    matches = _spoken(bundle)
+    matches = _matches(bundle)
     request = (
         _with_schedulers(matches, mine, bundle, node, with_injected)
         if matches
@@ -281,7 +281,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
     _check_words(request, rules)
-    if not on_host:  # nor is there an image
+    if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
     return _with_driver_words(request, bundle, node)
 
@@ -295,7 +295,7 @@ def _refuse_in_sandbox(bundle: Bundle) -> None:
 
 
 def _annotated(bundle: Bundle) -> bool:
-    """Whether an annotation asks for something, as those of a pod do for each of its containers."""
+    """Return whether an annotation requests something. Those of a pod do so for each of its containers."""
     asking = (
         key for key in bundle.annotations if constants.ANNOTATION_PREFIX in key and key != constants.APPLIED_ANNOTATION
     )
@@ -303,8 +303,8 @@ def _annotated(bundle: Bundle) -> bool:
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
-    """Where `resolve` is None: what other schedulers' words say in vain, one line each, for explain."""
-    matches = _spoken(bundle) if bundle.container_type != "sandbox" else ()
+    """Return a line for each value of another scheduler that has no effect, if `resolve` is None (explain)."""
+    matches = _matches(bundle) if bundle.container_type != "sandbox" else ()
     if not matches:
         return ()
     from . import scheduler_requests
@@ -314,7 +314,7 @@ def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
 
 
 def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
-    """`void` wants to be left alone, but with a device that is there already that would be a GPU without a limit."""
+    """Refuse `void` beside a device in config.json: that would be a GPU without a limit."""
     minors = cdi_devices.minors(bundle.spec) if mine is not None and mine.selection == gpushare_env.VOID else ()
     if mine is not None and minors:
         name, value = mine.sources[0]
@@ -324,7 +324,7 @@ def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
 
 
 def _with_replaced(request: Request, bundle: Bundle) -> Request:
-    """Devices of config.json that were not what the request went by are taken out, which is worth a line."""
+    """Note the devices of config.json that are replaced by the request."""
     minors = cdi_devices.minors(bundle.spec) if "injected" not in request.dialect else ()
     if not minors:
         return request
@@ -335,8 +335,8 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
 
 
 def refuse_conflicts(bundle: Bundle, request: Request) -> None:
-    """A hook cannot take out what other software put into config.json, so it refuses and says what that was:
-    an NVIDIA hook would mount its own libcuda over ours, or beside it."""
+    """Refuse what other software added to config.json, and name it: a hook cannot remove it, and an NVIDIA hook would
+    mount its own libcuda over the shim, or beside it."""
     found, name = nvidia.conflicts(bundle.spec), shown_name(request.sources[0][0])
     if found:
         raise RequestError(

@@ -1,11 +1,11 @@
-"""What other schedulers' words ask for, as far as policy and our own names let them. See dialects/registry.py.
+"""Collect requests from other schedulers' variables that policy accepts and GPUSHARE_* does not override.
 
-    listen(spoken, mine, bundle, node) -> Heard      reads them
-    unused(spoken, mine, bundle, node) -> lines      the same for a container that asks for nothing
-    without_alias(bundle, heard)       -> Bundle     less a NVIDIA_VISIBLE_DEVICES of other meaning
+    collect(matches, mine, bundle, node) -> SchedulerRequests
+    unused(matches, mine, bundle, node)  -> lines    why they request nothing, for explain
+    without_alias(bundle, collected)     -> Bundle   without a NVIDIA_VISIBLE_DEVICES that has another meaning
 
-Own names win, each over what others say about the same. merge.py makes a request of it. Loaded only when a word of
-another scheduler occurs. Pure.
+A GPUSHARE_* variable wins over other variables for the same setting. merge.py merges the result. The table of dialects
+is dialects/registry.py. Loaded only if a variable of another scheduler occurs. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .dialects.parsed_request import Limit, ParsedRequest, once
 from .dialects.registry import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Match, Value
 
 MODE = "mode"
-_FIELDS = {  # what a word can be about -> the name of ours that says it
+_FIELDS = {  # subject of a value -> our variable for it
     MODE: constants.ENV_COMPUTE_MODE,
     MEMORY: constants.ENV_MEMORY,
     COMPUTE: constants.ENV_COMPUTE,
@@ -32,24 +32,24 @@ _FIELDS = {  # what a word can be about -> the name of ours that says it
 
 
 class SchedulerRequests(NamedTuple):
-    """Other schedulers' words, read. `later`: rows that only say how much of a device that others name."""
+    """Parsed values of other schedulers. `later`: rows that only set how much of a device that another row names."""
 
     parsed_requests: tuple[ParsedRequest, ...]
     later: tuple[Match, ...] = ()
-    taken: frozenset[str] = frozenset()  # what our own words say
-    unheard: tuple[tuple[Value, str, str], ...] = ()  # (word, its dialect, key of the policy that does not listen)
+    taken: frozenset[str] = frozenset()  # subjects that GPUSHARE_* sets
+    refused: tuple[tuple[Value, str, str], ...] = ()  # (value, its dialect, key of the policy that refuses it)
     ignored: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
-    switches: bool = False  # whether words that switch limits off count
+    switches: bool = False  # whether values that switch limits off count
 
     @property
     def limited(self) -> bool:
-        """Whether they set a limit: then NVIDIA_VISIBLE_DEVICES counts where policy wants one beside it."""
+        """Whether a scheduler sets a limit, which policy can require beside NVIDIA_VISIBLE_DEVICES."""
         return any(map(limits_of, self.parsed_requests))
 
 
 def limits_of(parsed: ParsedRequest) -> list[Limit]:
-    """Its limits, but for those that say that there is none."""
+    """Return its limits, without values for "no limit"."""
     return [limit for limit in (*parsed.memory, *parsed.compute) if not limit.is_none]
 
 
@@ -58,22 +58,22 @@ def line(said: Value, why: str) -> str:
 
 
 def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
-    """What our own words say -> the name that says it."""
+    """Return subject -> name, of the GPUSHARE_* variables that are set."""
     found = {}
-    if any(name == constants.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which nobody makes larger
+    if any(name == constants.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which no variable enlarges
         found[MEMORY] = constants.ENV_ALLOCATED_GPU
     for field, variable in _FIELDS.items():
         suffix = constants.ANNOTATIONS[variable]
         name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
         if name and not (field == DEVICES and mine is not None and mine.selection == gpushare_env.UNNAMED):
             found[field] = name
-    if MEMORY in found:  # whose limit is not read
+    if MEMORY in found:  # its limit is not parsed
         found.setdefault(BEYOND, found[MEMORY])
     return found
 
 
-def _unspoken(dialect: str, rules: Policy) -> str:
-    """Why a dialect means nothing on this node, "" when it does mean something."""
+def _disabled(dialect: str, rules: Policy) -> str:
+    """Return why a dialect does not count on this node; "" if it does."""
     if dialect in rules.disabled_dialects:
         return f"policy.dialects.disabled has {dialect}"
     missing = {"*", dialect}.isdisjoint(rules.enabled_dialects)
@@ -81,7 +81,7 @@ def _unspoken(dialect: str, rules: Policy) -> str:
 
 
 def _unaccepted(said: Value, bundle: Bundle, node: Node) -> str:
-    """The key of the configuration by which a word does not count; "" when it does."""
+    """Return the configuration key that refuses a value; "" if it is accepted."""
     rules = node.config.policy
     if said.name not in registry.KEYS:
         return "" if policy.accepted(rules.accept_env, bundle) else "policy.accept.env"
@@ -91,9 +91,9 @@ def _unaccepted(said: Value, bundle: Bundle, node: Node) -> str:
 
 
 def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, str], node: Node) -> bool:
-    """Whether this container of a pod is one that uses a GPU: annotations reach its sidecars as well."""
+    """Return whether this container of a pod uses a GPU: its annotations reach sidecars too."""
     rules = node.config.policy
-    heard = [one.said for one in matches if not _unspoken(one.row.name, rules)]
+    heard = [one.said for one in matches if not _disabled(one.row.name, rules)]
     variables = any(said.name.startswith(registry.BEGINNINGS) for some in heard for said in some)
     return bool(
         DEVICES in mine
@@ -104,12 +104,12 @@ def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, st
 
 
 def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> SchedulerRequests:
-    """Raises RequestError and DeviceError for words that make no sense, and that our own do not overrule."""
+    """Parse the values. Raise RequestError or DeviceError for an invalid one that GPUSHARE_* does not override."""
     ours = _own_names(mine, bundle.env)
     beside = not bundle.container_name or _names_device(bundle, matches, ours, node)
-    heard, unheard, ignored = [], [], []
+    heard, refused, ignored = [], [], []
     for row, words in matches:
-        left, off = [], _unspoken(row.name, node.config.policy)
+        left, off = [], _disabled(row.name, node.config.policy)
         whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
         for said in words:
             key = _unaccepted(said, bundle, node)
@@ -117,7 +117,7 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
                 ignored.append(line(said, off))
             elif said.word.about in ours:
                 ignored.append(line(said, f"{ours[said.word.about]} says it"))
-                if said.word.about == DEVICES and row.is_numbered:  # what the numbers of its limits stand for
+                if said.word.about == DEVICES and row.is_numbered:  # what the numbers of its limits mean
                     left.append(said)
             elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
                 ignored.append(line(said, f"{ours[DEVICES]} and our other names say it"))
@@ -126,7 +126,7 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
             elif said.name in registry.KEYS and not (beside or whose):
                 ignored.append(line(said, f"container {shown(bundle.container_name)} names no device"))
             elif key:
-                unheard.append((said, row.name, key))
+                refused.append((said, row.name, key))
             else:
                 left.append(said)
         if any(said.word.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for said in left):
@@ -143,7 +143,7 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
         parsed_requests,
         tuple(one for one in heard if not one.row.asks),
         frozenset(ours),
-        tuple(unheard),
+        tuple(refused),
         tuple(ignored),
         nvidia.capabilities(bundle.env),
         policy.accepted(node.config.policy.accept_switches, bundle),
@@ -151,9 +151,9 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
 
 
 def unused(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> tuple[str, ...]:
-    """Why none of these words asks for anything, in a container that asks for nothing (explain)."""
+    """Return why each of these values requests nothing, in a container without a request (explain)."""
     heard = collect(matches, mine, bundle, node)
-    lines = [*heard.ignored, *(line(said, f"{key} does not listen") for said, _, key in heard.unheard)]
+    lines = [*heard.ignored, *(line(said, f"{key} does not listen") for said, _, key in heard.refused)]
     told = {text.partition("=")[0] for text in lines}
     for row, words in matches:
         why = "no device is asked for" if row.asks else f"words of {row.name} ask for no device"
@@ -162,13 +162,13 @@ def unused(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle, 
 
 
 def without_alias(bundle: Bundle, heard: SchedulerRequests) -> Bundle:
-    """Koordinator writes minors where everybody else reads indices; its annotation says which devices are meant."""
+    """Drop Koordinator's NVIDIA_VISIBLE_DEVICES, which has minors for indices; its annotation names the devices."""
     alias = {value for parsed in heard.parsed_requests for value in _aliases(parsed, bundle)}
     env = tuple(pair for pair in bundle.env if pair[0] != nvidia.ENV_DEVICES or pair[1] not in alias)
     return bundle._replace(env=env)
 
 
 def _aliases(parsed: ParsedRequest, bundle: Bundle) -> list[str]:
-    """The values of NVIDIA_VISIBLE_DEVICES that are this demand's devices in other words."""
+    """Return values of NVIDIA_VISIBLE_DEVICES that mean the devices of this request."""
     values = dict.fromkeys(value for name, value in bundle.env if name == nvidia.ENV_DEVICES)
     return [value for value in values if parsed.alias and value.strip() == parsed.alias]

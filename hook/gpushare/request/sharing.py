@@ -1,8 +1,8 @@
-"""Equal shares: what a container gets that asks for a device and says nothing about a limit. Pure; a start needs it
-only where the configuration has `sharing`.
+"""Equal shares, for containers that request a device without a limit. Pure; loaded only if the configuration has
+`sharing`.
 
     rule_of(device, rules)   -> SharingRule | None    the first that names the device
-    share_of(device, rule, kept) -> EqualShare        kept: bytes of the device that no share has
+    share_of(device, rule, kept) -> EqualShare        kept: bytes of the device that are reserved
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..gpu.selectors import device_name, is_among
 
 
 class EqualShare(NamedTuple):
-    """One of `split_count`."""
+    """One of `split_count` shares."""
 
     memory: Amount
     compute_percent: int
     text: str  # "1 of 10"
-    scaling: float = 1.0  # the whole of it, as a multiple of `memory`: above 1.0 it is oversubscribed
+    scaling: float = 1.0  # the whole share as a multiple of `memory`; above 1.0: oversubscribed
 
 
 def _names(rule: SharingRule, device: Device) -> bool:
@@ -40,13 +40,13 @@ def rule_of(device: Device, rules: Iterable[SharingRule]) -> Optional[SharingRul
 
 
 def compute_percent(rule: SharingRule) -> int:
-    """Whole percent, rounded down: all shares together never exceed what there is."""
+    """Return whole percent, rounded down, so that all shares together never exceed the device."""
     return min(100, int(100 * rule.cores_scaling) // rule.split_count)
 
 
 def share_of(device: Device, rule: SharingRule, kept: int = 0) -> EqualShare:
-    """S x M / K bytes in whole blocks, and S / K of the time; M / K on the device where S is above 1, the rest on the
-    host. DeviceError while M is not known."""
+    """Return S x M / K bytes in whole blocks and S / K of the time, for scaling S, memory M and K shares. If S is above
+    1, M / K is on the device and the rest on the host. DeviceError while M is not known."""
     if not device.memory_bytes:
         raise DeviceError(
             f"an equal share of device {device_name(device)}: its memory size is not known",

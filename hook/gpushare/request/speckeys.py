@@ -1,6 +1,6 @@
-"""The keys of config.json by which gpushare judges, in one case of letters. Pure, start path.
+"""The keys of config.json that gpushare depends on, in one case of letters. Pure, start path.
 
-refuse_other_case(spec, KEYS) -> None     RequestError for a key that the runtime would read and Python would not
+refuse_other_case(spec, KEYS) -> None     RequestError for a key that the runtime would accept and Python would not
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _shape(**below: str) -> dict[str, Any]:
     return {key: {word: {} for word in words.split()} for key, words in below.items()}
 
 
-# What is read of config.json, here and elsewhere. Objects in lists have the keys of the list.
+# All keys of config.json that gpushare reads. Objects in lists have the keys of the list.
 KEYS: dict[str, Any] = {
     **_shape(annotations="", mounts="destination options source type", root="path"),
     "hooks": _shape(**dict.fromkeys(("prestart", "createRuntime", "createContainer", "startContainer"), "args path")),
@@ -29,8 +29,8 @@ KEYS: dict[str, Any] = {
 
 
 def refuse_other_case(found: Any, known: dict[str, Any], place: str = "") -> None:
-    """The runtime's parser, in Go, takes keys in any case of letters (and U+017F for s): it would obey a device rule
-    that none of ours has seen. No engine writes such keys."""
+    """Refuse keys in another case. The runtime's parser in Go accepts any case of letters (and U+017F for s), so it
+    would apply a device rule that gpushare has not seen. No engine writes such keys."""
     for one in found if isinstance(found, list) else (found,) if known else ():
         for key, value in one.items() if isinstance(one, dict) else ():
             if key in known:

@@ -1,16 +1,15 @@
-"""devices/<uuid>: what the containers on one device tell each other about their work (start path).
+"""devices/<uuid>: the activity files by which containers on a device see each other's work (start path).
 
-    prepare(state_dir, uuid, before)       the directory is there, with an index that names nobody
-    take(state_dir, uuid, number, holders) a new page file; the caller holds the lease lock
-    settle(state_dir, uuid, granted)       the index names these numbers and no others; the caller holds the lock
-    free(state_dir, uuid, number)          one number less, its file gone; the caller holds the lock
-    directory, path                        where they are on the host
+    prepare(state_dir, uuid, before)       create the directory, with an empty index
+    take(state_dir, uuid, number, holders) a new activity file; the caller holds the lease lock
+    settle(state_dir, uuid, granted)       write these numbers to the index; the caller holds the lock
+    free(state_dir, uuid, number)          remove a number and its file; the caller holds the lock
+    directory, path                        paths on the host
 
-A container gets its own page file (struct gs_pages) writable, and the whole directory read-only: so one that started
-earlier sees those that start later, without a mount for each pair of them. Only the host makes files there. A tenant
-can make its own page file longer, but not beyond the directory's own tmpfs, and nobody else's shorter; what it took is
-cut back when somebody else needs it.
-"""
+A container gets its own activity file (struct gs_pages) writable, and the whole directory read-only. So it sees
+containers that start later without a mount for each pair. Only the host creates files there. A tenant can extend its
+own file up to the size of the directory's tmpfs, and cannot shorten another file; the host truncates it when another
+container needs the space."""
 
 from __future__ import annotations
 
@@ -27,50 +26,50 @@ from ..system import filelock, rootless, syscalls
 from . import shm_abi
 
 FOLDER = "devices"
-INDEX = "index"  # struct gs_peers; made last, so it marks a complete directory
+INDEX = "index"  # struct gs_peers; created last, so it marks a complete directory
 PAGE_SIZE = shm_abi.packer("gs_pages").size
 _TMPFS = {
     "size": str(shm_abi.MAX_PEERS * PAGE_SIZE + shm_abi.packer("gs_peers").size),
-    # Nobody but the host makes files here; but a page that is gone takes an inode for as long as anybody has it open
+    # Only the host creates files here; a removed file keeps its inode as long as a process has it open
     "nr_inodes": "16384",
     "mode": "0755",
 }
-# A uid that owns nothing else. A program of a container that is not root cannot be the owner, who may take a lease on
-# the file (fcntl, F_SETLEASE); root of a container takes any uid, so idmap.py hides the owner where files are shown.
+# A uid that owns nothing else. A file's owner may take a lease on it (fcntl, F_SETLEASE); a program that is not root
+# cannot become this owner. A container's root can take any uid, so idmap.py hides the owner in mounts.
 OWNER = 4294967280
-_TRIES = 8  # how often what tenants took is cut back before we give up
+_TRIES = 8  # truncations of tenants' files before this gives up
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTRIBUTES = sum(syscalls.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
-_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a container may hold a lease on its own page
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a container may hold a file lease on its own file
 _WORDS = struct.Struct("<" + "Q" * (shm_abi.MAX_PEERS // 64))
 
 
 def directory(state_dir: str, uuid: str) -> str:
-    """devices/<uuid>; `uuid` is the driver's, as in the inventory."""
+    """Return devices/<uuid>; `uuid` is that of the inventory."""
     if not uuid or "/" in uuid or uuid.startswith(".") or "\0" in uuid:
         raise KernelError(f"device uuid {shown(uuid)} cannot name a directory")
     return f"{state_dir}/{FOLDER}/{uuid}"
 
 
 def path(state_dir: str, uuid: str, number: int) -> str:
-    """The page file with this number."""
+    """Return the path of the activity file with this number."""
     return f"{directory(state_dir, uuid)}/{number}"
 
 
 def is_ready(state_dir: str, uuid: str) -> bool:
-    """Whether pages can be taken."""
+    """Return whether the directory is complete."""
     return os.access(f"{directory(state_dir, uuid)}/{INDEX}", os.F_OK)
 
 
 def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
-    """Makes devices/<uuid>, a tmpfs of its own (for a user without rights over the host a plain directory). It appears
-    complete. `before`: a detached mount of the one of a state directory that was lost, which is taken instead if that
-    is what it is. Raises KernelError. Not under the lease lock, but for that rare case: it mounts."""
+    """Create devices/<uuid>, a tmpfs (a plain directory for a rootless user), which appears complete. `before`: a
+    detached mount of the directory from a lost state directory, used instead if it is valid. Raise KernelError. It
+    mounts, so the caller does not hold the lease lock, except in that rare case."""
     place = directory(state_dir, uuid)
     above = os.path.dirname(place)
     try:
         os.makedirs(above, 0o700, exist_ok=True)
-        lock = os.open(above, _DIRECTORY)  # which no container sees: two first starts take turns
+        lock = os.open(above, _DIRECTORY)  # no container sees it; orders two first starts
         try:
             filelock.take(lock, above)
             if not is_ready(state_dir, uuid):
@@ -83,10 +82,10 @@ def prepare(state_dir: str, uuid: str, before: int = -1) -> None:
 
 
 def _make(place: str, outside: int, before: int) -> None:
-    """`outside`: the device number of the file system that `place` is in."""
+    """Create the directory. `outside`: the device number of the file system that `place` is in."""
     below = os.open(place, _DIRECTORY)
     try:
-        if rootless.is_rootless() or os.fstat(below).st_dev != outside:  # somebody has emptied ours
+        if rootless.is_rootless() or os.fstat(below).st_dev != outside:  # ours was emptied
             os.fchmod(below, 0o755)
             _fill(below)
         else:
@@ -108,7 +107,7 @@ def _mount(place: str, below: int, before: int) -> None:
 
 
 def _is_ours(mount: int) -> bool:
-    """Whether this is such a directory. (Who made it, its mount namespace has said.)"""
+    """Return whether this is such a directory. (Its mount namespace has proved its origin.)"""
     status = os.fstat(mount)
     if (status.st_uid, stat.S_IMODE(status.st_mode)) != (0, 0o755) or syscalls.filesystem_magic(
         mount
@@ -123,7 +122,7 @@ def _is_ours(mount: int) -> bool:
 
 
 def _fill(dir_fd: int) -> None:
-    """The index of a directory without pages."""
+    """Write the index of a directory without activity files."""
     words = [0] * _WORDS.size
     data = shm_abi.packer("gs_peers").pack(
         shm_abi.PEERS_MAGIC, shm_abi.ABI_VERSION, shm_abi.packer("gs_peers").size, 1, *words[: shm_abi.MAX_PEERS // 64]
@@ -144,13 +143,13 @@ def _give_away(fd: int, mode: int) -> None:
     rootless.give_away(fd, OWNER)
 
 
-# Pages
+# Activity files
 
 
 def take(state_dir: str, uuid: str, number: int, holders: dict[int, str]) -> None:
-    """Page file `number` for a new owner: never the file of the one before, who may still have it open. Every block is
-    allocated, so a store in it cannot fail. Raises KernelError, and CapacityError with the one of `holders` (container
-    ids) whose page takes all the room."""
+    """Create activity file `number` for a new owner, never the previous owner's file, which may still be open. Every
+    block is allocated, so a store cannot fail. Raise KernelError, or CapacityError that names the one of `holders`
+    (container ids) whose file takes all the space."""
     file = path(state_dir, uuid, number)
     try:
         _remove(file)
@@ -184,7 +183,7 @@ def _create(file: str, place: str, holders: dict[int, str]) -> int:
 
 
 def _allocated(file: str) -> int:
-    """A new file with all its blocks, or none. Raises OSError."""
+    """Create a file with all its blocks, or none. Raise OSError."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
     try:
         os.posix_fallocate(fd, 0, PAGE_SIZE)
@@ -196,8 +195,8 @@ def _allocated(file: str) -> int:
 
 
 def _cut_back(place: str) -> list[int]:
-    """Page files become as they were made; which were more. Blocks behind the end count, and extended attributes, which
-    take the room of inodes (tmpfs since Linux 6.6)."""
+    """Restore activity files to their original size, and return those that were larger. Blocks beyond the end count,
+    and so do extended attributes, which take the space of inodes (tmpfs since Linux 6.6)."""
     grown = []
     for name in filter(str.isdigit, os.listdir(place)):
         try:
@@ -217,8 +216,8 @@ def _cut_back(place: str) -> list[int]:
 
 
 def _strip(fd: int) -> bool:
-    """Whether there were extended attributes of users. More than 64 KiB of names can be neither listed nor removed:
-    then only the end of the container helps, and it is named."""
+    """Remove extended attributes; return whether there were any. More than 64 KiB of names can be neither listed nor
+    removed; then only the end of the container helps, and the error names it."""
     try:
         found = [name for name in os.listxattr(fd) if name.startswith("user.")]
     except OSError as error:
@@ -227,18 +226,18 @@ def _strip(fd: int) -> bool:
         try:
             os.removexattr(fd, name)
         except OSError:
-            pass  # its tenant was faster
+            pass  # the tenant changed it meanwhile
     return bool(found)
 
 
 def _remove(file: str) -> None:
-    """A page file goes, and its memory also where somebody still has it open."""
+    """Remove an activity file, and free its memory even if a process still has it open."""
     try:
         fd = os.open(file, os.O_WRONLY | _FLAGS)
     except FileNotFoundError:
         return
     except OSError:
-        fd = -1  # a lease is on it
+        fd = -1  # a file lease is on it
     if fd >= 0:
         try:
             os.ftruncate(fd, 0)
@@ -251,25 +250,24 @@ def _remove(file: str) -> None:
 
 
 def settle(state_dir: str, uuid: str, granted: dict[int, int]) -> None:
-    """Makes the index say what the leases say, with what each number was granted (region.granted): a start or a release
-    that was killed has left it otherwise. Page files of nobody go. Raises KernelError."""
+    """Write the index from the leases, with the grant of each number (shm_abi.granted), since a killed start or release
+    may have left it stale. Remove activity files without an owner. Raise KernelError."""
     _change(state_dir, uuid, granted)
 
 
 def free(state_dir: str, uuid: str, number: int) -> None:
-    """Nobody has `number` any more. Raises KernelError."""
+    """Remove `number` from the index. Raise KernelError."""
     _change(state_dir, uuid, number)
 
 
 def granted_at(number: int) -> int:
-    """Where in an index it says what `number` was granted, in bytes."""
+    """Return the offset of the grant of `number` in an index."""
     return shm_abi.offset("gs_peers", "granted") + 8 * number
 
 
 def _change(state_dir: str, uuid: str, to: Union[int, dict[int, int]]) -> None:
-    """`to`: the numbers that are used, or the one that is free now. Stored where it is, since containers have the index
-    mapped: first what a number was granted, then the numbers, then the generation, by which a reader knows that they
-    changed."""
+    """Change the index in place, since containers read it at any time: first the grants, then the numbers, then the
+    generation, by which a reader detects the change. `to`: the numbers in use, or the number that is free now."""
     file = f"{directory(state_dir, uuid)}/{INDEX}"
     at_used, at_generation = shm_abi.offset("gs_peers", "used"), shm_abi.offset("gs_peers", "generation")
     try:
@@ -306,7 +304,7 @@ def _numbers(words: tuple[int, ...]) -> frozenset[int]:
 
 
 def numbers(state_dir: str, uuid: str) -> frozenset[int]:
-    """What the index says. Raises KernelError."""
+    """Return the numbers in the index. Raise KernelError."""
     file = f"{directory(state_dir, uuid)}/{INDEX}"
     try:
         index = os.open(file, os.O_RDONLY | _FLAGS)

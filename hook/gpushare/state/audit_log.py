@@ -1,17 +1,16 @@
 """One line of logfmt for each decision about a container, to the journal or to a file (start path).
 
-    granted    who got what, and in whose words          released   a share that ended, and who saw it
-    refused    who got nothing, and what kind of reason  withheld   devices taken from a privileged container
-    changed    who has other limits now, or is paused    exceeded   who uses more than its limit, as the driver says
-    ignored    what the search for containers that outlived the state directory left out
+    granted    a share, and who requested it             released   a share ended, and by what
+    refused    no share, and the kind of reason          withheld   devices denied to a privileged container
+    changed    new limits, or paused                     exceeded   more use than the limit, as the driver counts
+    ignored    containers that the search after a lost state directory left out
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
 
-Of a container's environment a line has the names that the request was made with, and amounts as they were understood;
-no other value, also not in a refusal: its whole text is in `gpushare inspect`. Values that come from outside are
-quoted, so none can end the line or add a field. Nothing here raises, and nothing waits: what the other end does not
-take at once is lost, because a start must not hang on a log.
-"""
+A line has the names of the variables that made the request, and parsed amounts. It has no other value of the
+container's environment, not even in a refusal; `gpushare inspect` has the full text. Values from outside are quoted, so
+none can end the line or add a field. Nothing here raises or waits: a line that the receiver does not accept at once is
+lost, because a start must not hang on a log."""
 
 from __future__ import annotations
 
@@ -37,20 +36,20 @@ _began_ns = time.monotonic_ns()
 
 
 def begin() -> None:
-    """Times count from here."""
+    """Start the clock of the `ms` field."""
     global _began_ns
     _began_ns = time.monotonic_ns()
 
 
 class Sink(NamedTuple):
-    """Where lines go; opened early by who leaves the host's namespaces. fd -1: nowhere."""
+    """The open destination of lines. A program opens it before it leaves the host's namespaces. fd -1: none."""
 
     fd: int
     is_syslog: bool = False
 
 
 def open_sink(where: str) -> Sink:
-    """`where` as in the configuration. A path that is a socket is spoken to as /dev/log is."""
+    """Open `where` (log.decisions). A path that is a socket gets the protocol of /dev/log."""
     if where in (NOWHERE, ""):
         return Sink(-1)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -69,7 +68,7 @@ def open_sink(where: str) -> Sink:
 
 
 def _write(sink: Sink, level: int, text: str) -> None:
-    """One line, and the end of `sink`."""
+    """Write one line and close `sink`."""
     if sink.fd < 0:
         return
     text = f"{text} ms={(time.monotonic_ns() - _began_ns) / 1e6:.1f}"
@@ -85,14 +84,14 @@ def _write(sink: Sink, level: int, text: str) -> None:
 
 
 def value(text: str) -> str:
-    """`text` behind the = of a field: as it is when that is harmless, else in quotes; cut when it is long."""
+    """Return `text` as the value of a field: plain if harmless, else quoted; truncated if long."""
     if text and len(text) <= _MAX_VALUE and _SAFE.issuperset(text):
         return text
     return quoted(text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…")
 
 
 def facts(lease: Lease) -> str:
-    """What a lease says: limits in the order of its devices, memory in bytes, compute in percent."""
+    """Return the fields of a lease: limits in the order of its devices, memory in bytes, compute in percent."""
     shares = lease.shares
     memory = ",".join("none" if s.memory_limit_bytes is None else str(s.memory_limit_bytes) for s in shares)
     if any(s.virtual_bytes for s in shares):
@@ -107,30 +106,30 @@ def facts(lease: Lease) -> str:
 
 
 def granted(sink: Sink, container_id: str, lease: Optional[Lease], asked: Request, way: str, *more: str) -> None:
-    """`lease` None: driver files, no device. `more`: fields."""
+    """Log a grant. `lease` None: driver files, no device. `more`: additional fields."""
     what = facts(lease) if lease else f"id={value(container_id)} dialect={value(asked.dialect)} devices=none"
     names = value(",".join(dict.fromkeys(name for name, _ in asked.sources)))
     _write(sink, INFO, " ".join([f"decision=granted {what} way={way} names={names}", *more]))
 
 
 def rebuilt(where: str, container_id: str, lease: Optional[Lease]) -> None:
-    """The state directory was lost, and this container lives on; without a lease it is unknown what it has."""
+    """Log a container that outlived the state directory; without a lease its share is unknown."""
     what = facts(lease) if lease else f"id={value(container_id)} devices=unknown"
     _write(open_sink(where), WARNING, f"decision=granted {what} way=rebuild")
 
 
 def searched(where: str, remark: str) -> None:
-    """What the search for containers that outlived the state directory left out."""
+    """Log what the search for containers that outlived the state directory left out."""
     _write(open_sink(where), WARNING, f"decision=ignored way=rebuild why={value(remark)}")
 
 
 def details(key: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """A field, unless there is nothing to say."""
+    """Return a field, or "" without a value."""
     return (f"{key}={value('; '.join(texts))}",) if texts else ()
 
 
 def refused(where: str, container_id: str, way: str, error: BaseException) -> None:
-    """The kind of error, and the name that it begins with if that is one of a request."""
+    """Log a refusal: the kind of error, and the request variable that it begins with, if any."""
     kind = _KINDS.get(error.exit_code, "other") if isinstance(error, GpushareError) else "internal"
     name = _name_in(error.message) if isinstance(error, GpushareError) else ""
     fields = f"decision=refused id={value(container_id)} way={way} reason={kind}"
@@ -147,29 +146,29 @@ def _name_in(message: str) -> str:
 
 
 def released(where: str, lease: Lease, by: str) -> None:
-    """`by`: poststop, delete, start (of another container) or prune."""
+    """Log a release. `by`: poststop, delete, start (of another container) or prune."""
     _write(open_sink(where), INFO, f"decision=released {facts(lease)} by={by}")
 
 
 def changed(where: str, lease: Lease) -> None:
-    """What a container that runs has from now on: `gpushare limit set`, pause, resume."""
+    """Log new limits of a running container: `gpushare limit set`, pause, resume."""
     paused = "yes" if any(share.paused for share in lease.shares) else "no"
     _write(open_sink(where), INFO, f"decision=changed {facts(lease)} paused={paused} way=cli")
 
 
 def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_bytes: int, action: str) -> None:
-    """`gpushare export`: the driver counts more on a device than the container's limit (0: it has no share of it)."""
+    """Log that the driver counts more than the container's limit on a device (0: no share there)."""
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
 
 
 def ending(where: str, by: str) -> Callable[[Lease], None]:
-    """leases.Ended"""
+    """Return a leases.Ended that logs each release."""
     return lambda lease: released(where, lease, by)
 
 
 def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:
-    """A privileged container that asked for nothing, and gets none of NVIDIA's devices."""
+    """Log a privileged container without a request that gets none of NVIDIA's devices."""
     fields = f"decision=withheld id={value(container_id)} way=runtime reason=policy devices=all"
     _write(open_sink(where), WARNING, " ".join([fields, *details("taken_out", taken)]))

@@ -1,8 +1,8 @@
-"""How leases end otherwise than by a start that takes back its own (leases.undo, which loads nothing then).
+"""End leases, except by the start that made them (leases.undo).
 
-release(...)              of a container that is gone
-release_reserved_by(...)  of a start that failed, by who began it
-sweep(...)                all that are dead
+release(...)              the lease of a container that is gone
+release_reserved_by(...)  the lease of a start that failed, by its creator
+sweep(...)                all dead leases
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from . import leases, storage
 
 
 def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = None) -> str:
-    """Releases `container_id` unless a living process holds it; "" or why it was left. `ended` is told when it did.
+    """Release the lease of `container_id` unless a living process holds it. Return "" or why it was kept; call `ended`
+    after a release.
 
-    Not even poststop may free what is in use: runc calls it for a failed create too, also when the id is one that
-    another container (of another runc root) holds. Where the lease cannot be read, whoever sees the container's page
-    shows that it lives; that is looked for before the lock is taken.
+    Not even poststop may free a share in use: runc also calls it for a failed create, and the id may be that of another
+    container (of another runc root). If the lease cannot be read, a process that has the usage file proves that the
+    container lives; this search runs before the lock is taken.
     """
     if not storage.is_ready(state_dir):
         return ""
@@ -43,7 +44,7 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
 
 
 def _user(state_dir: str, container_id: str) -> str:
-    """Why a container whose lease cannot be read may still be running, in words; "" when it is not."""
+    """Return why a container with an unreadable lease may still run; "" if it does not."""
     from . import leftover, mounttables
 
     if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
@@ -55,8 +56,8 @@ def _user(state_dir: str, container_id: str) -> str:
 def release_reserved_by(
     state_dir: str, container_id: str, bundle: str, creator_pid: int, ended: Optional[leases.Ended] = None
 ) -> bool:
-    """Releases a lease that is only reserved, when its living creator itself says that nothing came of it: runc calls
-    poststop after a create that failed, and gpushare-runtime has become that runc."""
+    """Release a reserved lease on behalf of its living creator, whose create failed: runc calls poststop then, and
+    gpushare-runtime has become that runc."""
     if not storage.is_ready(state_dir):
         return False
     with leases.locked(state_dir):
@@ -70,7 +71,7 @@ def release_reserved_by(
 
 
 def sweep(state_dir: str, assume_free: bool = False, ended: Optional[leases.Ended] = None) -> list[str]:
-    """Discards all dead and partial leases, with `assume_free` also damaged ones; returns their ids."""
+    """Discard all dead and partial leases, with `assume_free` damaged ones too. Return their ids."""
     with leases.locked(state_dir):
         seen = leases.view(state_dir)
         dead, partial = leases.discard_dead(state_dir, seen)

@@ -1,12 +1,12 @@
-"""lease.json: a lease as text and back (start path). Pure.
+"""Serialise a lease as lease.json, and parse it (start path). Pure.
 
 to_json(lease)               -> bytes
-from_json(data, id)          -> Lease     raises ValueError: a file of any other shape is damaged, never guessed at
-held(lease, data)            -> Lease     a reserved lease as the file `held` beside it continues it; raises ValueError
+from_json(data, id)          -> Lease     raises ValueError for a file of any other shape
+held(lease, data)            -> Lease     a reserved lease, updated by the file `held` beside it; raises ValueError
 
-`held` is what earlier versions wrote instead of a new lease.json, complete by its rename: four lines, the version, the
-creator's pid and start time (it must be the lease's own), init's pid and start time, and the cgroup. They wrote it only
-for an init that is the first process of its pid namespace.
+Earlier versions wrote `held` instead of a new lease.json. It is complete by its rename and has four lines: the version,
+the creator's pid and start time (which must be the lease's), init's pid and start time, and the cgroup. They wrote it
+only for an init that is the first process of its pid namespace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core import constants
 from ..core.model import Device, Lease, Share
 from ..core.quoting import shown
 
-# Field types as JSON has them; a lease of another shape is damaged.
+# JSON types of fields; a lease of another shape is damaged
 _LEASE: dict[str, tuple[type, ...]] = {
     "id": (str,),
     "state": (str,),
@@ -40,7 +40,7 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "cri": (bool,),
 }
 HELD_VERSION = "gpushare-held-2"
-_HELD_BEFORE = "gpushare-held-1"  # which does not say whether init is the first process of its pid namespace
+_HELD_BEFORE = "gpushare-held-1"  # does not record whether init is the first process of its pid namespace
 _SHARE: dict[str, tuple[type, ...]] = {
     "slot": (int,),
     "device": (dict,),
@@ -73,25 +73,25 @@ _DEVICE: dict[str, tuple[type, ...]] = {
     "gpu_instance": (int,),
     "compute_instance": (int,),
 }
-# Fields that files of earlier versions do not have; they mean what they mean by default.
+# Fields that earlier versions did not write, with their defaults
 _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
 _LATEST = 1e12  # seconds
-# No page: then nobody else gets this one
+# No activity file: no other container gets this number
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
 _EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
-_EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # what annotations say was believed
+_EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # annotations were trusted
 _EARLIER_LEASE.update((name, Lease._field_defaults[name]) for name in ("first", "cgroup_dir", "cgroup_id"))
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
 def to_json(lease: Lease) -> bytes:
-    """lease.json: objects with the field names of model.py."""
+    """Return lease.json: objects with the field names of model.py."""
     shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
     return json.dumps({**lease._asdict(), "shares": shares}).encode()
 
 
 def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[str, Any]:
-    """`value` when it has exactly these fields with these types (a bool is not an int). Raises ValueError."""
+    """Return `value` if it has exactly these fields with these types (a bool is no int). Raise ValueError."""
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"{what} has fields of another version of gpushare")
     for name, allowed in types.items():
@@ -101,12 +101,12 @@ def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[s
 
 
 def _completed(value: Any, earlier: dict[str, Any]) -> Any:
-    """`value` of an earlier version, with the fields that it did not have."""
+    """Return `value` of an earlier version with the missing fields."""
     return {**earlier, **value} if isinstance(value, dict) else value
 
 
 def from_json(data: bytes, container_id: str) -> Lease:
-    """The inverse of `to_json`. Raises ValueError."""
+    """Parse the result of `to_json`. Raise ValueError."""
     try:
         fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
     except RecursionError:
@@ -125,14 +125,14 @@ def from_json(data: bytes, container_id: str) -> Lease:
     for slot, one in enumerate(shares):
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
         if one.slot != slot or min(sizes) < 0:
-            raise ValueError(f"share {slot} has numbers that cannot be")  # and would be somebody's room
+            raise ValueError(f"share {slot} has numbers that cannot be")  # it would distort the sums
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
     return Lease(**{**fields, "shares": tuple(shares)})
 
 
 def held(lease: Lease, data: bytes) -> Lease:
-    """`lease` as an earlier version turned it over to the container's init. Raises ValueError."""
+    """Return `lease` as an earlier version passed it to the container's init. Raise ValueError."""
     lines = data.decode("utf-8", "surrogateescape").split("\n")
     if (
         len(lines) != 5

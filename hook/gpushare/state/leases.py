@@ -1,12 +1,12 @@
-"""Leases: who holds which part of which device (start path).
+"""Leases: which container holds which part of which device (start path).
 
     reservation.reserve(...)  -> "reserved", owned by the process of a start
     hold(...)                 -> "held", owned by the container's init
-    leaseend.release(...)     gone, with its directory; idempotent, needs no pid
+    leaseend.release(...)     removed with its directory; idempotent, needs no pid
 
-A lease is dead when its owner is (pid *and* start time), or when it is of another boot; a dead lease counts for nothing
-and is replaced or swept by whoever comes next. A lease file that cannot be read is the opposite: use of unknown extent,
-so its devices (all devices when even they are unknown) get no new lease until a person says that it is free.
+A lease is dead when its owner is (pid *and* start time), or when it is of another boot. A dead lease does not count;
+the next start or prune replaces or removes it. An unreadable lease blocks its devices (all devices if even these are
+unknown) until an administrator frees it with `gpushare prune --assume-free`.
 
 The lock is one flock, held for reads, renames and arithmetic only: never across a subprocess, NVML or a mount.
 """
@@ -27,11 +27,11 @@ from . import activity_files, leasefile, shm_abi, storage
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
-Ended = Callable[[Lease], None]  # told, without the lock, of a lease that was given back
+Ended = Callable[[Lease], None]  # called without the lock for each released lease
 
 
 class Damaged(NamedTuple):
-    """A lease that cannot be read. `uuids` None: not even its devices are known."""
+    """An unreadable lease. `uuids` None: not even its devices are known."""
 
     id: str
     reason: str
@@ -39,21 +39,22 @@ class Damaged(NamedTuple):
 
 
 class View(NamedTuple):
-    """All of containers/ at one moment."""
+    """All leases at one moment."""
 
     live: tuple[Lease, ...]
     dead: tuple[tuple[Lease, str], ...]  # with the reason, for people
     damaged: tuple[Damaged, ...]
-    partial: tuple[str, ...]  # ids whose directory has no lease: a start was killed in between
+    partial: tuple[str, ...]  # ids of directories without a lease: a start was killed in between
 
     def blocked(self, node: Node) -> frozenset[str]:
-        """Uuids of devices in unknown use."""
+        """Return the uuids of devices in unknown use."""
         everything = frozenset(device.uuid for device in (*node.inventory.devices, *node.inventory.mig))
         return frozenset().union(*(everything if d.uuids is None else d.uuids for d in self.damaged))
 
 
 class locked:
-    """The lease lock. The kernel gives it back when its holder dies. Never made here: it marks a complete directory."""
+    """Hold the lease lock. The kernel releases it if the process dies. Never created here: it marks a complete
+    state."""
 
     def __init__(self, state_dir: str) -> None:
         self._path = os.path.join(state_dir, "lock")
@@ -75,8 +76,8 @@ class locked:
 
 
 def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
-    """Why this lease counts for nothing; "" while it is alive. A container in the host's pid namespace, or in a pod's,
-    can outlive its init."""
+    """Return why this lease is dead; "" while it is alive. A container in the host's pid namespace, or a pod's, can
+    outlive its init."""
     if lease.boot_id != boot_id:
         return "of another boot"
     if lease.state == "reserved":
@@ -98,8 +99,7 @@ def _outlived(state_dir: str, lease: Lease) -> bool:
 
 
 def ends(lease: Lease) -> bool:
-    """Whether its end leaves the lease behind for the next start, and nothing is wrong then: no engine tells us of the
-    end of a program that `gpushare run` started."""
+    """Return whether a dead lease is normal: no engine reports the end of a program that `gpushare run` started."""
     return lease.dialect == constants.RUN_DIALECT and lease.state == "held"
 
 
@@ -109,14 +109,14 @@ def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
         os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
     )
     try:
-        data = os.read(fd, _USUAL_BYTES)  # memory for a whole megabyte takes longer than all else here
+        data = os.read(fd, _USUAL_BYTES)  # allocating a megabyte would take longer than everything else here
         return data if len(data) < _USUAL_BYTES else data + os.read(fd, _MAX_BYTES)
     finally:
         os.close(fd)
 
 
 def _read(state_dir: str, container_id: str) -> Lease:
-    """What lease.json says, and `held` after it. Raises OSError and ValueError."""
+    """Parse lease.json, then `held`. Raise OSError or ValueError."""
     lease = leasefile.from_json(_read_file(state_dir, container_id, storage.LEASE), container_id)
     if lease.state != "reserved":
         return lease
@@ -128,7 +128,7 @@ def _read(state_dir: str, container_id: str) -> Lease:
 
 
 def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
-    """The devices of a damaged lease are those of its limits file, which is complete or not there."""
+    """Return a damaged lease, with the devices of its limits file, which is complete or absent."""
     path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
     try:
         uuids: Optional[frozenset[str]] = frozenset(limit.uuid for limit in storage.read_limits(path).devices)
@@ -138,8 +138,8 @@ def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:
 
 
 def judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
-    """The lease of one container; None where a start was killed before it had one. A start writes its lease first, so
-    files without a lease are those of a container that has lost it."""
+    """Return the lease of one container; None if a start was killed before it wrote one. A start writes its lease
+    first, so files without a lease mean that the lease was lost."""
     try:
         return _read(state_dir, container_id)
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def judged(state_dir: str, container_id: str) -> Union[Lease, Damaged, None]:
 
 
 def view(state_dir: str) -> View:
-    """Every lease, judged now. Without the lock it can be a moment old, which is good enough to show."""
+    """Return every lease with its state. Without the lock the result may be outdated, which is fine for display."""
     boot_id = procs.boot_id()
     live: list[Lease] = []
     dead: list[tuple[Lease, str]] = []
@@ -181,29 +181,29 @@ def _write(state_dir: str, lease: Lease) -> None:
 
 
 def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
-    """Takes a lease away its pages first: whoever is killed in between leaves a dead lease that
-    still names them. False when there is none. The caller holds the lock."""
+    """Remove a lease, its activity files first: a process that is killed in between leaves a dead lease that still
+    names them. Return False if there is none. The caller holds the lock."""
     for share in shares:
         try:
             activity_files.free(state_dir, share.device.uuid, share.page)
         except KernelError:
-            pass  # the next start on that device settles it; not even a lost directory may keep a lease
+            pass  # the next start on that device settles it; even a lost directory must not keep a lease
     return storage.discard(state_dir, container_id)
 
 
 def discard_dead(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
-    """Discards what is dead or was never finished; those leases, and these ids. The caller holds the lock."""
+    """Discard dead and partial leases; return these leases and ids. The caller holds the lock."""
     dead = [lease for lease, _ in seen.dead if drop(state_dir, lease.id, lease.shares)]
     return dead, [name for name in seen.partial if drop(state_dir, name, ())]
 
 
 def rewrite(state_dir: str, lease: Lease) -> None:
-    """Another lease.json for a container that has one. The caller holds the lock. Raises KernelError."""
+    """Replace the lease.json of a container. The caller holds the lock. Raise KernelError."""
     _write(state_dir, lease)
 
 
 def of_init(lease: Lease, pid: int) -> Lease:
-    """`lease` with how to tell whether anything outlives this init."""
+    """Return `lease` with the data that tells whether a process outlives this init."""
     if procs.is_first(pid):
         return lease._replace(first=True, cgroup_id=0)
     from . import leftover
@@ -213,8 +213,8 @@ def of_init(lease: Lease, pid: int) -> Lease:
 
 
 def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Lease:
-    """The reserved `lease` becomes the container's own. Raises KernelError when it was taken away meanwhile, or when
-    the container's init has died, since nobody would release it then."""
+    """Pass the reserved `lease` to the container. Raise KernelError if it was removed meanwhile, or if the container's
+    init has died, since nothing would release the lease then."""
     held = lease._replace(state="held", init_pid=init.pid, init_start=init.start, cgroup=cgroup)
     held = of_init(held, init.pid)
     with locked(state_dir):
@@ -229,7 +229,7 @@ def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Leas
 
 
 def find(state_dir: str, container_id: str) -> Optional[Lease]:
-    """The lease of one container, alive or not; None when there is none that can be read."""
+    """Return the lease of one container, alive or dead; None if there is no readable one."""
     try:
         return _read(state_dir, container_id)
     except (OSError, ValueError):
@@ -237,13 +237,13 @@ def find(state_dir: str, container_id: str) -> Optional[Lease]:
 
 
 def is_held_by(state_dir: str, container_id: str, init: procs.Process) -> bool:
-    """True when this very container has its lease already."""
+    """Return whether this container has its lease already."""
     lease = find(state_dir, container_id)
     return lease is not None and lease.state == "held" and (lease.init_pid, lease.init_start) == (init.pid, init.start)
 
 
 def undo(state_dir: str, container_id: str) -> None:
-    """Takes back what this very process reserved or held under this id, and nothing else."""
+    """Remove the lease that this process reserved or held under this id, and no other lease."""
     me = procs.myself()
     with locked(state_dir):
         lease = find(state_dir, container_id)

@@ -1,11 +1,11 @@
-"""What is granted on each device, and what there is to grant: sums over leases. Pure, on the start path.
+"""Sum leases: what is granted on each device, and what can be granted. Pure, on the start path.
 
-ledger_of(leases, policy, blocked)         -> Ledger
-capacity_bytes(device, config)             -> int     memory that may be granted in all
-turn_bytes(device, config)                 -> int     memory that is kept for turns (docs/oversubscription.md)
-rule_of(device, config)                    -> SharingRule | None     equal shares, for those that name no limit
-capacity_percent(device, config)           -> int     compute that hard limits may add up to
-counts(percent, soft)                      -> bool    whether a compute limit takes something from the others
+ledger_of(leases, policy, blocked)   -> Ledger
+capacity_bytes(device, config)       -> int      total memory that may be granted
+turn_bytes(device, config)           -> int      memory reserved for migration slices (docs/oversubscription.md)
+rule_of(device, config)              -> SharingRule | None     equal shares, for requests without a limit
+capacity_percent(device, config)     -> int      maximum sum of hard compute limits
+counts(percent, soft)                -> bool     whether a compute limit reserves device time
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .shm_abi import NO_PERCENT
 
 
 class Ledger(NamedTuple):
-    """What is granted, per device uuid."""
+    """The grants by device uuid."""
 
     used: dict[str, int]  # bytes granted to limited shares
-    exclusive: frozenset[str] = frozenset()  # taken as a whole
+    exclusive: frozenset[str] = frozenset()  # devices that are granted whole
     blocked: frozenset[str] = frozenset()  # unknown use: no new lease
-    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes or None = whole)
-    pages: dict[str, frozenset[int]] = {}  # numbers that are taken, see activity_files.py
+    holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}  # (container id, bytes; None: whole device)
+    pages: dict[str, frozenset[int]] = {}  # numbers of activity files in use
     compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
-    holding: dict[str, frozenset[str]] = {}  # backends of its shares' compute
-    host_bytes: int = 0  # promised to oversubscribed shares, of all devices
+    holding: dict[str, frozenset[str]] = {}  # backends that enforce compute there
+    host_bytes: int = 0  # promised to oversubscribed shares on all devices
 
 
 def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
-    """The ledger of live leases. An unlimited share takes the whole device unless policy shares it."""
+    """Return the ledger of live leases. A share without a limit takes the whole device unless policy shares it."""
     used: dict[str, int] = {}
     exclusive = set()
     holders: dict[str, tuple[tuple[str, Optional[int]], ...]] = {}
@@ -58,18 +58,18 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
 
 
 def counts(percent: Optional[int], soft: bool) -> bool:
-    """Whether a compute limit takes something from the others: a soft one is given what they leave."""
+    """Return whether a compute limit reserves device time. A soft limit gets only what other containers leave."""
     return percent is not None and percent < NO_PERCENT and not soft
 
 
 def capacity_bytes(device: Device, config: Config) -> int:
-    """What may be granted in all; 0 when the device's size is not known."""
+    """Return the total memory that may be granted; 0 if the device's size is not known."""
     size = int(device.memory_bytes * config.memory_overcommit) - turn_bytes(device, config)
     return max(0, size - size % device.granularity_bytes)
 
 
 def turn_bytes(device: Device, config: Config) -> int:
-    """In whole blocks, and of whole MiB; 0 where there are no turns."""
+    """Return whole blocks of whole MiB; 0 without migration slices."""
     if not (config.turn_ms and config.host_memory and device.memory_bytes):
         return 0
     from ..core.quantity import amount, bytes_of
@@ -79,7 +79,7 @@ def turn_bytes(device: Device, config: Config) -> int:
 
 
 def rule_of(device: Device, config: Config) -> Optional[SharingRule]:
-    """How `device` is divided into equal shares; None where it is not."""
+    """Return how `device` is divided into equal shares; None if it is not."""
     if not config.sharing:
         return None
     from ..request import sharing
@@ -88,6 +88,6 @@ def rule_of(device: Device, config: Config) -> Optional[SharingRule]:
 
 
 def capacity_percent(device: Device, config: Config) -> int:
-    """What hard compute limits may add up to: all of the device's time, times whichever of the two is more."""
+    """Return the maximum sum of hard limits: 100% times the larger of compute_overcommit and cores_scaling."""
     rule = rule_of(device, config)
     return int(100 * max(config.compute_overcommit, rule.cores_scaling if rule else 0))

@@ -1,8 +1,8 @@
-"""Whether anything of a container outlives its init (rare, but on the start path).
+"""Find out whether a process of a container outlives its init (rare, but on the start path).
 
-The kernel ends every process of a pid namespace before its first process becomes a zombie, so nothing does where init
-was that process (`procs.is_first`). In a pid namespace of the host or of a pod, processes can stay. They are found in
-constant time, without a walk over processes or mount tables, which tenants and the host's users can make long:
+The kernel ends every process of a pid namespace before its first process becomes a zombie, so no process outlives an
+init that is the first (`procs.is_first`). In the pid namespace of the host or a pod, processes can remain. They are
+found in constant time, without a walk over processes or mount tables, which tenants and users can make long:
 
     in the cgroup that `own_cgroup` recorded     no other cgroup ever gets the inode number of its directory
     by a lock on the usage file                  shim/core/region.c takes it; kept while any process has the
@@ -22,15 +22,15 @@ from ..core.model import Lease
 from ..system import cgroup, procs
 from . import storage
 
-UNKNOWN = -1  # Lease.cgroup_id of a version that recorded none
+UNKNOWN = -1  # Lease.cgroup_id of versions that recorded none
 _MAX_DEPTH = 8
-_MAX_CGROUPS = 256  # below a container's own: what has more counts as in use
+_MAX_CGROUPS = 256  # below a container's own; more than these count as in use
 _FLOCK = "hhqqi4x"  # struct flock: l_type, l_whence, l_start, l_len, l_pid
 
 
 def own_cgroup(init: int) -> tuple[str, int]:
-    """(directory, inode number) of a cgroup that holds this container alone; ("", 0) where it has none: then it shares
-    one with this process (rootless podman without cgroups)."""
+    """Return (directory, inode number) of the container's own cgroup; ("", 0) if it shares one with this process
+    (rootless podman without cgroups)."""
     try:
         theirs, own = cgroup.apart(init)
     except OSError:
@@ -41,7 +41,7 @@ def own_cgroup(init: int) -> tuple[str, int]:
             if not directory:
                 continue
             if is_self and _read(directory, "cgroup.procs").split() != [str(init).encode()]:
-                continue  # of whoever started this program
+                continue  # the cgroup of this program's parent
             return directory, os.stat(directory).st_ino
         except OSError:
             continue
@@ -49,7 +49,7 @@ def own_cgroup(init: int) -> tuple[str, int]:
 
 
 def lives(state_dir: str, lease: Lease) -> bool:
-    """Whether a process of this held lease lives, now that its init does not."""
+    """Return whether a process of this held lease lives, after the end of its init."""
     if is_locked(os.path.join(storage.container_dir(state_dir, lease.id), "rw", "usage")):
         return True
     if lease.cgroup_id == UNKNOWN:
@@ -58,7 +58,7 @@ def lives(state_dir: str, lease: Lease) -> bool:
 
 
 def process_of(lease: Lease) -> int:
-    """A process in the container's own cgroup; 0 when none is known."""
+    """Return a pid in the container's own cgroup; 0 if none is known."""
     try:
         if lease.cgroup_id > 0 and os.stat(lease.cgroup_dir).st_ino == lease.cgroup_id:
             return int((_read(lease.cgroup_dir, "cgroup.procs").split() or [b"0"])[0])
@@ -68,11 +68,11 @@ def process_of(lease: Lease) -> int:
 
 
 def is_locked(path: str) -> bool:
-    """Whether a process has the usage file mapped or locked. Never waits."""
+    """Return whether a process has the usage file mapped or locked. Never wait."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        return error.errno == errno.EAGAIN  # a file lease: its holder has the file open
+        return error.errno == errno.EAGAIN  # a file lease: a process has the file open
     try:
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         return bool(struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
@@ -83,7 +83,7 @@ def is_locked(path: str) -> bool:
 
 
 def _directory_of_before(lease: Lease) -> str:
-    """The cgroup of a lease of 0.1.0, which recorded its path only; "" where that may be a cgroup of others."""
+    """Return the cgroup of a lease of 0.1.0, which recorded only its path; "" if it may be shared."""
     path, mine = lease.cgroup.rstrip("/"), procs.cgroup_of(os.getpid())
     is_run = lease.dialect == constants.RUN_DIALECT and not os.path.basename(path).startswith("gpushare-")
     if not path or is_run or f"{mine}/".startswith(f"{path}/"):
@@ -98,7 +98,7 @@ def _read(directory: str, name: str) -> bytes:
 
 
 def _populated(directory: str, inode: int) -> bool:
-    """Whether a process is in this very cgroup (`inode` 0: whichever has the name now) or below it."""
+    """Return whether a process is in this cgroup or below it. `inode` 0: whichever cgroup has the name now."""
     try:
         if not directory or (inode and os.stat(directory).st_ino != inode):
             return False
@@ -113,7 +113,7 @@ def _populated(directory: str, inode: int) -> bool:
 
 
 def _populated_v1(top: str) -> Optional[bool]:
-    """None: more cgroups than are looked at."""
+    """Return the first process found; None if there are too many cgroups to search."""
     waiting, seen = [(top, 0)], 0
     while waiting:
         directory, depth = waiting.pop()

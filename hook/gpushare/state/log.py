@@ -1,7 +1,7 @@
-"""What is left of a refusal: one line on stderr, the same line in STATE_DIR/errors/<id>, and, for our own bugs, the
-traceback in errors/<id>~trace (start path).
+"""Report a refusal: one line on stderr, the same line in STATE_DIR/errors/<id>, and for internal errors the traceback
+in errors/<id>~trace (start path).
 
-Engines show differing parts of a hook's output (crun none of it), so the file is what `gpushare inspect` reads.
+Engines print different parts of a hook's output (crun none), so `gpushare inspect` reads the file.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 from ..core.errors import GpushareError, reported
 from ..core.quoting import printable, quoted
 
-_KEPT = 256  # files in errors/: a crash loop under ever new names must not fill the state directory
+_KEPT = 256  # files in errors/: a crash loop with new names must not fill the state directory
 _MAX_BYTES = 16 << 10
 _MAX_TEXT = 512  # characters of an unexpected exception's text
 TRACE = "~trace"  # no container id has a ~
 
 
 def line_of(error: BaseException) -> tuple[str, int]:
-    """(the one line, the exit code). An unexpected exception becomes its type, its text, which may repeat what an image
-    chose, and the place where it was raised."""
+    """Return (one line, exit code). An unexpected exception becomes its type, its text, quoted because an image may
+    have chosen it, and the place where it was raised."""
     error = reported(error)
     if isinstance(error, GpushareError):
         return f"gpushare: {error}", error.exit_code
@@ -33,7 +33,7 @@ def line_of(error: BaseException) -> tuple[str, int]:
 
 
 def to_stderr(line: str) -> None:
-    """A failing write is no reason to lose the exit code."""
+    """Write a line; ignore a failing write, so that the exit code is not lost."""
     try:
         os.write(2, line.encode("utf-8", "backslashreplace") + b"\n")
     except OSError:
@@ -41,12 +41,12 @@ def to_stderr(line: str) -> None:
 
 
 def record(state_dir: str, container_id: str, line: str, error: BaseException) -> None:
-    """Keeps the refusal for people. Never raises: the refusal itself is what counts."""
+    """Store the refusal for `gpushare inspect`. Never raise: the refusal itself counts."""
     folder = os.path.join(state_dir, "errors")
     try:
         _write(folder, container_id, line + "\n")
         if not isinstance(error, GpushareError):
-            import traceback  # only for a bug of ours: not a cost of a normal start
+            import traceback  # only for an internal error
 
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             _write(folder, container_id + TRACE, "".join(printable(part) + "\n" for part in text.splitlines()))
@@ -76,8 +76,8 @@ def _forget_oldest(folder: str) -> None:
 
 
 def to_runtime_log(path: str, log_format: str, line: str) -> None:
-    """One error in the file that the engine gave the runtime with --log: docker and containerd read only that. As runc
-    writes it (logrus): JSON, or text. Never raises."""
+    """Write an error to the file of the runtime's --log, the only place that docker and containerd read. The format is
+    runc's (logrus): JSON or text. Never raise."""
     if not path:
         return
     import time
@@ -98,7 +98,7 @@ def to_runtime_log(path: str, log_format: str, line: str) -> None:
 
 
 def read(state_dir: str, container_id: str) -> str:
-    """The last refusal of a container, without "gpushare: "; "" when there was none."""
+    """Return the last refusal of a container, without "gpushare: "; "" if there was none."""
     try:
         fd = os.open(os.path.join(state_dir, "errors", container_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -111,7 +111,7 @@ def read(state_dir: str, container_id: str) -> str:
 
 
 def forget(state_dir: str, container_id: str) -> None:
-    """Removes what `record` wrote."""
+    """Remove what `record` wrote."""
     for name in (container_id, container_id + TRACE):
         try:
             os.unlink(os.path.join(state_dir, "errors", name))
@@ -120,7 +120,7 @@ def forget(state_dir: str, container_id: str) -> None:
 
 
 def known(state_dir: str) -> list[str]:
-    """Ids of which a refusal is kept."""
+    """Return the ids with a stored refusal."""
     try:
         names = os.listdir(os.path.join(state_dir, "errors"))
     except OSError:

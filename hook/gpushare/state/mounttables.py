@@ -1,13 +1,13 @@
-"""The mount tables of other namespaces, for the rare cases in which nothing better is known (rare, but on the start
-path). Never called with a lock held.
+"""Read the mount tables of other namespaces, if nothing better is known (rare, but on the start path). Never called
+with a lock held.
 
-    read(last)              -> Found    a table for each root that is in use in a namespace, of owners up to `last`
-    user_of(device, point)  -> pid, what was left out
+    read(last)              -> Found    a table for each root in use in a namespace, of owners up to `last`
+    user_of(device, point)  -> (pid, what was left out)
 
-Any user of the host can make as many user namespaces, mounts and processes as its limits let it, and containers can,
-too. So the namespaces that belong to our own user namespace come first: only a process that may mount on this host can
-make those. A bounded number of all other tables is read, root's before users', until a deadline, and only the beginning
-of a large table (what the container's runtime mounted comes first). What is left out is returned in words.
+Any user and any container can create many user namespaces, mounts and processes. So the namespaces of our own user
+namespace come first, since only a process that may mount on this host can create those. Of all other tables a bounded
+number is read, root's before users', until a deadline, and only the beginning of a large table: the mounts of the
+container's runtime come first. The result lists what was left out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import NamedTuple
 from ..system import procs
 from . import storage
 
-OURS, ROOT, USER = range(3)  # mount namespaces of our user namespace, of one that our user (root) made, of any other
+OURS, ROOT, USER = range(3)  # mount namespaces of our user namespace, of one that root created, of any other
 _NS_GET_USERNS, _NS_GET_OWNER_UID = 0xB701, 0xB704  # ioctl_ns(2)
 _MAX_TABLE_BYTES = 1 << 20
-_MAX_VIEWS = 4  # roots in one namespace: of its oldest processes
+_MAX_VIEWS = 4  # roots in one namespace, of its oldest processes
 _MAX_OTHERS = 4096  # tables in namespaces that are not ours
-_DEADLINE_S = 3.0  # for these
+_DEADLINE_S = 3.0  # for those
 
 
 class Table(NamedTuple):
-    """What `process` sees mounted. `owner`: whose its mount namespace is."""
+    """The mounts that `process` sees. `owner`: of its mount namespace."""
 
     process: procs.Process
     owner: int
@@ -39,11 +39,11 @@ class Table(NamedTuple):
 
 class Found(NamedTuple):
     tables: tuple[Table, ...]
-    left_out: str  # what no table was read of, in a few words; "" when that is nothing
+    left_out: str  # what was not read, in a few words; "": nothing
 
 
 def read(last: int = USER) -> Found:
-    """The tables by owner, those of each owner by the age of a process that has them."""
+    """Return the tables by owner, then by the age of a process that has them."""
     views = sorted(_views(last), key=lambda view: view[1])
     tables: list[Table] = []
     short = done = others = 0
@@ -67,8 +67,8 @@ def read(last: int = USER) -> Found:
 
 
 def _views(last: int) -> list[tuple[procs.Process, int]]:
-    """The oldest process for each root in each mount namespace, and the namespace's owner."""
-    seen: dict[str, set[str]] = {}  # a namespace -> roots in it
+    """Yield the oldest process for each root in each mount namespace, and the namespace's owner."""
+    seen: dict[str, set[str]] = {}  # namespace -> roots in it
     owners: dict[str, int] = {}
     found: list[tuple[procs.Process, int]] = []
     us = os.stat("/proc/self/ns/user")
@@ -82,7 +82,7 @@ def _views(last: int) -> list[tuple[procs.Process, int]]:
                 continue
             if namespace not in owners:
                 owners[namespace] = _owner(f"{base}/ns/mnt", us)
-        except OSError:  # gone, or a zombie
+        except OSError:  # exited, or a zombie
             continue
         roots.add(root)
         if owners[namespace] <= last:
@@ -101,7 +101,7 @@ def _owner(path: str, us: os.stat_result) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         owner = fcntl.ioctl(fd, _NS_GET_USERNS)
-    except OSError:  # EPERM: not of ours, nor of one below
+    except OSError:  # EPERM: neither ours nor a descendant
         return USER
     finally:
         os.close(fd)
@@ -115,7 +115,7 @@ def _owner(path: str, us: os.stat_result) -> int:
 
 
 def _table(pid: int) -> tuple[bytes, bool]:
-    """(whole lines of a table, whether it is all of it)."""
+    """Return (complete lines of a table, whether these are all)."""
     data = b""
     try:
         fd = os.open(f"/proc/{pid}/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -127,7 +127,7 @@ def _table(pid: int) -> tuple[bytes, bool]:
             if not part:
                 return data, True
             data += part
-    except OSError:  # it has ended
+    except OSError:  # it has exited
         return b"", True
     finally:
         os.close(fd)
@@ -135,9 +135,9 @@ def _table(pid: int) -> tuple[bytes, bool]:
 
 
 def user_of(device: str, point: str) -> tuple[int, str]:
-    """(a process in another mount namespace that has the file system `device` ("major:minor") mounted at `point` of its
-    root or, before pivot_root, of what will be its root; 0 when none was found, what was left out). Other namespaces
-    have copies of the host's own mount, elsewhere."""
+    """Find a process in another mount namespace with the file system `device` ("major:minor") mounted at `point` of its
+    root or, before pivot_root, of its future root. Return (pid or 0, what was left out). Other namespaces have copies
+    of the host's own mount at other paths."""
     if not device:
         return 0, ""
     mine = os.readlink("/proc/self/ns/mnt")
@@ -155,7 +155,7 @@ def user_of(device: str, point: str) -> tuple[int, str]:
 
 
 def page_device(state_dir: str, container_id: str) -> str:
-    """The "major:minor" of a container's own tmpfs, as in mountinfo; "" when it has none."""
+    """Return the "major:minor" of a container's tmpfs, as in mountinfo; "" if it has none."""
     folder = storage.container_dir(state_dir, container_id)
     try:
         device, outside = os.lstat(os.path.join(folder, "rw")).st_dev, os.lstat(folder).st_dev

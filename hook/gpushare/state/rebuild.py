@@ -1,24 +1,23 @@
-"""Leases again, after the state directory was lost under containers that live on (rare, but on the start path).
+"""Restore leases after the state directory was lost under running containers (rare, but on the start path).
 
-    look(state_dir, node)           -> Looked    what there is: without the lease lock
-    run(state_dir, node, looked)    -> ids       writes their leases, under the lock
-    mark_shares(state_dir)          -> None      so that a search finds containers from before an upgrade
+    look(state_dir, node)           -> Looked    search, without the lease lock
+    run(state_dir, node, looked)    -> ids       write the leases, under the lock
+    mark_shares(state_dir)          -> None      mark shares of older versions, so that a search finds them
 
-An administrator unmounted or emptied it, or an upgrade of the host did. What was granted is still there: each live
-container has its share mounted at /usr/lib/gpushare, so the kernel's mount tables name the containers, and their
-limits files, which no container can write, hold what they were granted. No engine has to be asked.
+An administrator or an upgrade of the host unmounted or emptied the directory. Each live container still has its share
+mounted at /usr/lib/gpushare. So the kernel's mount tables name the containers, and their limits files, which no
+container can write, have the grants. No engine is involved.
 
-A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has looked. A container whose
-limits cannot be read gets a lease that cannot be read either: that blocks its devices until an administrator runs
+A new state directory has the file `rebuild` until the first start (or `gpushare refresh`) has searched. A container
+whose limits file is unreadable gets an unreadable lease, which blocks its devices until an administrator runs
 `gpushare prune --assume-free`.
 
-Any user can mount a tmpfs that looks like a state directory in a user namespace. Owners prove nothing: a namespace can
-map the host's uid 0, and hand its mount to a namespace that does not. So a mount counts in a mount namespace of our own
-user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user namespaces) it
-counts if the directory has `storage.SHARE_MARK`, an attribute that only root of this host can set. Other mounts are
-ignored. The search misses a container whose processes have all left the share behind: by pivot_root, or for a user
-namespace that another uid than ours made.
-"""
+Any user can mount a tmpfs that looks like a state directory in a user namespace. File owners prove nothing: a namespace
+can map the host's uid 0 and pass its mount to a namespace that does not. So a mount counts in a mount namespace of our
+own user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user
+namespaces) it counts if the directory has `storage.SHARE_MARK`, an attribute that only the host's root can set. Other
+mounts are ignored. The search misses a container whose processes have all left the share, by pivot_root or to a user
+namespace of another uid."""
 
 from __future__ import annotations
 
@@ -37,20 +36,20 @@ from . import activity_files, audit_log, leasefile, leases, mounttables, shm_abi
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
 
-CONTRADICTION = ""  # the device where two mounts name one container: nobody can tell which is the real one
+CONTRADICTION = ""  # `device` if two mounts name one container and either may be real
 
 
 class Found(NamedTuple):
-    """A live container that has a share mounted. `init` is its oldest process."""
+    """A live container with a mounted share. `init` is its oldest process."""
 
     id: str
     init: procs.Process
     device: str  # "major:minor" of the state directory's former file system
-    ours: bool = True  # whether its mount namespace belongs to our own user namespace
+    ours: bool = True  # its mount namespace belongs to our own user namespace
 
 
 class Looked(NamedTuple):
-    """What a look found. `marker`: the identity of the file `rebuild` that asked for it."""
+    """The result of a search. `marker`: the identity of the file `rebuild` that caused it."""
 
     marker: tuple[int, int]
     found: tuple[tuple[Found, Optional[Lease]], ...]
@@ -65,8 +64,8 @@ def _marker(state_dir: str) -> Optional[tuple[int, int]]:
 
 
 def look(state_dir: str, node: Node) -> Optional[Looked]:
-    """The containers that may need a lease, with what they hold; None unless the state directory is new. Never under
-    the lease lock: it reads others' mount tables, and takes over the pages of devices."""
+    """Search containers that may need a lease, with their grants; None unless the state directory is new. Never call it
+    with the lease lock: it reads other mount tables and takes over the activity files of devices."""
     marker = _marker(state_dir)
     if marker is None:
         return None
@@ -83,9 +82,9 @@ def look(state_dir: str, node: Node) -> Optional[Looked]:
 
 
 def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]:
-    """Writes the lease of every container that has a share and no lease; their ids. None: the directory was lost again,
-    so look again. The caller holds the lock: until the marker is gone, nothing else makes leases. Raises KernelError.
-    """
+    """Write a lease for every container with a share and no lease; return their ids. None: the directory was lost
+    again, so search again. The caller holds the lock: nothing else creates leases until the marker is gone. Raise
+    KernelError."""
     marker = _marker(state_dir)
     if marker is None:
         return ()
@@ -110,12 +109,12 @@ def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]
 
 
 def containers(state_dir: str) -> tuple[Found, ...]:
-    """Every container that has a share of `state_dir`, of now or of before, mounted where containers have it."""
+    """Return every container with a share of `state_dir`, present or lost, mounted at its usual place."""
     return _search(state_dir)[0]
 
 
 def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """`containers`, and a line about each kind of thing that was left out."""
+    """Return `containers`, and a line about each kind of thing that was left out."""
     oldest: dict[str, Found] = {}
     now = _now(state_dir)
     ignored: list[int] = []
@@ -141,7 +140,7 @@ def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
 
 
 def _now(state_dir: str) -> str:
-    """The device number of the state directory, which may have been emptied only; "" for a user's own files."""
+    """Return the device number of the state directory, which may only have been emptied; "" for rootless files."""
     try:
         here, above = os.stat(state_dir).st_dev, os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
     except OSError:
@@ -150,7 +149,7 @@ def _now(state_dir: str) -> str:
 
 
 def mark_shares(state_dir: str) -> None:
-    """Marks the shares that a gpushare without marks has made."""
+    """Mark shares that were created by a version without marks."""
     folder = os.path.join(state_dir, "containers")
     try:
         for container_id in os.listdir(folder):
@@ -171,8 +170,8 @@ def _is_marked(found: Found) -> bool:
 
 
 def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ...]:
-    """(container id, "major:minor") of each share of `state_dir` at /usr/lib/gpushare, also of one that is mounted
-    over: a tenant can do that in a namespace of his own. Pure. Source: proc(5), mountinfo."""
+    """Return (container id, "major:minor") of each share of `state_dir` at /usr/lib/gpushare, also if a tenant has
+    mounted over it in its own namespace. Pure. Source: proc(5), mountinfo."""
     found = []
     for line in mountinfo.decode("utf-8", "surrogateescape").splitlines():
         fields, _, tail = line.partition(" - ")
@@ -187,13 +186,13 @@ def shared_mounts(mountinfo: bytes, state_dir: str) -> tuple[tuple[str, str], ..
 
 
 def unescaped(word: str) -> str:
-    r"""A field of mountinfo: space, tab, newline and backslash are written as \ooo."""
+    r"""Unescape a field of mountinfo: space, tab, newline and backslash are written as \ooo."""
     head, *rest = word.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
 
 
 def _lease(found: Found, node: Node) -> Optional[Lease]:
-    """What `found` holds; None when nobody can tell."""
+    """Return the lease of `found`; None if its grants are unreadable."""
     devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
     try:
         limits = shm_abi.read_limits(_limits_of(found))
@@ -221,8 +220,8 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
-    """A copy of the container's own mount at `path`, detached. Raises OSError and KernelError. Before Linux 6.15 it
-    hides owners if that does (idmap.py), and then the host cannot write there either."""
+    """Return a detached copy of the container's mount at `path`. Raise OSError or KernelError. Before Linux 6.15 the
+    copy hides owners if the mount does (idmap.py), so the host cannot write there either."""
     with namespace:
         resolve = syscalls.RESOLVE_NO_MAGICLINKS | syscalls.RESOLVE_NO_SYMLINKS
         found = syscalls.openat2(syscalls.AT_FDCWD, path, os.O_PATH, resolve=resolve)
@@ -237,8 +236,8 @@ def _mounted(namespace: mountns.Namespace, path: str) -> int:
 
 
 def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
-    """The pages of a device where this container has them, so that it and those to come see each other. Where that
-    cannot be, they do not, and its page's number stays its own."""
+    """Take over the activity files of a device from where this container has them, so that it and later containers see
+    each other. If that fails they do not, and the number of its file stays reserved."""
     if rootless.is_rootless() or activity_files.is_ready(state_dir, uuid):
         return
     try:
@@ -254,7 +253,7 @@ def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
         finally:
             os.close(tree)
     except (OSError, KernelError):
-        pass  # the first start on this device makes new ones
+        pass  # the first start on this device creates new ones
 
 
 def _share(slot: int, limit: shm_abi.Limit, device: Device, mps_device: int = 0) -> Share:
@@ -276,8 +275,8 @@ def _share(slot: int, limit: shm_abi.Limit, device: Device, mps_device: int = 0)
 
 
 def _share_dir(found: Found) -> int:
-    """The directory of a share as the container sees it, if that is the mount that was found. Raises OSError. In a
-    namespace that is not ours the look-up takes only what the kernel has cached: a FUSE server could block it for ever.
+    """Open a share's directory as the container sees it, if it is the mount that was found. Raise OSError. In a foreign
+    namespace the look-up uses only what the kernel has cached, since a FUSE server could block it forever.
     """
     root = os.open(f"/proc/{found.init.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -297,7 +296,7 @@ def _share_dir(found: Found) -> int:
 
 
 def _limits_of(found: Found) -> bytes:
-    """The limits file of a share that is ours. Raises OSError."""
+    """Read the limits file of a share. Raise OSError."""
     share = _share_dir(found)
     try:
         fd = os.open("limits", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=share)
@@ -313,8 +312,8 @@ def _limits_of(found: Found) -> bytes:
 
 
 def open_limits(state_dir: str, container_id: str) -> int:
-    """The limits file of a container whose directory was lost, to be written: by a copy of the container's own mount of
-    it, without its `ro`. -1 when it has none. Raises KernelError."""
+    """Open the limits file of a container with a lost directory for writing, through a copy of the container's mount
+    without `ro`. -1 if it has none. Raise KernelError."""
     found = next((one for one in containers(state_dir) if one.id == container_id), None)
     if found is None or found.device == CONTRADICTION:
         return -1

@@ -1,9 +1,9 @@
-"""The struct twin of shim/include/gpushare_abi.h: what host and shim share, as bytes.
+"""The shared-memory ABI of host and shim, as bytes: the Python side of shim/include/gpushare_abi.h.
 
 One table per C struct: (field, struct code). Everything else (offsets, sizes, packers) follows from the tables, and
 tests/unit/test_shm_abi.py compares each offset and size with what a C compiler makes of the header.
 
-What a tenant writes is read by usage_reader.py, and by activity_files.py.
+usage_reader.py and activity_files.py read what tenants write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PAGES = 32  # contexts of one container on one device
 MAX_PEERS = 128  # containers on one device
 UNLIMITED = (1 << 64) - 1
 NO_PERCENT = 100
-MAX_SHARES = 160  # rows of shared memory in a usage file
+MAX_SHARES = 160  # rows of exported memory in a usage file
 
 DEVICE_COMPUTE_SOFT = 1 << 0
 DEVICE_OVERSUBSCRIBE = 1 << 1
@@ -35,7 +35,7 @@ DEVICE_PAUSED = 1 << 2
 DEVICE_MEMORY_DMEM = 1 << 8
 HOLDERS = {"dmem": DEVICE_MEMORY_DMEM}  # memory_backend of a share -> its flag
 
-# C struct -> its fields in order. Little-endian without padding: every hole is a `reserved` field of its own.
+# C struct -> its fields in order. Little-endian without padding: every gap is a `reserved` field
 LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
     "gs_device_limit": (
         ("uuid", "16s"),
@@ -82,7 +82,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("generation", "I"),
         ("pid", "I"),
         ("started_ns", "Q"),
-        ("bounds", "8x"),  # the host has no use for it
+        ("bounds", "8x"),  # the host does not use it
         ("reserved", "32x"),
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
@@ -174,12 +174,12 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def packer(name: str) -> struct.Struct:
-    """The whole C struct `name`; embedded arrays of structs are padding in it."""
+    """Return a packer of the whole C struct `name`; embedded arrays of structs are padding in it."""
     return struct.Struct("<" + "".join(code for _, code in LAYOUTS[name]))
 
 
 def offset(name: str, field: str) -> int:
-    """offsetof(struct `name`, `field`), in bytes."""
+    """Return offsetof(struct `name`, `field`) in bytes."""
     codes: list[str] = []
     for known, code in LAYOUTS[name]:
         if known == field:
@@ -195,11 +195,11 @@ USAGE_SIZE = packer("gs_usage").size
 
 
 class RegionError(GpushareError):
-    """A shared file is damaged, or was written by another version."""
+    """A shared file is damaged or of another version."""
 
 
 class Limit(NamedTuple):
-    """One device of a limits file. None = no limit."""
+    """One device of a limits file. None: no limit."""
 
     uuid: str
     memory_limit_bytes: int | None
@@ -213,17 +213,17 @@ class Limit(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """A whole limits file, as the host wrote it: the copy that is in force."""
+    """The copy in force of a limits file."""
 
     nonce: int
     generation: int
     devices: tuple[Limit, ...]
     mps_token: int = 0
-    mps_device: int = 0  # the slot whose compute MPS holds, plus one; 0: none
+    mps_device: int = 0  # the slot whose compute MPS enforces, plus one; 0: none
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """The raw 16 bytes of "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx" (or MIG-). Raises RegionError."""
+    """Return the raw 16 bytes of "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx" (or MIG-). Raise RegionError."""
     try:
         raw = bytes.fromhex(uuid.partition("-")[2].replace("-", ""))
     except ValueError:
@@ -234,13 +234,13 @@ def uuid_bytes(uuid: str) -> bytes:
 
 
 def host_part(slot: int) -> int:
-    """Where the part of a share is counted that lies on the host: GS_HOST_PART of the header."""
+    """Return the slot of a share's host part: GS_HOST_PART of the header."""
     return MAX_DEVICES - 1 - slot
 
 
 def changing(share: Share) -> tuple[int, int, int, int, int]:
-    """What of a share can change while its container lives: memory_limit_bytes, compute_percent, priority, weight and
-    flags, as struct gs_device_limit has them. (memory_virtual_bytes, too, which is not among them.)"""
+    """Return the fields of a share that can change while its container runs: memory_limit_bytes, compute_percent,
+    priority, weight and flags of struct gs_device_limit. (memory_virtual_bytes can change too and is not included.)"""
     flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.virtual_bytes else 0)
     return (
         UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes,
@@ -252,14 +252,14 @@ def changing(share: Share) -> tuple[int, int, int, int, int]:
 
 
 def granted(share: Share) -> int:
-    """What the others on the device are told of a share: a word of struct gs_peers."""
+    """Return what other containers on the device see of a share: a word of struct gs_peers."""
     _, percent, priority, weight, flags = changing(share)
     return percent | (flags & 0xFF) << 8 | priority << 16 | weight << 32
 
 
 def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
-    """(offset, 64-bit word) of all that can change, in the first copy (prefix "") or the second ("next_"). Every field
-    is in a word of its own or with another one that can change."""
+    """Yield (offset, 64-bit word) of all fields that can change, in the first copy (prefix "") or the second ("next_").
+    No word also has a field that cannot change."""
     found = []
     for index, share in enumerate(sorted(shares, key=lambda share: share.slot)):
         limit_bytes, percent, priority, weight, flags = changing(share)
@@ -275,7 +275,7 @@ def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
 
 
 def pack_device(share: Share, slice_us: int = 0, switch_us: int = 0, turn_mib: int = 0) -> bytes:
-    """One gs_device_limit. 0 microseconds: what is usual."""
+    """Return one gs_device_limit. 0 microseconds: the default."""
     device = share.device
     text = device.uuid.encode("ascii", "replace")
     limit_bytes, percent, priority, weight, flags = changing(share)
@@ -313,10 +313,10 @@ def pack_limits(
     turn_us: int = 0,
     turn_mib: Sequence[int] = (),
 ) -> bytes:
-    """A complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: a mps.Grant. `turn_mib`: of each
-    device, in that order.
+    """Return a complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: the fields of MPS. `turn_mib`: of
+    each device, in that order.
 
-    Raises RegionError when the shares are not the slots 0..n-1, or more than MAX_DEVICES.
+    Raise RegionError if the shares are not the slots 0..n-1, or more than MAX_DEVICES.
     """
     ordered = sorted(shares, key=lambda share: share.slot)
     if [share.slot for share in ordered] != list(range(len(ordered))) or len(ordered) > MAX_DEVICES:
@@ -334,13 +334,13 @@ def pack_limits(
 
 
 def pack_usage(nonce: int, n_devices: int) -> bytes:
-    """An empty usage file: USAGE_SIZE bytes."""
+    """Return an empty usage file: USAGE_SIZE bytes."""
     refused = (0,) * MAX_DEVICES
     return packer("gs_usage").pack(USAGE_MAGIC, ABI_VERSION, USAGE_SIZE, MAX_SLOTS, n_devices, nonce, 0, 0, *refused)
 
 
 def check(data: bytes, what: str, magic: int, size: int) -> None:
-    """Header checks that both files share. Raises RegionError."""
+    """Check the header that both files have. Raise RegionError."""
     if len(data) != size:
         raise RegionError(f"{what} is damaged: {len(data)} bytes, must be {size}")
     found, version, stated = struct.unpack_from("<QII", data)
@@ -351,7 +351,7 @@ def check(data: bytes, what: str, magic: int, size: int) -> None:
 
 
 def read_limits(data: bytes) -> Limits:
-    """A limits file as values. Raises RegionError when it is damaged."""
+    """Parse a limits file. Raise RegionError if it is damaged."""
     check(data, "limits file", LIMITS_MAGIC, LIMITS_SIZE)
     _, _, _, n_devices, _, nonce, generation, mps_token, _, mps_device, _ = packer("gs_limits").unpack(data)
     if n_devices > MAX_DEVICES:

@@ -1,14 +1,14 @@
 """The state directory: its tmpfs, each container's files, and their removal (start path).
 
-    prepare(state_dir)            the directory is a tmpfs of our own, private, with its folders
-    make_share_dir(state_dir, id) what the container will see at /usr/lib/gpushare
-    execute(op)                   WriteLimits, TenantTmpfs
-    discard(state_dir, id)        containers/<id> -> trash/: gone at once, under the lease lock, whatever is in it
-    empty_trash(state_dir)        unmounts and deletes what was discarded; idempotent, without the lock
-    read_usage(state_dir, id, n)  the tenant's page, believing nothing
+    prepare(state_dir)            make the directory a private tmpfs with its folders
+    make_share_dir(state_dir, id) the directory for /usr/lib/gpushare in the container
+    store(ops), execute(op)       WriteLimits, TenantTmpfs
+    discard(state_dir, id)        containers/<id> -> trash/: removed at once, under the lease lock
+    empty_trash(state_dir)        unmount and delete what was discarded; idempotent, without the lock
+    read_usage(state_dir, id, n)  the tenant's usage file, fully checked
 
-Removal has two steps because a mount must not be undone under the lock, and a name is free the moment its lease is.
-A process killed in either step leaves something that the next `empty_trash` (each start, poststop and prune) finishes.
+Removal has two steps: nothing may be unmounted under the lock, and an id is free as soon as its lease is gone. The next
+`empty_trash` (at each start, poststop and prune) completes a step that was killed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TENANT_INODES = 2  # the root directory and `usage`
 TENANT_BYTES = shm_abi.USAGE_SIZE
 _STATE_OPTIONS = {"size": "256m", "nr_inodes": "262144", "mode": "0755"}
 _FOLDERS = (("containers", 0o700), ("trash", 0o700), ("errors", 0o755))
-_PLAIN = "rootless"  # there when the directory is a user's own and no mount
-_MARKER = "lock"  # made last: its presence says that the directory is complete
-REBUILD = "rebuild"  # there from the making of the directory until leases of living containers were looked for
-FIRST = ".lock"  # of first starts, below the mount
-CHANGING = "changing"  # there while limits of a living container change: see limit_update.py
-_OURS = frozenset(  # beginnings of names in it, without the dot of temporary files
+_PLAIN = "rootless"  # marks a rootless directory, which is no mount
+_MARKER = "lock"  # created last, so it marks a complete directory
+REBUILD = "rebuild"  # present until the first start has searched for leases of living containers
+FIRST = ".lock"  # lock of first starts, below the mount
+CHANGING = "changing"  # present while limits of a container change: see limit_update.py
+_OURS = frozenset(  # prefixes of names in it, without the dot of temporary files
     (
         *(name for name, _ in _FOLDERS),
         _PLAIN,
@@ -57,22 +57,22 @@ _OURS = frozenset(  # beginnings of names in it, without the dot of temporary fi
 )
 LEASE = "lease.json"
 SHARE_MARK = "trusted.gpushare"
-HELD = "held"  # of earlier versions, beside a lease that is only reserved: whose it became (leasefile.held)
-_CGROUP = "cgroup"  # path of a cgroup that was made for this lease alone
+HELD = "held"  # of earlier versions, beside a reserved lease: its new owner (leasefile.held)
+_CGROUP = "cgroup"  # path of a cgroup that was created for this lease
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
 _SHARE_FILES = (constants.REAL_CUDA, constants.REAL_NVML)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def container_dir(state_dir: str, container_id: str) -> str:
-    """containers/<id>: 0700, since `rw` below it is writable by anybody who can reach it."""
+    """Return containers/<id>, which is 0700 because any user that reaches `rw` below it could write there."""
     if not container_id or "/" in container_id or container_id in (".", "..") or "\0" in container_id:
-        raise KernelError(f"container id {shown(container_id)} cannot name a directory")  # oci.py refused it before
+        raise KernelError(f"container id {shown(container_id)} cannot name a directory")  # oci.py has checked it
     return os.path.join(state_dir, "containers", container_id)
 
 
 def is_ready(state_dir: str) -> bool:
-    """True when our own mount is on `state_dir` (or it is a user's own) and complete; else it holds no lease."""
+    """Return whether `state_dir` is our complete mount or a rootless directory; otherwise it has no lease."""
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
         ours = own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)
@@ -82,11 +82,11 @@ def is_ready(state_dir: str) -> bool:
 
 
 def prepare(state_dir: str) -> None:
-    """Makes `state_dir` a private tmpfs of our own with its folders. Raises KernelError.
+    """Make `state_dir` a private tmpfs with its folders. Raise KernelError.
 
-    Also where the directory is on a tmpfs already: /run is shared between mount namespaces on a systemd host, so a
-    tenant's page mounted below it would be copied into every other namespace and outlive its container.
-    A lock orders first starts; one that comes between mount and marker finishes what is left, as the other does.
+    This also mounts over a directory on a tmpfs: systemd shares /run between mount namespaces, so a tenant's file
+    mounted below it would be copied into every other namespace and outlive its container. A lock orders first starts;
+    a start that finds the mount without the marker completes it.
     """
     if is_ready(state_dir):
         return
@@ -94,7 +94,7 @@ def prepare(state_dir: str) -> None:
         os.makedirs(state_dir, 0o700, exist_ok=True)
         filelock.require_own(state_dir)
         _refuse_foreign(state_dir)
-        fd = filelock.open_own(os.path.join(state_dir, FIRST))  # any user can lock a directory
+        fd = filelock.open_own(os.path.join(state_dir, FIRST))  # any user can lock a directory, so lock a file
         try:
             filelock.take(fd, os.path.join(state_dir, FIRST))
             if not is_ready(state_dir):
@@ -107,7 +107,7 @@ def prepare(state_dir: str) -> None:
 
 
 def foreign(state_dir: str) -> str:
-    """The name of something in it that is not ours, "" where there is none. Raises OSError."""
+    """Return the name of a file in it that is not gpushare's; "" if there is none. Raise OSError."""
     for name in sorted(os.listdir(state_dir)):
         if name.lstrip(".").partition(".")[0] not in _OURS and name != "lost+found":
             return name
@@ -115,7 +115,7 @@ def foreign(state_dir: str) -> str:
 
 
 def _refuse_foreign(state_dir: str) -> None:
-    """Raises KernelError for somebody else's directory: `--state /etc` would hide all that is there below a mount."""
+    """Raise KernelError for a directory with other files: with `--state /etc` the mount would hide all of them."""
     other = foreign(state_dir)
     if other:
         raise KernelError(
@@ -159,7 +159,7 @@ def _make_folders(state_dir: str) -> None:
         path = os.path.join(state_dir, name)
         try:
             os.mkdir(path)
-        except FileExistsError:  # of a start that was killed, or of one that does the same just now
+        except FileExistsError:  # of a killed start, or of a concurrent one
             pass
         os.chmod(path, mode)
     idmap.give(os.path.join(state_dir, "containers"))
@@ -168,14 +168,14 @@ def _make_folders(state_dir: str) -> None:
 
 
 def make_share_dir(state_dir: str, container_id: str, shares: Sequence[Share]) -> str:
-    """containers/<id>/share with its mount points; returns its path. Modes do not depend on the umask: any uid in the
-    container reads it. Raises KernelError."""
+    """Create containers/<id>/share with its mount points and return its path. Modes do not depend on the umask: any uid
+    in the container reads it. Raise KernelError."""
     share = os.path.join(container_dir(state_dir, container_id), "share")
     try:
         _make_points(share, [one.device.uuid for one in shares])
     except OSError as error:
         raise of_file(error, error.filename or share) from error
-    syscalls.try_setxattr(share, SHARE_MARK)  # only root of this host can: rebuild.py
+    syscalls.try_setxattr(share, SHARE_MARK)  # only the host's root can set it: rebuild.py
     return share
 
 
@@ -208,7 +208,7 @@ def execute(op: Union[WriteLimits, TenantTmpfs]) -> None:
 
 
 def _write_limits(op: WriteLimits) -> None:
-    """Complete before it has its name; 0444, since the shim's only use is to read."""
+    """Write the limits file. It is complete before it gets its name, and 0444 because the shim only reads it."""
     nonce = int.from_bytes(os.urandom(8), "little") | 1
     temporary = op.path + ".new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
@@ -223,14 +223,14 @@ def _write_limits(op: WriteLimits) -> None:
 
 
 def _mount_tenant(op: TenantTmpfs) -> None:
-    """The tenant's tmpfs with its usage file, attached only when the file is complete. All blocks are allocated now, so
-    nothing that happens on the host later can turn a tenant's store into a SIGBUS, and nothing can grow."""
+    """Mount the tenant's tmpfs after its usage file is complete. All blocks are allocated now, so a later shortage on
+    the host cannot turn a tenant's store into a SIGBUS, and nothing can grow."""
     limits = read_limits(os.path.join(os.path.dirname(op.path), "share", "limits"))
     content = shm_abi.pack_usage(limits.nonce, len(limits.devices))
     options = {"size": str(op.size_bytes), "nr_inodes": str(op.inodes), "mode": "1777"}
     flags = syscalls.ATTRIBUTES["nosuid"] | syscalls.ATTRIBUTES["nodev"] | syscalls.ATTRIBUTES["noexec"]
     os.mkdir(op.path, 0o755)
-    if rootless.is_rootless():  # a mount of ours would not be seen by the user's other programs
+    if rootless.is_rootless():  # the user's other programs would not see a mount
         os.chmod(op.path, 0o1777)
         _write_usage(op.path, -1, content)
         return
@@ -247,7 +247,7 @@ def _mount_tenant(op: TenantTmpfs) -> None:
 
 
 def _write_usage(directory: str, dir_fd: int, content: bytes) -> None:
-    """The usage file, every block of it written, so all are allocated."""
+    """Write the usage file with every block allocated."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(os.path.join(directory, "usage"), flags, 0o666, dir_fd=dir_fd if dir_fd >= 0 else None)
     try:
@@ -258,20 +258,20 @@ def _write_usage(directory: str, dir_fd: int, content: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """All of it, however little the kernel takes at once. Raises OSError."""
+    """Write all of `data`, in several calls if needed. Raise OSError."""
     done = 0
     while done < len(data):
         done += os.write(fd, data[done:])
 
 
 def write_lease(state_dir: str, container_id: str, data: bytes) -> None:
-    """By rename: a reader sees the old lease or the new one. Raises KernelError."""
+    """Write the lease by rename, so that a reader sees the old or the new one. Raise KernelError."""
     path = os.path.join(container_dir(state_dir, container_id), LEASE)
     temporary = path + ".new"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if os.write(fd, data) != len(data):  # a full tmpfs writes less: the start fails, the lease stays whole
+            if os.write(fd, data) != len(data):  # a full tmpfs writes less; the start fails, the old lease stays
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(fd)
@@ -281,7 +281,7 @@ def write_lease(state_dir: str, container_id: str, data: bytes) -> None:
 
 
 def discard(state_dir: str, container_id: str) -> bool:
-    """Takes containers/<id> away, mounts and all. False when there is none. The caller holds the lock."""
+    """Move containers/<id> with its mounts to the trash. Return False if there is none. The caller holds the lock."""
     try:
         name = f"{time.monotonic_ns():x}-{os.getpid()}"
         os.rename(container_dir(state_dir, container_id), os.path.join(state_dir, "trash", name))
@@ -291,7 +291,7 @@ def discard(state_dir: str, container_id: str) -> bool:
 
 
 def trash(state_dir: str) -> list[str]:
-    """What `empty_trash` would remove."""
+    """Return what `empty_trash` would remove."""
     try:
         return sorted(os.listdir(os.path.join(state_dir, "trash")))
     except FileNotFoundError:
@@ -299,8 +299,8 @@ def trash(state_dir: str) -> list[str]:
 
 
 def empty_trash(state_dir: str) -> list[str]:
-    """Unmounts and deletes all that was discarded; several processes may do so at once. Returns what could not be
-    removed, one line each, and raises nothing: leftovers are a matter for `prune`, not for the next start."""
+    """Unmount and delete everything in the trash; several processes may do so at once. Return a line for each entry
+    that could not be removed, and never raise: `prune` reports leftovers, the next start does not."""
     problems = []
     for name in trash(state_dir):
         path = os.path.join(state_dir, "trash", name)
@@ -314,7 +314,7 @@ def empty_trash(state_dir: str) -> list[str]:
 
 
 def keep_cgroup(state_dir: str, container_id: str, directory: str) -> None:
-    """`directory` goes when the lease does: nobody else knows of a cgroup that `gpushare run` made. Raises OSError."""
+    """Record a cgroup of `gpushare run`, which must be removed with the lease. Raise OSError."""
     path = os.path.join(container_dir(state_dir, container_id), _CGROUP)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -324,7 +324,7 @@ def keep_cgroup(state_dir: str, container_id: str, directory: str) -> None:
 
 
 def _remove_cgroup(path: str) -> None:
-    """The cgroup that `path` names; one that is in use, or gone with those above it, is let be."""
+    """Remove the cgroup that `path` names; ignore one that is in use or gone."""
     try:
         with open(path, "rb") as file:
             os.rmdir(file.read())
@@ -336,20 +336,20 @@ def _remove_cgroup(path: str) -> None:
 
 
 def _unmount(path: str) -> None:
-    """Detaches every mount on `path`; a container that still runs keeps its own copy."""
+    """Detach every mount on `path`; a container that still runs keeps its copy."""
     while True:
         try:
             syscalls.umount(path, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
         except syscalls.SyscallError as error:
-            if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # not a mount point, or nothing there
+            if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):  # no mount point, or nothing there
                 return
-            if error.errno == errno.EPERM and not os.path.ismount(path):  # a user's own directory has no mounts
+            if error.errno == errno.EPERM and not os.path.ismount(path):  # a rootless directory has no mounts
                 return
             raise
 
 
 def _delete(path: str) -> None:
-    """Deletes a tree (or a stray file) of ours, never leaving its file system; somebody else may be deleting it too."""
+    """Delete a tree (or a stray file) within its file system. Another process may delete it at the same time."""
     device = os.lstat(path).st_dev if os.path.lexists(path) else 0
     for folder, folders, files in os.walk(path, topdown=False):
         for name in (*files, *folders):
@@ -368,22 +368,22 @@ def _delete(path: str) -> None:
 
 
 def read_limits(path: str) -> shm_abi.Limits:
-    """The limits file that we wrote. Raises RegionError."""
+    """Read a limits file of the host. Raise RegionError."""
     return shm_abi.read_limits(_pread(path, shm_abi.LIMITS_SIZE, "limits file"))
 
 
 def read_usage(state_dir: str, container_id: str, n_devices: int) -> Usage:
-    """What a container says that it uses. Raises RegionError."""
-    from . import usage_reader  # no start reads it
+    """Read the usage that a container reports. Raise RegionError."""
+    from . import usage_reader  # not on the start path
 
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
     return usage_reader.read_usage(_pread(path, shm_abi.USAGE_SIZE, "usage file"), n_devices)
 
 
 def _pread(path: str, size_bytes: int, what: str) -> bytes:
-    """A bounded copy of a file that somebody else may be truncating, locking or replacing right now.
+    """Return a bounded copy of a file that a tenant may truncate, lock or replace at any time.
 
-    O_NONBLOCK: a FIFO or a write lease must not hold us up; never mapped: a truncation would be a SIGBUS.
+    O_NONBLOCK, because a FIFO or a write lease must not block. Never mapped: a truncation would cause a SIGBUS.
     """
     try:
         fd = os.open(path, _TENANT_OPEN)

@@ -1,7 +1,7 @@
-"""What a container says that it uses: the usage file of shim/include/gpushare_abi.h, read.
+"""Parse the usage that a container reports: the usage file of shim/include/gpushare_abi.h.
 
-The file belongs to the tenant: nothing in it is believed. `read_usage` either returns bounded numbers or raises
-RegionError; it never raises anything else, whatever the bytes are. Not on the start path.
+The tenant owns the file and can write anything. For any bytes, `read_usage` returns bounded numbers or raises
+RegionError, and nothing else. Not on the start path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .shm_abi import (
 )
 
 RECENT_NS = 125_000_000  # GS_RECENT_NS: length of a window
-RECENT = 10  # windows that a bucket remembers
+RECENT = 10  # windows that a bucket stores
 _LAST_SECOND = 8  # windows
 SHARE_IMPORT = 1 << 30
 SHARE_ORPHAN = 1 << 31
@@ -33,30 +33,30 @@ SHARES_LOST = 2
 TID_MASK = 0x3FFFFFFF
 OWNER_DIED = 0x40000000
 
-# enum gs_warning: bit -> what it means, for a person
+# enum gs_warning: bit -> text
 WARNINGS = (
     (1 << 0, "cuGetProcAddress returned a pointer that the shim does not know"),
     (1 << 1, f"more than {MAX_SLOTS} processes: no slot left"),
     (1 << 2, "the driver shows a device that was not granted"),
 )
 
-# Worked out once: `gpushare export` reads the pages of all containers at each scrape
+# Computed once: `gpushare export` reads the usage files of all containers at each scrape
 _USAGE, _SLOT, _BUCKET = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket")
 _SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
 
 
 class Slot(NamedTuple):
-    """One live process of a container: `pid` is what the process calls itself (not believed)."""
+    """One live process of a container. `pid` is what the process reports, and not trusted."""
 
     number: int
     pid: int
     started_ns: int  # CLOCK_MONOTONIC
     bytes: tuple[int, ...]  # per device of the container
-    host: tuple[int, ...] = ()  # the same, on the host: of shares that are oversubscribed
+    host: tuple[int, ...] = ()  # the same in host memory, of oversubscribed shares
 
 
 class Bucket(NamedTuple):
-    """Compute of a container on one device: nanoseconds, as the container says."""
+    """Compute of a container on one device in nanoseconds, as the container reports it."""
 
     waited_ns: int  # throttled, summed over its threads
     busy_ns: int  # device time charged
@@ -64,7 +64,7 @@ class Bucket(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a container says that it uses: information for people, never a ground for a grant."""
+    """The usage that a container reports: for display only, never the basis of a grant."""
 
     nonce: int
     n_devices: int
@@ -72,30 +72,30 @@ class Usage(NamedTuple):
     refused: tuple[int, ...]  # refused allocations, per device
     warnings: tuple[str, ...]
     buckets: tuple[Bucket, ...]  # per device
-    orphans: tuple[int, ...] = ()  # per device: bytes that somebody has open and whoever allocated them does not hold
+    orphans: tuple[int, ...] = ()  # per device: exported bytes that are open after their owner freed them or exited
 
     def used_bytes(self, device: int) -> int:
-        """All that the live processes hold on one device slot, as the shim counts it."""
+        """Return the bytes of all live processes on one device slot."""
         orphans = self.orphans[device] if device < len(self.orphans) else 0
         return orphans + sum(slot.bytes[device] for slot in self.slots if device < len(slot.bytes))
 
     def host_bytes(self, device: int) -> int:
-        """The same of the part of an oversubscribed share that lies on the host."""
+        """Return the same for the host part of an oversubscribed share."""
         return sum(slot.host[device] for slot in self.slots if device < len(slot.host))
 
 
 def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
-    """What a tenant wrote, bounded. `n_devices` is what the host granted: no more are looked at.
+    """Parse a usage file. `n_devices` is the number of granted devices; no more are read.
 
-    `slots_high` is not used: a tenant could hide slots behind it. Raises RegionError when the header is not ours.
+    `slots_high` is ignored: a tenant could hide slots behind it. Raise RegionError for an invalid header.
     """
     check(data, "usage file", USAGE_MAGIC, USAGE_SIZE)
     fields = _USAGE.unpack(data)
     _, _, _, _, stated_devices, nonce, _, warnings = fields[:8]
     count = min(n_devices, stated_devices, MAX_DEVICES)
     slots = []
-    generations: dict[int, int] = {}  # of those that live
-    # The first field of each slot. Nearly all are 0, so a loop over them would be half of the time of a scrape.
+    generations: dict[int, int] = {}  # of live slots
+    # The first field of each slot. Nearly all are 0; a loop over them would take half of a scrape
     words = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")
     owners = words[:: SLOT_SIZE // 4].tolist()
     for index in itertools.compress(range(MAX_SLOTS), owners):
@@ -112,8 +112,8 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
 
 
 def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:
-    """Memory that was exported by a process that has freed it or died, as far as one that lives has it open: what
-    gs_share_orphans of share.c counts."""
+    """Return the exported memory whose owner freed it or exited while a live process has it open, as gs_share_orphans
+    of exports.c counts it."""
     row = packer("gs_share")
     (used,) = struct.unpack_from("<Q", data, offset("gs_usage", "shares_used"))
     start = offset("gs_usage", "share")
@@ -137,9 +137,9 @@ def _bucket(data: bytes, index: int) -> Bucket:
 
 
 def recent_percent(bucket: Bucket, now_ns: int) -> float:
-    """The share of the device's time over the last second, 0 to 100 whatever the container wrote. `now_ns` is
-    CLOCK_MONOTONIC. Cell w % 10 is of window w = time / RECENT_NS when its upper 24 bits are those of w; the last eight
-    complete windows count."""
+    """Return the percentage of the device's time over the last second, always 0 to 100. `now_ns` is CLOCK_MONOTONIC.
+    Cell w % 10 belongs to window w = time / RECENT_NS if its upper 24 bits are those of w. The last eight complete
+    windows count."""
     last = now_ns // RECENT_NS
     charged_ns = 0
     for window in range(max(0, last - _LAST_SECOND), last):

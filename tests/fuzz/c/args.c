@@ -1,4 +1,4 @@
-/* hook/launcher/args.c: words, each ended by a NUL. */
+/* hook/launcher/args.c: arguments, each ended by a NUL. */
 #include "fuzz.h"
 #include "launcher.h"
 
@@ -17,7 +17,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (size_t at = 0; at < size && n < MOST;) {
         const uint8_t *end = memchr(data + at, 0, size - at);
         size_t length = end ? (size_t)(end - data) - at : size - at;
-        words[n++] = copy_of(data + at, length, 1); /* each in a place of its own */
+        words[n++] = copy_of(data + at, length, 1); /* separate allocations */
         at += length + 1;
     }
     words[n] = NULL;

@@ -1,4 +1,4 @@
-/* The shim's files as memory: open() of a path that was made here gives a descriptor of it. */
+/* The shim's files in memory: open() of a path that file_make() made returns a memory file. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdarg.h>
@@ -58,7 +58,7 @@ int __wrap_open(const char *path, int flags, ...) {
     return __real_open(path, flags, mode);
 }
 
-/* What waits for others need not, here. */
+/* Waits for other processes return at once. */
 int __wrap_nanosleep(const void *time, void *left);
 int __wrap_nanosleep(const void *time, void *left) {
     (void)time;

@@ -1,4 +1,4 @@
-/* shim/code/image.c, and what it calls: a program image in a file. */
+/* shim/code/image.c and the code that it calls: a program image in a file. */
 #include "code/image.h"
 #include "fuzz.h"
 

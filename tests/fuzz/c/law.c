@@ -1,6 +1,6 @@
-/* shim/accounting/activity_files.c and throttle*.c: a context that launches, while everything that
- * the tenants of its device can write, its own container's files too, is changed under it. Whatever
- * they say, it is told to go or for how long to wait, and it goes in the end. */
+/* shim/accounting/activity_files.c and throttle*.c: a context launches while the target corrupts
+ * every file that tenants of its device can write, including its own container's. The rate limiter
+ * must always admit a launch or return a wait, and admit every launch in the end. */
 #include "../../../shim/accounting/activity_files.c"
 
 #include "fuzz.h"
@@ -12,7 +12,7 @@
 #define EVENTS 1024u
 #define UUID "GPU-f"
 #define BASE "/usr/lib/gpushare/"
-#define LONGEST (30000 * MS) /* until a launch goes whose container is in debt */
+#define LONGEST (30000 * MS) /* wait of a launch whose container is in debt */
 
 static const char *const PATHS[] = {BASE "limits",
                                     BASE "rw/usage",
@@ -34,7 +34,7 @@ static struct {
 static struct gs_compute compute;
 static struct gs_predictor function[FUNCTIONS];
 static struct gs_throttle_stream stream[STREAMS];
-static bool away[STREAMS]; /* a launch is on its way from a thread into the driver */
+static bool in_flight[STREAMS]; /* a launch between its thread and the driver */
 static uint64_t clock_ns, event_ns[EVENTS];
 static uint32_t events;
 
@@ -92,7 +92,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
                                                               .size = sizeof(struct gs_usage),
                                                               .n_slots = GS_MAX_SLOTS,
                                                               .slots_high = 2};
-    for (unsigned i = 0; i < 2; i++) /* ours and a neighbour */
+    for (unsigned i = 0; i < 2; i++) /* its own and a peer */
         ((struct gs_usage *)file[USAGE].bytes)->slot[i] =
             (struct gs_slot){.owner = 9, .live = 9, .generation = 1};
     *(struct gs_peers *)file[INDEX].bytes = (struct gs_peers){.magic = GS_PEERS_MAGIC,
@@ -126,11 +126,11 @@ static uint64_t some_time(struct input *in) {
                         : take(in, 8);
 }
 
-/* Where the law and its company look most: the first page's runs, the bucket. */
-static void lie(struct input *in) {
+/* Overwrite a word, mostly a busy one: the runs of the first activity file, or the bucket. */
+static void corrupt(struct input *in) {
     unsigned which = (unsigned)take(in, 1);
     size_t of = USAGE + which % (FILES - USAGE), words = file[of].size / 8, at = take(in, 2);
-    if (of == INDEX) /* the host's own */
+    if (of == INDEX) /* only the host writes it */
         return;
     if (which & 128)
         at = of == USAGE ? offsetof(struct gs_usage, bucket) / 8 + at % 16
@@ -139,9 +139,8 @@ static void lie(struct input *in) {
     file_write(PATHS[of], 8 * (at % words), &word, sizeof word);
 }
 
-/* What a peer that means it could say: its runs up to now, one after the other, and perhaps more to
- * come. */
-static void speak(struct input *in, unsigned peer) {
+/* Publish plausible activity of a peer: consecutive runs up to now, and perhaps announced work. */
+static void publish(struct input *in, unsigned peer) {
     uint64_t what = take(in, 1), at = clock_ns - take(in, 1) * 10 * US;
     struct gs_activity a = {.n = (uint32_t)(what & 7), .weight = 1, .priority = what >> 7};
     a.last = a.n ? a.n - 1 : 0;
@@ -178,32 +177,32 @@ static void restart(struct input *in) {
                                                    .priority = limit & 1,
                                                    .mode = limit % 3};
     compute.law.rate_ppm = compute.law.limit.ppm;
-    uint64_t granted = limit % 100 + 1 + (limit & 1 << 8); /* to each of them; hard, or soft */
+    uint64_t granted = limit % 100 + 1 + (limit & 1 << 8); /* to each peer; hard or soft */
     for (unsigned i = 0; i < GS_MAX_PEERS; i++)
         atomic_store(&((struct gs_peers *)file[INDEX].bytes)->granted[i], granted);
     compute.env = env;
     gs_throttle_inherit(&compute.law, &left, clock_ns);
     memset(stream, 0, sizeof stream);
-    memset(away, 0, sizeof away);
+    memset(in_flight, 0, sizeof in_flight);
     for (unsigned i = 0; i < STREAMS; i++)
         stream[i].id = i;
     for (unsigned i = 0; i < FUNCTIONS; i++)
         gs_predictor_init(&function[i]);
 }
 
-static void arrive(unsigned s) {
-    away[s] = false;
+static void finish_launch(unsigned s) {
+    in_flight[s] = false;
     gs_throttle_went(&stream[s]);
 }
 
-/* Once: 0, or when to ask again. */
+/* One attempt: 0, or the time of the next. */
 static uint64_t launch(unsigned s, unsigned f) {
     uint64_t until;
-    if (away[s])
-        arrive(s);
+    if (in_flight[s])
+        finish_launch(s);
     until = gs_throttle_slow(&compute.law, &stream[s], &function[f]);
     require(until == 0 || (until > clock_ns && until <= clock_ns + DEBT));
-    if (until == 0 && !(away[s] = clock_ns & 64))
+    if (until == 0 && !(in_flight[s] = clock_ns & 64))
         gs_throttle_went(&stream[s]);
     if (until == 0 && stream[s].mark)
         gs_throttle_launched(&compute.law);
@@ -215,10 +214,10 @@ static void step(struct input *in) {
     switch (what & 7) {
     case 0:
     case 1:
-        lie(in);
+        corrupt(in);
         break;
     case 2:
-        speak(in, (what >> 3) % PEERS);
+        publish(in, (what >> 3) % PEERS);
         break;
     case 3:
         clock_ns += take(in, 2) * (what & 128 ? 100 * US : US);

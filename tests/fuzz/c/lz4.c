@@ -1,4 +1,4 @@
-/* shim/code/lz4.c: the first two bytes are the room for what comes out. */
+/* shim/code/lz4.c: the first two bytes are the size of the output buffer. */
 #include "code/image.h"
 #include "fuzz.h"
 

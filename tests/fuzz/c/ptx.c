@@ -1,4 +1,4 @@
-/* shim/code/ptx.c: text without a NUL behind it, as a fat binary holds it. */
+/* shim/code/ptx.c: text without a final NUL, as in a fat binary. */
 #include "code/image.h"
 #include "fuzz.h"
 

@@ -1,4 +1,4 @@
-/* The launcher's readers as a library, for the targets that compare them with Python's. */
+/* The launcher's parsers as a library, for the targets that compare them with Python's. */
 #include "launcher.h"
 
 void read_line(const char *const *words, struct call *call);

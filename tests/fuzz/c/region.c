@@ -1,5 +1,5 @@
-/* shim/core/region.c, quota.c and exports.c: both files with anything in them, changed further while
- * they are in use. As long as nobody lied in the usage file, all figures are right. */
+/* shim/core/region.c, quota.c and exports.c: both files with any content, corrupted while they are
+ * in use. Until the target corrupts the usage file, all figures must be right. */
 #include "../../../shim/core/region.c"
 
 #include "fuzz.h"
@@ -46,7 +46,7 @@ static void count(uint32_t pid, uint64_t bytes, void *arg) {
 }
 
 struct truth {
-    bool known; /* nobody lied */
+    bool known; /* the usage file is intact */
     uint64_t held[2];
 };
 
@@ -58,7 +58,7 @@ static void allocate(struct truth *truth, int dev, uint64_t bytes, bool patient)
         truth->held[dev] += bytes;
 }
 
-/* One call. Rows are those that were handed out. */
+/* Make one call. `row` is the shared-memory row that the shim returned last. */
 static void step(struct truth *truth, struct input *in, int *row) {
     unsigned what = (unsigned)take(in, 1), listed = 0;
     int dev = (int)(what >> 5) % 2, any = (int)take(in, 1) % 18 - 1;
@@ -110,8 +110,8 @@ static void step(struct truth *truth, struct input *in, int *row) {
         require(gs_used(dev) == truth->held[dev]);
 }
 
-/* As in a process that has just been started. */
-static void forget(void) {
+/* Return to the state of a new process. */
+static void unmap_view(void) {
     const struct gs_view *view = atomic_exchange(&the_view, NULL);
     if (!view)
         return;
@@ -144,7 +144,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         for (unsigned i = 0; i < STEPS && in.at < in.end; i++)
             step(&truth, &in, &row);
         atomic_store(&gs_self()->slot, NULL);
-        forget();
+        unmap_view();
     }
     return 0;
 }

@@ -1,1 +1,1 @@
-"""Ways to start a container: each engine behind the interface of base.py, and one small image for all of them."""
+"""Engines for tests: each behind the interface of base.py, and one small image for all of them."""

@@ -1,4 +1,4 @@
-"""No engine: runc or crun called by hand, with our hook in config.json or with our runtime in front."""
+"""No engine: run runc or crun directly, with gpushare's hook in config.json or its runtime in front."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Bare:
     """`low_level`: runc or crun."""
 
     annotates = True
-    restarts = False  # a bundle has no life beyond one container
+    restarts = False  # a bundle cannot be started twice
 
     def __init__(self, node: Node, directory: Path, image_root: Path, low_level: str, way: str) -> None:
         self.node = node
         self.way = way
         self.name = low_level
-        # crun keeps a hook's words to itself; with the runtime in front it is told where they go.
+        # crun discards a hook's output; with gpushare-runtime in front, the output is redirected.
         self.shows_reason = (low_level, way) != ("crun", "hook")
         self._directory = directory
         self._image_root = image_root

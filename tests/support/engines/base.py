@@ -1,10 +1,10 @@
-"""What a test can ask of an engine, whichever it is.
+"""The common interface of the engines.
 
     with_engine.run(Want(env={"GPUSHARE_MEMORY": "2Gi"}))      -> Result of the image's program, or of the refusal
     with with_engine.start(Want(args=SLEEP, ...)) as one:      -> Running; Refused when it does not start
         one.exec(PROBE)
 
-An engine belongs to one simulated host (`node`), on which nothing else starts containers.
+An engine belongs to one simulated host (`node`); nothing else starts containers there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLEEP = ("sleep", "inf")
 
 
 class Want(NamedTuple):
-    """A container, as somebody would ask an engine for it."""
+    """A container to request from an engine."""
 
     args: tuple[str, ...] = (PROBE,)
     env: Mapping[str, str] = {}
@@ -33,14 +33,14 @@ class Want(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the engine's user sees of a program, or of a container that did not start."""
+    """The output of a program, or of a container that did not start, as the engine's user sees it."""
 
     code: int
     out: str
     err: str
 
     def answer(self) -> dict[str, Any]:
-        """What the probe said; AssertionError with all there is to see when it said nothing."""
+        """The probe's JSON; raises AssertionError with all output if it printed none."""
         try:
             answer: dict[str, Any] = json.loads(self.out)
         except ValueError:
@@ -66,15 +66,15 @@ class Running(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its first process, as the host numbers it."""
+        """The pid of its first process on the host."""
 
     def exec(self, *args: str, user: str = "") -> Result: ...
 
     def stop(self) -> None:
-        """End the program, and wait for that; the container itself stays."""
+        """End the program and wait for its end; the container stays."""
 
     def restart(self) -> None:
-        """Start the stopped container again. Refused as in start()."""
+        """Start the stopped container again. Raises Refused like start()."""
 
     def remove(self) -> None:
         """Delete the container, running or not; a second call does nothing."""
@@ -89,16 +89,16 @@ class Engine(Protocol):
 
     node: Node
     name: str
-    way: str  # "hook" or "runtime": which of our programs it calls
+    way: str  # "hook" or "runtime": the program of gpushare that it calls
     annotates: bool  # Want.annotations reach config.json
-    shows_reason: bool  # the user sees why we refused; else only `gpushare inspect` tells
+    shows_reason: bool  # the user sees the reason of a refusal; otherwise only `gpushare inspect` shows it
     restarts: bool  # Running.restart is possible
 
     def run(self, want: Want, timeout_s: float = 60) -> Result:
-        """Until the program ends; the container is gone afterwards."""
+        """Run until the program ends; the container is deleted afterwards."""
 
     def start(self, want: Want) -> Running:
         """Raises Refused."""
 
     def close(self) -> None:
-        """Nothing of the engine is left: process, mount, file."""
+        """Remove every process, mount and file of the engine."""

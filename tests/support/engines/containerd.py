@@ -1,7 +1,7 @@
-"""containerd, asked over the CRI socket as kubelet asks it: each container in a pod of its own, or several in one.
+"""containerd, controlled over the CRI socket like kubelet: each container in its own pod, or several in one.
 
 The handler is what `gpushare runtime configure containerd` writes. Way "runtime": its BinaryName is gpushare-runtime;
-way "hook": stock runc, and our hook in base_runtime_spec.
+way "hook": stock runc, and gpushare-hook in base_runtime_spec.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NO_ANNOTATIONS = "gpushare-no-annotations"
 
 
 class Containerd:
-    """`node` is told where things are by default: BinaryName takes no arguments."""
+    """`node` moves to the default paths, because BinaryName takes no arguments."""
 
     annotates = True
     shows_reason = True
-    restarts = True  # as kubelet does: the next attempt, a new container in the same pod
+    restarts = True  # as kubelet does: the next attempt is a new container in the same pod
 
     def __init__(self, node: Node, directory: Path, image_root: Path, way: str) -> None:
         self.node = node
@@ -62,14 +62,14 @@ class Containerd:
             raise
 
     def _second_handler(self) -> str:
-        """What was configured, once more, with none of our annotations let through."""
+        """The configured handler again, without annotations of gpushare."""
         runtimes = tomlkit.parse(self.config.read_text()).unwrap()["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]
         handler = {k: v for k, v in runtimes["runtimes"][HANDLER].items() if not k.endswith("_annotations")}
         value = {"plugins": {"io.containerd.grpc.v1.cri": {"containerd": {"runtimes": {NO_ANNOTATIONS: handler}}}}}
         return "\n" + tomlkit.dumps(value)
 
     def base_spec(self) -> dict[str, Any]:
-        """containerd's own default, or what was configured instead: that with our hook."""
+        """containerd's default spec, or the configured one with gpushare's hook."""
         configured = Path("/etc/gpushare/containerd-base-spec.json")
         text = configured.read_text() if self.way == "hook" else run("ctr", "oci", "spec")
         spec: dict[str, Any] = json.loads(text)
@@ -83,7 +83,7 @@ class Containerd:
             file = self.directory / "ctr.json"
             file.write_text(json.dumps(spec))
             binary = ("--runc-binary", str(self.programs.runtime)) if self.way == "runtime" else ()
-            for _ in range(3):  # ctr loses what was said by some that end at once (containerd's issue 5741)
+            for _ in range(3):  # ctr loses output of programs that end at once (containerd issue 5741)
                 done = self.daemon.try_ctr("run", "--rm", *binary, "--config", str(file), name)
                 if done.returncode or done.stdout:
                     break
@@ -93,7 +93,7 @@ class Containerd:
         return Pod(self.daemon, self.directory / "pods", dict(annotations), handler)
 
     def start(self, want: Want) -> PodContainer:
-        """Annotations as somebody who writes a pod would: for the one container."""
+        """Scope the annotations to the one container, as a pod's author would."""
         pod = self.pod({re.sub("^gpushare.io/", f"{NAME}.gpushare.io/", k): v for k, v in want.annotations.items()})
         try:
             one = pod.container(want)
@@ -123,8 +123,8 @@ class Containerd:
 
 
 class Programs:
-    """Our launchers (those of the bundle with --programs), installed where they start Python programs that first write
-    down that they were started."""
+    """The launchers (of the bundle with --programs), installed so that they start Python programs that first log the
+    start."""
 
     def __init__(self, directory: Path) -> None:
         self._log, libexec = directory / "started", host.BIN.parent / "libexec"

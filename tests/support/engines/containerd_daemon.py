@@ -1,4 +1,4 @@
-"""One containerd of the tests' own: its directories, its image, its configuration; started, killed and gone by pid."""
+"""One containerd for the tests: its directories, image and configuration; started, killed and removed by pid."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .cri import Cri, CriError
 from .image import make_tar
 
 IMAGE = "localhost/gpushare-test:1"
-CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # several runs at once must not end each other
-NAMESPACE = "k8s.io"  # containerd's, in which CRI keeps its containers
+CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # parallel test runs must not end each other's containers
+NAMESPACE = "k8s.io"  # containerd's namespace of CRI containers
 _READY_S = 60
 
-# What this machine lacks or nobody needs here. `opt` would make a directory outside of ours.
+# Plugins that this machine lacks or no test needs. `opt` would create a directory outside of the test's.
 _DISABLED = ("internal.v1.opt", "snapshotter.v1.aufs", "snapshotter.v1.btrfs", "snapshotter.v1.devmapper")
 MAIN = """version = 2
 root = "{directory}/root"
@@ -44,7 +44,7 @@ imports = {imports}
 
 
 class Daemon:
-    """`config` is the text of config.toml; text() makes one. The caller has made /run its own."""
+    """`config` is the text of config.toml; text() makes one. The caller has replaced /run."""
 
     def __init__(self, directory: Path) -> None:
         processes.become_subreaper()
@@ -56,12 +56,12 @@ class Daemon:
         self.cri = Cri(self.socket)
 
     def text(self, *imports: str) -> str:
-        """config.toml without our handler."""
+        """config.toml without gpushare's handler."""
         disabled = json.dumps([f"io.containerd.{name}" for name in _DISABLED])
         return MAIN.format(directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE)
 
     def start(self, config: Path) -> None:
-        """Until it answers, which it says itself (sd_notify), and CRI has looked at what was there before."""
+        """Wait until it is ready (sd_notify) and CRI has loaded the existing containers."""
         ready = self.directory / "notify"
         ready.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.log, "ab") as log:
@@ -75,7 +75,7 @@ class Daemon:
                 env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(ready)},
             )
             self.pid = process.pid
-            process.returncode = 0  # it is waited for by pid, and may outlive this object
+            process.returncode = 0  # the pid is waited for elsewhere, and may outlive this object
             pidfd = os.pidfd_open(self.pid)
             try:
                 poll = select.poll()
@@ -98,7 +98,7 @@ class Daemon:
         return True
 
     def _wait_for(self, what: str, done: Callable[[], bool]) -> None:
-        """For the few things that containerd does behind its answers and tells nobody."""
+        """Poll for one of the few effects that containerd neither awaits nor announces."""
         for _ in range(1000):
             if done():
                 return
@@ -106,14 +106,14 @@ class Daemon:
         raise AssertionError(f"{what} does not come\n{self.log.read_text()[-3000:]}")
 
     def load(self, image_root: Path) -> None:
-        """The one image, for sandboxes and containers."""
+        """Import the one image of sandboxes and containers."""
         archive = make_archive(image_root, self.directory)
         self.ctr("images", "import", str(archive))
         archive.unlink()
         self._wait_for("the image", lambda: bool(self.cri.call("ImageStatus", image={"image": IMAGE}).image.id))
 
     def ctr(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """`ctr` with these words; RuntimeError unless it succeeds."""
+        """`ctr` with these words; raises RuntimeError on failure."""
         done = self.try_ctr(*words, timeout_s=timeout_s)
         if done.returncode:
             raise RuntimeError(f"ctr {' '.join(words)}: {done.stderr}")
@@ -124,7 +124,7 @@ class Daemon:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the daemon; containers and their shims live on."""
+        """End the daemon; containers and their shims keep running."""
         if self.pid:
             os.kill(self.pid, number)
             if processes.wait_exit(self.pid, 20) is None:
@@ -132,7 +132,7 @@ class Daemon:
             self.pid = 0
 
     def close(self) -> None:
-        """Daemon, shims, mounts, cgroups and files are gone afterwards."""
+        """Remove daemon, shims, mounts, cgroups and files."""
         with contextlib.suppress(CriError):
             for pod in self.cri.call("ListPodSandbox", timeout_s=5).items if self.pid else ():
                 self.cri.call("StopPodSandbox", pod_sandbox_id=pod.id)
@@ -152,7 +152,7 @@ class Daemon:
 
 
 def make_archive(image_root: Path, directory: Path) -> Path:
-    """`image_root` as `docker save` would write it, which containerd imports. The program sleeps, for sandboxes."""
+    """`image_root` as `docker save` would write it, for containerd to import. Its program sleeps, for sandboxes."""
     layer = make_tar(image_root, directory / "layer.tar")
     config = directory / "image.json"
     digest = hashlib.sha256(layer.read_bytes()).hexdigest()

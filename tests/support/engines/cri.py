@@ -1,9 +1,9 @@
-"""The Container Runtime Interface as kubelet speaks it: gRPC over a Unix socket, messages from cri.proto.
+"""A client of the Container Runtime Interface, like kubelet's: gRPC over a Unix socket, messages from cri.proto.
 
     with Cri(socket) as cri:
         pod = cri.call("RunPodSandbox", config={...}, runtime_handler="gpushare").pod_sandbox_id
 
-CriError has what kubelet would write into a pod's events.
+CriError has the text that kubelet would write into a pod's events.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Cri:
     """One connection."""
 
     def __init__(self, socket: Path) -> None:
-        # The daemon may be started again: look for it soon, and at first every few milliseconds.
+        # The daemon may restart: reconnect soon, at first every few milliseconds.
         options = [("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 200)]
         self._channel = grpc.insecure_channel(f"unix://{socket}", options=options)
 
     def call(self, method: str, timeout_s: float = _TIMEOUT_S, **fields: Any) -> Any:
-        """The response. `fields` of the request, nested ones as dictionaries. Raises CriError."""
+        """The response. `fields` of the request; nested messages are dictionaries. Raises CriError."""
         path, request, response = methods()[method]
         function = self._channel.unary_unary(path, request.SerializeToString, response.FromString)
         try:

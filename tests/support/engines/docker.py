@@ -1,4 +1,4 @@
-"""docker run, with our runtime as daemon.json names it: written by `gpushare runtime configure docker`."""
+"""docker run, with gpushare-runtime in daemon.json as `gpushare runtime configure docker` writes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPUSHARE = ("--runtime", "gpushare", "--network", "none")
 
 
 class Docker:
-    """Its daemon runs from the first moment; `daemon` is for what only docker has."""
+    """An engine whose daemon runs from the start; `daemon` offers docker's own features."""
 
     way = "runtime"
     name = "docker"
@@ -47,7 +47,7 @@ class Docker:
             raise
 
     def load(self, name: str, *changes: str) -> str:
-        """The image as `name`, with these lines of a Dockerfile."""
+        """Import the image as `name`, changed by these lines of a Dockerfile."""
         words = [word for line in changes for word in ("--change", line)]
         self.daemon.must("import", *words, str(self._archive), name)
         return name
@@ -63,16 +63,16 @@ class Docker:
 
 
 def configure(node: Node, daemon: Dockerd, *options: str) -> None:
-    """The entry in daemon.json, with this node's directories as arguments of the runtime."""
+    """Write the entry in daemon.json, with this node's directories as arguments of the runtime."""
     program = ("--program", str(host.BIN / "gpushare-runtime"))
-    # As if its directory were a host's /: what configure keeps for --undo is there as well.
+    # The daemon's directory is the host's root, so the record for --undo is there as well.
     where = ("--root", str(daemon.directory), "--config-file", "/daemon.json")
     done = node.cli("runtime", "configure", "docker", *where, *program, *options)
     assert done.returncode == 0, done.stderr
 
 
 def words(want: Want) -> list[str]:
-    """What comes after `docker run`."""
+    """The words after `docker run`."""
     options = [*GPUSHARE, "--user", want.user]
     for key, value in want.env.items():
         options += ["--env", f"{key}={value}"]
@@ -91,7 +91,7 @@ def _volume(mount: Mount) -> str:
 
 
 def start(daemon: Dockerd, *args: str) -> DockerContainer:
-    """`docker run --detach`. Raises Refused; docker keeps such a container, so it is removed here."""
+    """`docker run --detach`. On failure docker keeps the container, so remove it and raise Refused."""
     done = daemon.docker("run", "--detach", *args)
     container_id = done.out.strip()
     if done.code:

@@ -1,5 +1,5 @@
-"""A docker daemon of a test's own: its containerd, images, sockets and cgroups are below one short directory, and go
-with it.
+"""A docker daemon for one test: its containerd, images, sockets and cgroups are below one short directory, and are
+removed with it.
 
     daemon = Dockerd(directory, {"runtimes": {...}})      daemon.json; nothing runs yet
     daemon.start("--live-restore")                        returns when the daemon answers
@@ -7,8 +7,7 @@ with it.
     daemon.close()
 
 `directory`/bin comes first in its PATH. /etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs
-stands over the last one, where docker's containerd-shim puts its sockets whatever it is told. Needs a private mount
-namespace (lib/host.py).
+covers the last one, where docker's containerd-shim always puts its sockets. Needs a private mount namespace (host.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .. import processes
 from ..rootfs import run, unmount_below
 from .base import Result
 
-CLIENT = "/usr/bin/docker"  # of the same package as the daemon; a newer one in PATH may refuse to speak to it
+CLIENT = "/usr/bin/docker"  # from the daemon's package; a newer client in PATH may refuse the daemon
 _SHIM_SOCKETS = Path("/run/containerd")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
@@ -37,17 +36,17 @@ _NO_NETWORK = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-f
 
 
 class Dockerd:
-    """One daemon; it can be started again with the same containers and images."""
+    """One daemon; it can be restarted with the same containers and images."""
 
     def __init__(self, directory: Path, config: dict[str, Any] | None = None) -> None:
         processes.become_subreaper()
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.config_file = directory / "daemon.json"
-        # The one file that docker 20.10 would write to /etc/docker
+        # docker 20.10 would write this one file to /etc/docker
         key = {"deprecated-key-path": str(directory / "key.json")}
         self.config_file.write_text(json.dumps({**key, **(config or {})}, indent=4) + "\n")
-        self.cgroup = "-".join(directory.parts[-2:])  # unique where the directory is
+        self.cgroup = "-".join(directory.parts[-2:])  # unique if the directory is
         self._process: subprocess.Popen[bytes] | None = None
         self._covered = False
 
@@ -62,14 +61,14 @@ class Dockerd:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def start(self, *options: str) -> None:
-        """AssertionError with the daemon's log when it does not come up."""
+        """Start the daemon and wait; raises AssertionError with its log if it fails."""
         if not self._covered:
             _SHIM_SOCKETS.mkdir(exist_ok=True)
             run("mount", "-t", "tmpfs", "-o", "mode=711", "gpushare-test", _SHIM_SOCKETS)
             self._covered = True
         notify = self.directory / "notify"
         notify.unlink(missing_ok=True)
-        (self.directory / "pid").unlink(missing_ok=True)  # one that was killed leaves it
+        (self.directory / "pid").unlink(missing_ok=True)  # a killed daemon leaves it
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ready:
             ready.bind(str(notify))
             with open(self.directory / "log", "ab") as log:
@@ -96,7 +95,7 @@ class Dockerd:
         ]
 
     def _wait_ready(self, ready: socket.socket) -> None:
-        """sd_notify(3): the daemon says when its socket answers."""
+        """Wait for sd_notify(3), which the daemon sends once its socket answers."""
         end = os.pidfd_open(self.pid)
         try:
             poll = select.poll()
@@ -112,7 +111,7 @@ class Dockerd:
         raise AssertionError(f"dockerd does not come up:\n{self.log[-4000:]}")
 
     def command(self, *args: str) -> list[str]:
-        """The client, with nobody's configuration."""
+        """The command line of the client, without any user's configuration."""
         words = ("--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}")
         return [CLIENT, *words, *args]
 
@@ -128,17 +127,17 @@ class Dockerd:
         return Result(done.returncode, done.stdout, done.stderr)
 
     def must(self, *args: str, timeout_s: float = 60) -> str:
-        """The output of a command of the client that has to succeed."""
+        """The output of a client command that must succeed."""
         done = self.docker(*args, timeout_s=timeout_s)
         assert done.code == 0, f"docker {' '.join(args)}: {done.code}\n{done.out}\n{done.err}"
         return done.out.strip()
 
     def reload(self) -> None:
-        """It reads daemon.json again; Events tells when it has."""
+        """Reload daemon.json; an event reports completion."""
         os.kill(self.pid, signal.SIGHUP)
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """End the daemon, and nothing else: what it started ends with it, or lives on, as docker does it."""
+        """End only the daemon. Processes that it started end or keep running, as docker decides."""
         if not self._process:
             return
         containerd = self._containerd()
@@ -150,7 +149,7 @@ class Dockerd:
             self._process.wait()
         self._process = None
         if containerd:
-            # It dies with its parent. Until somebody has waited for it, the next daemon takes it for alive.
+            # It dies with its parent. Until it is reaped, the next daemon considers it alive.
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 if processes.wait_exit(containerd, 10) is None:
                     processes.kill_and_reap(containerd)
@@ -160,7 +159,7 @@ class Dockerd:
         return int(path.read_text()) if path.exists() else 0
 
     def close(self) -> None:
-        """Nothing is left afterwards, however the daemon ended."""
+        """Remove everything, however the daemon ended."""
         if self._process and self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 ids = self.docker("ps", "-aq").out.split()
@@ -176,8 +175,8 @@ class Dockerd:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _end_others(self) -> None:
-        """containerd, its shims and their containers, which come to us (a subreaper) when a daemon is killed: they name
-        our directory, or are in our cgroup."""
+        """End containerd, its shims and their containers, which become children of this process (a subreaper) when a
+        daemon is killed. They have this directory in their command line or are in this cgroup."""
         while mine := [pid for pid, words in processes.children().items() if self._is_mine(pid, words)]:
             for pid in mine:
                 processes.kill_and_reap(pid)

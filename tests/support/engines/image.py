@@ -24,7 +24,7 @@ _FILES = {
 
 
 def make_root(root: Path) -> Path:
-    """The image's root file system in the new directory `root`, about 15 MB. Needs gcc."""
+    """Create the image's root file system in the new directory `root`, about 15 MB. Needs gcc."""
     for name in _EMPTY:
         (root / name).mkdir(parents=True)
     (root / "tmp").chmod(0o1777)
@@ -44,7 +44,7 @@ def make_root(root: Path) -> Path:
 
 
 def make_tar(root: Path, archive: Path) -> Path:
-    """`root` as engines import it."""
+    """Pack `root` in the format that engines import."""
     run("tar", "--numeric-owner", "-C", root, "-cf", archive, ".")
     return archive
 

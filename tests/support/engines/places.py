@@ -1,6 +1,6 @@
-"""The host's own places, for engines that look nowhere else: in this process's mount namespace they become ours.
+"""Replace /run and /etc in this process's mount namespace, for engines with fixed paths.
 
-with DefaultPlaces(directory): /run is empty, /etc is a copy that can be written, the real ones are untouched
+with DefaultPlaces(directory): /run is empty, /etc is a writable copy, the real ones stay unchanged
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DefaultPlaces:
         self._mounted.append(target)
 
     def close(self) -> None:
-        """What was mounted below them goes too; a second call does nothing."""
+        """Unmount, including mounts below; a second call does nothing."""
         while self._mounted:
             run("umount", "--lazy", self._mounted.pop())
         while self._copies:

@@ -1,6 +1,6 @@
-"""Podman, with storage and configuration of its own, so that it knows nothing of the host's containers.
+"""Podman with separate storage and configuration, so that it does not see the host's containers.
 
-Our part gets in by its directory of hooks ("hook") or as one of its runtimes ("runtime").
+gpushare is in its hook directory ("hook") or is one of its runtimes ("runtime").
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..rootfs import mount_points, run, unmount_below
 from .base import Refused, Result, Want
 from .image import make_tar
 
-PODMAN_REFUSES = 125  # podman-run(1): the error is with podman itself, or with the runtime below it
+PODMAN_REFUSES = 125  # podman-run(1): the error is in podman itself, or in the runtime below it
 IMAGE = "localhost/gpushare-test"
-PAUSE = "localhost/gpushare-test-pause"  # what holds the namespaces of a pod; made where a test needs it
+PAUSE = "localhost/gpushare-test-pause"  # holds the namespaces of a pod; built where a test needs it
 _numbers = itertools.count(1)
 
-# containers.conf of a podman of tests, to its [engine].
-# default_ulimits: CAP_SYS_RESOURCE is missing on some test machines, and podman would raise these above what it may.
+# containers.conf of a test's podman, in its [engine]. default_ulimits: some test machines lack CAP_SYS_RESOURCE, and
+# podman would raise limits above the maximum.
 SETTINGS = """\
 [containers]
 netns = "none"
@@ -55,7 +55,7 @@ gpushare = ["{program}"]
 
 
 class Podman:
-    """`low_level`: runc or crun. `stages`: of the hooks that give a container its share."""
+    """`low_level`: runc or crun. `stages`: of the hooks that start an allocation."""
 
     annotates = True
     restarts = True
@@ -74,7 +74,7 @@ class Podman:
         self.way = way
         self.low_level = low_level
         self.name = "podman"
-        # crun keeps a hook's words to itself; with the runtime in front it is told where they go.
+        # crun discards a hook's output; with gpushare-runtime in front, the output is redirected.
         self.shows_reason = (low_level, way) != ("crun", "hook")
         self._directory = directory
         self.hooks_dir = directory / "hooks.d"
@@ -83,7 +83,7 @@ class Podman:
         if way == "hook":
             self.hooks(*stages)
         program = directory / "gpushare-runtime"
-        # podman gives a runtime no words of its own
+        # podman passes no arguments to a runtime
         program.write_text(f'#!/bin/sh\nexec {" ".join(self.runtime())} "$@"\n')
         program.chmod(0o755)
         (directory / "containers.conf").write_text(
@@ -101,7 +101,7 @@ class Podman:
         archive.unlink()
 
     def prepare(self) -> None:
-        """All files are there, and podman has not run yet."""
+        """Called when all files exist and podman has not run yet."""
 
     def runtime(self) -> tuple[str, ...]:
         return self.node.runtime()
@@ -110,11 +110,11 @@ class Podman:
         return "overlay"
 
     def hooks(self, *stages: str) -> None:
-        """Our hook in the directory of hooks, for these stages and for poststop."""
+        """Write gpushare's hook to the hook directory, for these stages and for poststop."""
         hook = self.node.hook()
         program = hook.program.with_name("gpushare-runtime")
         settings = Settings(str(program), str(hook.program), str(hook.config), str(hook.state))
-        for stage in (*stages, "poststop"):  # the text is what `gpushare runtime configure` writes
+        for stage in (*stages, "poststop"):  # the text that `gpushare runtime configure` writes
             (self.hooks_dir / f"gpushare-{stage}.json").write_text(hookfiles.text(settings, stage))
 
     def words(self, *args: str) -> list[str]:
@@ -126,7 +126,7 @@ class Podman:
         return {"PATH": os.environ["PATH"], "CONTAINERS_CONF": str(self._directory / "containers.conf")}
 
     def podman(self, *args: str, timeout_s: float = 60) -> Result:
-        """Any command of podman."""
+        """Run any podman command."""
         done = subprocess.run(
             self.words(*args),
             stdin=subprocess.DEVNULL,
@@ -138,7 +138,7 @@ class Podman:
         return Result(done.returncode, done.stdout, done.stderr)
 
     def command(self, *args: str) -> str:
-        """The output of a command that has to succeed."""
+        """The output of a command that must succeed."""
         done = self.podman(*args)
         if done.code:
             raise RuntimeError(f"podman {' '.join(args)}: {done.code}\n{done.err}")
@@ -175,28 +175,28 @@ class Podman:
             raise
 
     def remove(self, name: str) -> None:
-        """The container is gone, and so is what watched over it: conmon ends after its own clean-up."""
+        """Remove the container and wait for its conmon, which ends after its own clean-up."""
         self.podman("rm", "--force", "--time", "0", "--ignore", "--volumes", name)
         self.wait_conmon(name)
         self.settle()
 
     def remove_pod(self, name: str) -> None:
         done = self.podman("ps", "--all", "--filter", f"pod={name}", "--format", "{{.Names}}")
-        for one in done.out.split():  # "pod rm" has no way to make haste
+        for one in done.out.split():  # "pod rm" has no option for a shorter timeout
             self.podman("kill", one)
         self.podman("pod", "rm", "--force", "--ignore", name)
         for one in done.out.split():
             self.wait_conmon(one)
 
     def settle(self) -> None:
-        """podman mounts its storage over itself, and forgets that now and then. With a container in it, it stays."""
+        """podman mounts its storage over itself, and sometimes unmounts it. With a container in it, the mount stays."""
         storage = str((self._directory / "root").resolve())
         points = [point for point in mount_points() if point.startswith(storage)]
         if points == [f"{storage}/overlay"]:
             run("umount", points[0])
 
     def conmons(self, name: str) -> list[int]:
-        """Who watches over the container `name`."""
+        """Pids of the conmons of the container `name`."""
         lines = processes.children().items()
         return [pid for pid, line in lines if "conmon" in line.split(" ")[0] and f" {name} " in line]
 
@@ -225,7 +225,7 @@ class PodmanContainer:
         self.look()
 
     def look(self) -> None:
-        """Its first process can be another one by now."""
+        """Read id and pid again: the first process can be another one by now."""
         found = self._engine.inspect(self.name)
         self.id: str = found["Id"]
         self.pid: int = found["State"]["Pid"]

@@ -1,4 +1,4 @@
-"""Pods and their containers, as kubelet makes and removes them over CRI. Used by containerd.py."""
+"""Pods and their containers, created and removed over CRI like kubelet does. Used by containerd.py."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ class Pod:
             raise
 
     def info(self) -> dict[str, Any]:
-        """What containerd knows of the sandbox: pid, runtimeSpec and more."""
+        """containerd's facts about the sandbox: pid, runtimeSpec and more."""
         status = self.daemon.cri.call("PodSandboxStatus", pod_sandbox_id=self.id, verbose=True)
         info: dict[str, Any] = json.loads(status.info["info"])
         return info
 
     def container(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
-        """Created, not started; `config` has further fields of CRI's ContainerConfig."""
+        """Create a container without starting it; `config` has further fields of CRI's ContainerConfig."""
         one = PodContainer(self, want, name, attempt, config)
         self._containers.append(one)
         one.create()
         return one
 
     def run(self, want: Want, name: str = NAME, attempt: int = 0, **config: Any) -> PodContainer:
-        """Created and started. Raises CriError."""
+        """Create and start a container. Raises CriError."""
         one = self.container(want, name, attempt, **config)
         one.start()
         return one
 
     def remove(self) -> None:
-        """As kubelet removes a pod; a second call does nothing. Its shim is gone afterwards."""
+        """Remove the pod as kubelet does, and wait for its shim; a second call does nothing."""
         if self.id:
             shim = _pidfd_of_parent(self.info()["pid"])
             self.daemon.cri.call("StopPodSandbox", pod_sandbox_id=self.id)
@@ -113,7 +113,7 @@ class PodContainer:
         }
 
     def _tmpfs(self, points: Sequence[str]) -> list[dict[str, Any]]:
-        """CRI knows no tmpfs: kubelet mounts one on the host (an emptyDir of medium Memory)."""
+        """CRI has no tmpfs: kubelet mounts one on the host (an emptyDir of medium Memory)."""
         made = []
         for point in points:
             host = self.pod.directory / f"tmpfs{next(_numbers)}"
@@ -131,7 +131,7 @@ class PodContainer:
         return self.pod.directory / "log" / f"{self._name}-{self._attempt}"
 
     def info(self) -> dict[str, Any]:
-        """What containerd knows of it: pid, runtimeSpec and more."""
+        """containerd's facts about the container: pid, runtimeSpec and more."""
         status = self._cri.call("ContainerStatus", container_id=self.id, verbose=True)
         info: dict[str, Any] = json.loads(status.info["info"])
         return info
@@ -149,7 +149,7 @@ class PodContainer:
         self._cri.call("StartContainer", container_id=self.id)
 
     def wait(self, timeout_s: float = 60) -> Result:
-        """Until the program ends."""
+        """Wait until the program ends."""
         pid = self.pid
         if pid:
             with contextlib.suppress(ProcessLookupError):
@@ -160,8 +160,8 @@ class PodContainer:
         return Result(status.exit_code, streams["stdout"], streams["stderr"] + status.message)
 
     def _settled(self) -> None:
-        """Until containerd knows that the program has ended and has deleted its task, as kubelet waits: it asks again
-        and again. Stopping can return a moment before, and finds no shim when that is ending by itself."""
+        """Poll, like kubelet, until containerd knows that the program has ended and has deleted its task. A stop can
+        return earlier, and then finds no shim if the shim is ending by itself."""
         try:
             self._cri.call("StopContainer", container_id=self.id, timeout=30)
         except CriError as error:
@@ -176,7 +176,7 @@ class PodContainer:
             time.sleep(0.02)
 
     def exec(self, *args: str, user: str = "") -> Result:
-        if user:  # CRI has no word for it
+        if user:  # CRI has no option for it
             name = f"exec{next(_numbers)}"
             done = self.pod.daemon.try_ctr("tasks", "exec", "--user", user, "--exec-id", name, self.id, *args)
             return Result(done.returncode, done.stdout, done.stderr)
@@ -188,7 +188,7 @@ class PodContainer:
         self._until_exited()
 
     def restart(self) -> None:
-        """The next attempt, beside which kubelet keeps the one that ended for a while; here it goes first."""
+        """Start the next attempt. kubelet keeps the ended one for a while; this removes it first."""
         self._cri.call("RemoveContainer", container_id=self.id)
         self.id = ""
         self._attempt += 1
@@ -230,7 +230,7 @@ def read_log(path: Path) -> dict[str, str]:
 
 
 def _pidfd_of_parent(pid: int) -> int:
-    """Of the shim that watches `pid`; -1 when either is gone."""
+    """A pidfd of the shim that is the parent of `pid`; -1 if either is gone."""
     try:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return os.pidfd_open(parent)
@@ -239,7 +239,8 @@ def _pidfd_of_parent(pid: int) -> int:
 
 
 def wait_gone(pidfd: int, timeout_s: float = 20) -> None:
-    """Until that process, which need not be our child, has ended; the descriptor is closed. -1: it has."""
+    """Wait until that process, which need not be a child, has ended, and close the descriptor. -1 means that it has
+    ended."""
     if pidfd < 0:
         return
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Podman of an ordinary user: a range of subordinate ids, a runtime directory, and no rights over the host."""
+"""Podman of an unprivileged user: a range of subordinate ids, a runtime directory, and no rights over the host."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FILES = {
 
 @contextmanager
 def user(directory: Path) -> Iterator[Path]:
-    """The home of a user that this host knows meanwhile, in the new `directory`; his session's runtime directory is
-    where a login would make it. Only processes that see our mounts see any of it."""
+    """Add a user to this host until the block ends, and yield the home in the new `directory`. The session's runtime
+    directory is where a login would create it. Only processes in this mount namespace see any of it."""
     home = directory / "home"
     home.mkdir(parents=True)
     for name, line in _FILES.items():
@@ -50,7 +50,7 @@ def user(directory: Path) -> Iterator[Path]:
 
 
 class RootlessPodman(Podman):
-    """Nobody tells our programs where their state is: they find out whose they are. `home`: see user()."""
+    """Podman whose gpushare programs derive the state directory from their user. `home`: see user()."""
 
     def __init__(self, node: Node, home: Path, image_root: Path, low_level: str, way: str) -> None:
         self._home = home
@@ -84,7 +84,7 @@ class RootlessPodman(Podman):
 
     def close(self) -> None:
         self.podman("rm", "--all", "--force", "--time", "0")
-        for pid in processes.children():  # the process that keeps the user namespace, for his next podman
+        for pid in processes.children():  # the process that keeps the user namespace for the user's next podman
             if os.stat(f"/proc/{pid}").st_uid == UID:
                 processes.kill_and_reap(pid)
         unmount_below(self._directory)
@@ -96,7 +96,7 @@ def as_user() -> list[str]:
 
 
 def session(home: Path) -> dict[str, str]:
-    """What a login gives him."""
+    """The environment of a login session."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(home),

@@ -1,6 +1,6 @@
 """Aliyun's gpushare and cGPU: ALIYUN_COM_GPU_MEM_CONTAINER of ALIYUN_COM_GPU_MEM_DEV, on ALIYUN_COM_GPU_MEM_IDX.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: gpushare-device-plugin (pkg/gpu/nvidia/allocate.go): numbers of units, GiB or MiB as the plugin was started, so
 only their ratio means something; without a device it writes IDX=-1. cGPU's own guide: ALIYUN_COM_GPU_VISIBLE_DEVICES,

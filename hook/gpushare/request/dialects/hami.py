@@ -1,6 +1,6 @@
 """HAMi and Volcano's vGPU: CUDA_DEVICE_MEMORY_LIMIT[_n], CUDA_DEVICE_SM_LIMIT[_n] and what goes with them.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: HAMi's device plugin (nvinternal/plugin/server.go, Allocate) writes `3000m` for each device and one
 CUDA_DEVICE_SM_LIMIT; HAMi-core (multiprocess_memory_limit.c, get_limit_from_env) reads them: k, m and g are 1024-based,

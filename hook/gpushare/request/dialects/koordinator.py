@@ -1,6 +1,6 @@
 """Koordinator: the annotation scheduling.koordinator.sh/device-allocated, JSON.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: Koordinator's documentation of GPU sharing ({"gpu":[{"minor":1,"resources":{"koordinator.sh/gpu-core":"50",
 "koordinator.sh/gpu-memory":"11520Mi","koordinator.sh/gpu-memory-ratio":"50"}}]}; before 1.1 the names began with

@@ -1,14 +1,13 @@
-"""What kubelet chose for a container, as our device plugin has written it (kubelet/offers.py). Start path, where there
-is such a variable.
+"""Parse what kubelet chose for a container, from the variables of our device plugin (kubelet/offers.py). Start path,
+only if there is such a variable.
 
     read(env)                                 -> {GPUSHARE_DEVICES: ..., GPUSHARE_MEMORY: ...}
-    refuse_other(variable, name, text, given)    a word of the pod's own that says something else
-    refuse_amount(name, text)                    an amount, where kubelet gave an equal share
+    refuse_other(variable, name, text, given)    raise for a contradicting variable of the pod
+    refuse_amount(name, text)                    raise for an amount beside an equal share of kubelet
 
-kubelet puts a plugin's variables beside the pod's own. Of two of one name containerd keeps both and CRI-O the last,
-which is the pod's; and of two resources kubelet itself takes whichever comes first. So each resource has a name of its
-own that nobody else writes, and what the pod says besides must say the same.
-"""
+kubelet adds a plugin's variables to the pod's. Of two with the same name containerd keeps both, and CRI-O the last,
+which is the pod's; of two resources kubelet takes the first. So each resource has a variable of its own, and other
+variables of the pod must not contradict it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _ANY = ("", "any", "any:1")
 
 
 def read(env: Env) -> dict[str, str]:
-    """`UUID=AMOUNT` or `UUID,UUID`, in our own names. Raises RequestError."""
+    """Parse `UUID=AMOUNT` or `UUID,UUID` into our variables. Raise RequestError."""
     given = {}
     for name in constants.ALLOCATED:
         value = one_value(name, [value for key, value in env if key == name])
@@ -44,7 +43,8 @@ def read(env: Env) -> dict[str, str]:
 
 
 def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> None:
-    """An amount may be in other units, and a device may be any. Raises RequestError."""
+    """Compare with the pod's variable, whose amount may have other units and whose device may be `any`. Raise
+    RequestError."""
     if text is None:
         return
     if variable == constants.ENV_DEVICES:
@@ -59,7 +59,7 @@ def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> N
 
 
 def refuse_amount(name: str, text: Optional[str]) -> None:
-    """How much an equal share is, the configuration says: kubelet has promised the others of the device. Raises
-    RequestError."""
+    """Raise RequestError for an amount beside an equal share: the configuration sets its size, and kubelet has promised
+    the other shares of the device."""
     if text is not None:
         raise RequestError(f"{setting(name, text)}, and kubelet gave an equal share of a device", f"leave out {name}")

@@ -1,6 +1,6 @@
 """The variables of an MPS client: CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, ..._PRIORITY.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Source: NVIDIA's documentation of MPS, "Environment Variables": `0=1G,1=512MB` by the ordinal that the client sees,
 G and M 1024-based; a percentage may have decimals; priority 1 is below normal, 0.
@@ -26,7 +26,7 @@ def _memory(one: Value) -> tuple[Limit, ...]:
         if not equals or not text.strip() or not (key.isascii() and key.isdigit()) or len(key) > 2 or int(key) in found:
             raise wrong(one.name, one.value, f"{shown(item)} is no amount for one device", _HINT)
         found[int(key)] = Limit(one, int(key), memory(one, _UNITS, hint=_HINT, value=text))
-    return (*found.values(), Limit(one))  # a device that is not named has no limit
+    return (*found.values(), Limit(one))  # other devices have no limit
 
 
 def _percent(one: Value) -> tuple[Limit, tuple[str, ...]]:

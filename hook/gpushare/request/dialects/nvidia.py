@@ -2,12 +2,12 @@
 
     read(env, annotations, spec, inventory) -> Request | None
     capabilities(env)                       -> tuple[str, ...]     default compute,utility
-    names_device(env, spec)                 -> bool                cheap: does this container name a device?
+    names_device(env, spec)                 -> bool                cheap: whether this container names a device
     volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
-    imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels asked for in the same way
-    asked(env, spec)                        -> (name, value)       by which devices are named; the value may be empty
-    selection(env, spec, inventory)         -> Selection | None    the devices alone
-    conflicts(spec)                         -> tuple[str, ...]     what other software already injected
+    imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels, requested in the same way
+    asked(env, spec)                        -> (name, value)       that names devices; the value may be empty
+    selection(env, spec, inventory)         -> Selection | None    the devices only
+    conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
 Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
@@ -48,22 +48,22 @@ def _values(env: Env, name: str) -> list[str]:
 
 
 def capabilities(env: Env) -> tuple[str, ...]:
-    """What NVIDIA_DRIVER_CAPABILITIES asks for; also used by requests in our own words."""
+    """Return the capabilities of NVIDIA_DRIVER_CAPABILITIES, which GPUSHARE_* requests use too."""
     return expand_capabilities(ENV_CAPABILITIES, one_value(ENV_CAPABILITIES, _values(env, ENV_CAPABILITIES)))
 
 
 def constraints_only(env: Env) -> Env:
-    """What counts of an environment that may ask for nothing: what its image says that it needs."""
+    """Return the variables that count without accepted requests: the constraints of the image."""
     return tuple(pair for pair in env if pair[0].startswith(("NVIDIA_REQUIRE_", "NVIDIA_DISABLE_REQUIRE")))
 
 
 def volume_requests(spec: dict[str, Any]) -> tuple[str, ...]:
-    """Devices asked for by mounts of /dev/null at VOLUME_ROOT/<id>: a way that images cannot use."""
+    """Return devices requested by mounts of /dev/null at VOLUME_ROOT/<id>, which images cannot add."""
     return tuple(name for name in _volumes(spec) if not name.startswith(_IMEX_VOLUMES))
 
 
 def imex_volumes(spec: dict[str, Any]) -> tuple[str, ...]:
-    """IMEX channels asked for by mounts at VOLUME_ROOT/imex/<channel>."""
+    """Return IMEX channels requested by mounts at VOLUME_ROOT/imex/<channel>."""
     return tuple(name[len(_IMEX_VOLUMES) :] for name in _volumes(spec) if name.startswith(_IMEX_VOLUMES))
 
 
@@ -77,14 +77,15 @@ def _volumes(spec: dict[str, Any]) -> list[str]:
 
 
 def names_device(env: Env, spec: dict[str, Any]) -> bool:
-    """Whether the container names a device in this dialect; the names are not checked."""
+    """Return whether the container names a device in this dialect. The names are not checked."""
     value = oci.env_get(env, ENV_DEVICES) or ""
     words = [word.strip() for word in value.split(",")]
     return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
 
 
 def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
-    """(name, value) by which devices are named; volume requests count before the variable: an image cannot set them."""
+    """Return (name, value) that names devices. Volume requests win over the variable, because images cannot add
+    them."""
     volumes = volume_requests(spec)
     if volumes:
         return f"mounts at {VOLUME_ROOT}", ",".join(volumes)
@@ -92,22 +93,22 @@ def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
 
 
 def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
-    """The devices, None when none are named."""
+    """Return the devices; None if none are named."""
     name, value = asked(env, spec)
     return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
 
 
 def _unqualified(value: str) -> str:
-    """CDI's names of GPUs as their last part, an index or a uuid: nvidia.com/gpu=0, or a device plugin's with its own
-    vendor, k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount's name cdi/nvidia.com/gpu/0. nvidia-ctk can be told
-    to call them gpu0 and mig0:1 (--device-name-strategy type-index)."""
+    """Replace CDI names of GPUs by their last part, an index or a uuid. Forms: nvidia.com/gpu=0; with the vendor of a
+    device plugin k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount cdi/nvidia.com/gpu/0. nvidia-ctk can write
+    gpu0 and mig0:1 (--device-name-strategy type-index)."""
     if _CDI_GPU not in value:
         return value
     return ",".join(_cdi_gpu(token.strip()) or token for token in value.split(","))
 
 
 def _cdi_gpu(token: str) -> str:
-    """The last part of a CDI name of a GPU, "" for anything else."""
+    """Return the last part of a CDI name of a GPU; "" for any other name."""
     kind, _, name = token.rpartition("/" if token.startswith("cdi/") else "=")
     if name[:3] in ("gpu", "mig") and name[3:4].isdigit():
         name = name[3:]
@@ -115,7 +116,7 @@ def _cdi_gpu(token: str) -> str:
 
 
 def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
-    """The request, None when there is none."""
+    """Return the request; None if there is none."""
     variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
     cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
     if cdi is not None:
@@ -135,29 +136,29 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
 
 
 def target_of(path: object) -> str:
-    """Where a runtime puts what has this path in config.json: "dev//nvidia0" is "/dev/nvidia0". "" for what is none."""
+    """Normalise a path of config.json as runtimes do: "dev//nvidia0" is "/dev/nvidia0". "" if it is no path."""
     return "/" + os.path.normpath(f"/{path}").lstrip("/") if isinstance(path, str) and path else ""
 
 
 def is_tool_hook(hook: Any) -> bool:
-    """Whether an entry of `hooks` is one of NVIDIA's tools."""
+    """Return whether an entry of `hooks` is one of NVIDIA's tools."""
     path = hook.get("path") if isinstance(hook, dict) else None
     return isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS
 
 
 def is_driver_mount(mount: Any) -> bool:
-    """Whether an entry of `mounts` puts a driver library somewhere that a loader could find before ours."""
+    """Return whether an entry of `mounts` places a driver library where a loader could find it before the shim."""
     target = target_of(mount.get("destination")) if isinstance(mount, dict) else ""
     return target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
 
 
 def is_node_mount(mount: Any) -> bool:
-    """Whether an entry of `mounts` puts a device node of the driver's where programs look for it."""
+    """Return whether an entry of `mounts` places a device node of the driver where programs look for it."""
     return isinstance(mount, dict) and target_of(mount.get("destination")).startswith(DEVICE_PREFIX)
 
 
 def is_device(device: Any) -> bool:
-    """Whether an entry of `linux.devices` is the driver's."""
+    """Return whether an entry of `linux.devices` is the driver's."""
     path = device.get("path") if isinstance(device, dict) else None
     return isinstance(path, str) and (
         device.get("major") == constants.NVIDIA_MAJOR or target_of(path).startswith(DEVICE_PREFIX)
@@ -165,7 +166,7 @@ def is_device(device: Any) -> bool:
 
 
 def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
-    """NVIDIA hooks, driver mounts and device nodes that other software put into config.json before us."""
+    """Return NVIDIA hooks, driver mounts and device nodes that other tools added to config.json."""
     found = [
         f"{stage} hook {shown(hook['path'])}"
         for stage, hooks in oci.section(spec, "hooks").items()

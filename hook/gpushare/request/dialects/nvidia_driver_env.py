@@ -1,4 +1,4 @@
-"""NVIDIA's variables about the driver, which go with any request, in our words or in NVIDIA's.
+"""Parse NVIDIA's variables about the driver, which apply to requests of any dialect.
 
     read(env, spec, inventory) -> Words
 
@@ -26,11 +26,11 @@ _TRUE = ("1", "t", "true", "yes")
 _NOTHING = ("", "void", "none")
 _NAMES = frozenset((ENV_IMEX, _DISABLE_REQUIRE, *MIG_RIGHTS, *(feature.variable for feature in FEATURES.values())))
 WIDENING = frozenset((ENV_IMEX, *(feature.variable for feature in FEATURES.values())))  # more than a device
-_MAX_CHANNELS = 2048  # as many as the driver can make
+_MAX_CHANNELS = 2048  # maximum of the driver
 
 
 class Words(NamedTuple):
-    """Fields of Request, and what was said but changes nothing."""
+    """Fields of Request, and values that have no effect."""
 
     features: tuple[str, ...]
     imex_channels: tuple[str, ...]
@@ -51,7 +51,7 @@ def _features(values: dict[str, str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _imex(value: str, volumes: tuple[str, ...]) -> tuple[str, ...]:
-    """Channels by number, or ("all",)."""
+    """Parse channel numbers, or ("all",)."""
     words = [word.strip() for word in value.split(",") if word.strip()] + list(volumes)
     if "all" in words:
         return ("all",)
@@ -62,7 +62,7 @@ def _imex(value: str, volumes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _mig_access(values: dict[str, str], inventory: Inventory) -> tuple[str, ...]:
-    """Rights over MIG. The driver gives each for the whole host; the devices named must exist."""
+    """Parse rights over MIG. The driver grants each for the whole host; the named devices must exist."""
     found = []
     for name, right in MIG_RIGHTS.items():
         value = values.get(name, "").strip()
@@ -76,7 +76,7 @@ def _mig_access(values: dict[str, str], inventory: Inventory) -> tuple[str, ...]
 
 
 def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """All constraints, each checked for sense, in the order of their names."""
+    """Return all constraints, parsed, in the order of their names."""
     if values.get(_DISABLE_REQUIRE, "").strip().lower() in _TRUE:
         return ()
     found = sorted((name, value) for name, value in values.items() if name.startswith(_REQUIRE) and value.strip())
@@ -89,7 +89,7 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> Words:
-    """All of them. Raises RequestError and DeviceError as the dialects do."""
+    """Parse all of them. Raise RequestError or DeviceError."""
     values: dict[str, str] = {}
     for name in dict.fromkeys(name for name, _ in env if name in _NAMES or name.startswith(_REQUIRE)):
         values[name] = one_value(name, [value for key, value in env if key == name]) or ""

@@ -1,8 +1,8 @@
 """Aliyun PAI: AMP_VGPU_ENABLE=1 with GPU_MEM_PER_DEVICE (bytes) and GPU_UTIL_PER_DEVICE (percent).
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
-A variable of these names without the first is somebody's program's.
+Without the first variable the others belong to an unrelated program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What another scheduler's words say, before it is known which devices the container gets.
+"""The parsed values of another scheduler, before the devices of the container are known.
 
-    Limit, Beyond, Demand                       plain data
-    memory, number, fraction, percent, flag     values as these systems write them; RequestError quotes name and value
-    once(said)                                  -> each name once, contradictory duplicates refused
+    Limit, Beyond, ParsedRequest                plain data
+    memory, number, fraction, percent, flag     parse values of these systems; RequestError quotes name and value
+    once(values)                                -> each name once; contradicting duplicates are refused
 
-Loaded only when a word of another scheduler occurs.
+Loaded only if a variable of another scheduler occurs.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _MAX_DIGITS = 20
 
 
 class Limit(NamedTuple):
-    """How much of which devices. `device`: a slot, the uuid of a GPU, or None for every device. `size` is bytes of
+    """A limit on some devices. `device`: a slot, the uuid of a GPU, or None for every device. `size` is bytes of
     memory or percent of compute; `part` a fraction of the device as two integers. Neither: no limit."""
 
     said: Value
     device: Union[None, int, str] = None
     size: Optional[int] = None
     part: Optional[tuple[int, int]] = None
-    beside: tuple[Value, ...] = ()  # what else was used for it
+    beside: tuple[Value, ...] = ()  # other values that it depends on
 
     @property
     def is_none(self) -> bool:
-        """Whether it says that there is no limit."""
+        """Whether it means "no limit"."""
         return self.size is None and self.part is None
 
 
 class Beyond(NamedTuple):
-    """Whether limits of memory, of one GPU or (None) of all others, are for device and host memory together. `scaling`:
-    how many times their part on the device; None: the node says it, 1.0 and less: it lies on the device."""
+    """Whether memory limits, of one GPU or (None) of all other GPUs, cover device and host together. `scaling`: the
+    limit as a multiple of its device part. None: the node's value; 1.0 or less: device memory only."""
 
     said: Value
     device: Optional[str] = None
@@ -49,7 +49,7 @@ class Beyond(NamedTuple):
 
 
 class ParsedRequest(NamedTuple):
-    """What one dialect says. `devices`: those that it names itself, by the word `named`."""
+    """The request of one dialect. `devices`: the devices that it names, by the value `named`."""
 
     dialect: str
     memory: tuple[Limit, ...] = ()
@@ -59,15 +59,15 @@ class ParsedRequest(NamedTuple):
     prioritised: Optional[Value] = None
     devices: Optional[Selection] = None
     named: Optional[Value] = None
-    wanted: int = 0  # number of devices, where nobody names them
-    alias: str = ""  # what the same system writes into NVIDIA_VISIBLE_DEVICES for these devices, with another meaning
-    off: tuple[tuple[Value, str], ...] = ()  # words that switch limits off: (word, memory | compute | everything)
+    wanted: int = 0  # number of devices, if none are named
+    alias: str = ""  # its NVIDIA_VISIBLE_DEVICES for these devices, which has another meaning
+    off: tuple[tuple[Value, str], ...] = ()  # values that switch limits off: (value, memory | compute | everything)
     ignored: tuple[str, ...] = ()
     beyond: tuple[Beyond, ...] = ()
 
 
 def once(said: Iterable[Value]) -> tuple[Value, ...]:
-    """Each name once. Equal duplicates are harmless."""
+    """Return each name once. Equal duplicates are accepted."""
     found: dict[str, list[Value]] = {}
     for one in said:
         found.setdefault(one.name, []).append(one)
@@ -77,7 +77,7 @@ def once(said: Iterable[Value]) -> tuple[Value, ...]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Digits with a dot, and what is behind them."""
+    """Split a decimal number from its unit."""
     end = len(text)
     while end and not (text[end - 1].isdigit() or text[end - 1] == "."):
         end -= 1
@@ -85,7 +85,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _fraction(text: str, decimals: bool) -> Optional[tuple[int, int]]:
-    """`1.5` as (15, 10). Not `010`, which C's strtoul takes for 8, nor a sign or an exponent."""
+    """Parse `1.5` as (15, 10). Refuse `010`, which C's strtoul parses as 8, signs and exponents."""
     whole, dot, part = text.partition(".")
     digits = whole + part
     if not digits.isascii() or not whole.isdigit() or len(digits) > _MAX_DIGITS:
@@ -96,7 +96,7 @@ def _fraction(text: str, decimals: bool) -> Optional[tuple[int, int]]:
 
 
 def memory(said: Value, units: dict[str, int], decimals: bool = False, hint: str = "", value: str = "") -> int:
-    """Bytes. Zero is refused: none of these systems writes it on purpose, and it must not mean all of the device."""
+    """Parse bytes. Refuse zero: no system writes it on purpose, and it must not mean the whole device."""
     text, unit = _split((value or said.value).strip())
     amount = _fraction(text, decimals)
     if amount is None or unit.lower() not in units:
@@ -110,7 +110,7 @@ def memory(said: Value, units: dict[str, int], decimals: bool = False, hint: str
 
 
 def number(said: Value, low: int, high: int, what: str) -> int:
-    """A whole number in a range."""
+    """Parse a whole number in a range."""
     amount = _fraction(said.value.strip(), decimals=False)
     if amount is None or not low <= amount[0] <= high:
         raise wrong(said.name, said.value, f"not {what}", f"write a whole number from {low} to {high}")
@@ -118,7 +118,7 @@ def number(said: Value, low: int, high: int, what: str) -> int:
 
 
 def fraction(said: Value, what: str) -> tuple[int, int]:
-    """A number with decimals, as two integers."""
+    """Parse a number with decimals as two integers."""
     amount = _fraction(said.value.strip(), decimals=True)
     if amount is None or amount[0] == 0:
         raise wrong(said.name, said.value, f"not {what}", "write a number above 0 such as 0.5")
@@ -126,13 +126,13 @@ def fraction(said: Value, what: str) -> tuple[int, int]:
 
 
 def percent(said: Value, device: Union[None, int, str] = None) -> Limit:
-    """Compute as these systems write it: 0 and 100 are no limit."""
+    """Parse a percentage of compute; 0 and 100 are no limit."""
     size = number(said, 0, 100, "a percentage")
     return Limit(said, device, size if 0 < size < 100 else None)
 
 
 def flag(said: Value) -> bool:
-    """A switch: true, false, 1, 0 and the like."""
+    """Parse a switch: true, false, 1, 0 and similar."""
     word = said.value.strip().lower()
     if word not in (*TRUE, *FALSE):
         raise wrong(said.name, said.value, "neither true nor false", "write true or false")

@@ -1,16 +1,15 @@
-"""The table of dialects: what each system writes into a container's description, with its units and its traps.
+"""The table of dialects: the variables and annotations of each system, with their units and traps.
 
     ROWS                            every dialect; docs/dialects.md and the launcher's triggers are written from it
-    SCHEDULERS                      those of other schedulers: read when one of their words occurs, see merge.py
-    BEGINNINGS, KEYS                of variables, and whole annotations, without which these ask for nothing; and
-    KEY_BEGINNINGS                  what such an annotation begins with
-    WORDS                           beginnings of all their variables
-    spoken(env, annotations)        -> tuple[Spoken, ...]    which of them occur in a container, and with which words
-    reader(row)                     -> the function that reads them: `read` of the module with the row's name
+    SCHEDULERS                      those of other schedulers, parsed if one of their variables occurs; see merge.py
+    BEGINNINGS, KEYS                prefixes of variables, and annotations, that can be a request; and
+    KEY_BEGINNINGS                  prefixes of such annotations
+    WORDS                           prefixes of all their variables
+    matches(env, annotations)       -> tuple[Match, ...]     the rows that occur in a container, with their values
+    reader(row)                     -> the parser: `read` of the module with the row's name
 
-A new system is a row here, a file beside this one, and `make docs`. A start loads triggers.py, which is written from
-this; the table and the readers of rows only when one of their words occurs.
-"""
+A new system is a row here, a module beside this one, and `make docs`. A start loads triggers.py, which is generated
+from this table; it loads the table and the parsers only if one of their variables occurs."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 
 from . import Env
 
-# What a word is about
+# Subjects of a key
 MEMORY, COMPUTE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
     "memory", "compute", "devices", "priority", "beyond", "switch", "everything", "other",
 )  # fmt: skip
@@ -27,7 +26,7 @@ _ASKS = (MEMORY, COMPUTE, DEVICES, EVERYTHING)
 
 
 class Key(NamedTuple):
-    """One variable or annotation. `number`: what the n of NAME_n counts, slot or index; "" where none follows."""
+    """One variable or annotation. `number`: what the n of NAME_n counts, slot or index; "": there is none."""
 
     name: str
     about: str
@@ -35,9 +34,9 @@ class Key(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One dialect. `memory`, `compute`: how amounts are written. `gate`: a variable without which the others are
-    somebody else's. `asks` False: its words say how much of a device that others name. `container`: an annotation that
-    says which container of a pod the others are for."""
+    """One dialect. `memory`, `compute`: the format of amounts. `gate`: a variable without which the others belong to
+    another program. `asks` False: it only sets how much of a device that another dialect names. `container`: an
+    annotation that names the container of a pod to which the others apply."""
 
     name: str
     system: str
@@ -52,12 +51,12 @@ class Row(NamedTuple):
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the n of its NAME_n stands for a device of the host."""
+        """Whether the n of its NAME_n is a device of the host."""
         return any(word.number == "index" for word in self.variables)
 
 
 class Value(NamedTuple):
-    """A word as it occurs. `number` is the n of NAME_n."""
+    """A variable or annotation with its value. `number` is the n of NAME_n."""
 
     word: Key
     name: str
@@ -66,7 +65,7 @@ class Value(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A row with those of its words that occur and are not empty."""
+    """A row with its values that occur and are not empty."""
 
     row: Row
     said: tuple[Value, ...]
@@ -249,7 +248,7 @@ def _beginnings(row: Row) -> tuple[str, ...]:
 
 
 def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Without those that begin with another: a text without the shorter one is without both."""
+    """Drop prefixes that begin with another one: a text without the shorter has neither."""
     return tuple(name for name in names if not any(name != other and name.startswith(other) for other in names))
 
 
@@ -258,8 +257,8 @@ BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(
 KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
 
 
-def _said(name: str, value: str) -> Optional[tuple[Row, Value]]:
-    """A variable as a word: NAME, or NAME_n where it can be numbered."""
+def _value_of(name: str, value: str) -> Optional[tuple[Row, Value]]:
+    """Return a variable as a Value: NAME, or NAME_n if its key is numbered."""
     if name in _WORDS:
         row, word = _WORDS[name]
         return row, Value(word, name, value)
@@ -271,14 +270,14 @@ def _said(name: str, value: str) -> Optional[tuple[Row, Value]]:
 
 
 def matches(env: Env, annotations: dict[str, str]) -> tuple[Match, ...]:
-    """The rows of which a word occurs. Empty values are as good as none, but for those that are numbered by index: to
-    vgpu-manager they say that a device has no limit."""
+    """Return the rows that occur. Empty values do not count, except in keys numbered by index: for vgpu-manager they
+    mean that a device has no limit."""
     words = [(name, value) for name, value in env if name.startswith(WORDS) and name not in KEYS]
     words += [(key, value) for key, value in annotations.items() if key in KEYS]
     if not words:
         return ()
     found: dict[str, list[Value]] = {}
-    for pair in map(_said, *zip(*words)):
+    for pair in map(_value_of, *zip(*words)):
         if pair is not None and (pair[1].value.strip() or pair[1].word.number == "index"):
             found.setdefault(pair[0].name, []).append(pair[1])
     rows = [Match(row, tuple(found[row.name])) for row in SCHEDULERS if row.name in found]
@@ -286,7 +285,7 @@ def matches(env: Env, annotations: dict[str, str]) -> tuple[Match, ...]:
 
 
 def reader(row: Row) -> Callable[..., Any]:
-    """`read` of dialects/<name>.py: (said, inventory) -> Demand."""
+    """Return `read` of dialects/<name>.py: (values, inventory) -> ParsedRequest."""
     module = __import__(f"{__package__}.{row.name.replace('-', '_')}", fromlist=["read"])
     found: Callable[..., Any] = module.read
     return found

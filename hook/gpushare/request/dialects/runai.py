@@ -1,11 +1,11 @@
 """Run:ai and its KAI scheduler: GPU_PORTION, in older versions RUNAI_NUM_OF_GPUS; annotations gpu-fraction, gpu-memory.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: KAI's binder (plugins/gpusharing, common.SetGPUPortion) writes one portion such as 0.50 into both variables of
 the container that shares a GPU, and NVIDIA_VISIBLE_DEVICES; its constants have the pod's annotations, of which
 gpu-memory is in MiB. An annotation reaches every container of the pod, and the portion follows from it: where there is
-a portion, it is what counts. Run:ai's documentation of dynamic fractions: RUNAI_GPU_MEMORY_LIMIT (0.75, or a quantity
+a portion, it counts. Run:ai's documentation of dynamic fractions: RUNAI_GPU_MEMORY_LIMIT (0.75, or a quantity
 such as 4G or 500000000) is the most that a container may take while others leave it, never less than its request.
 """
 
@@ -22,7 +22,7 @@ _CEILING = "RUNAI_GPU_MEMORY_LIMIT"
 
 
 def _quantity(one: Value) -> Limit:
-    """A fraction up to 1, or a quantity as Kubernetes writes it."""
+    """Parse a fraction up to 1, or a Kubernetes quantity."""
     text = one.value.strip()
     unit = text.lstrip("0123456789.")
     if text == "1" or (not unit and "." in text):
@@ -39,7 +39,7 @@ def _part(one: Value) -> Limit:
 
 
 def _whole(one: Value) -> int:
-    """2 is two devices, without limits."""
+    """Parse a whole number: 2 means two devices without limits."""
     top, bottom = fraction(one, "a fraction of a device")
     return top // bottom
 
@@ -51,8 +51,8 @@ def _limit(one: Value) -> Limit:
 
 
 def _counts(limits: list[Limit]) -> tuple[Limit, ...]:
-    """The portion of this container, else what the pod requests, else the most that it may have. A request in MiB may
-    be a little more than that: older versions count in MB."""
+    """Return the portion of this container, else the pod's request, else its maximum. A request in MiB may exceed the
+    maximum a little: older versions count in MB."""
     portions = [limit for limit in limits if limit.said.name not in (*KEYS, _CEILING)]
     requests = [limit for limit in limits if limit.said.name in KEYS]
     ceiling = [limit for limit in limits if limit.said.name == _CEILING]

@@ -1,6 +1,6 @@
 """Tencent's gpu-manager: annotations tencent.com/vcuda-core, -core-limit, -memory and -device.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: gpu-manager (pkg/types: a block of memory is 256 MiB; pkg/services/virtual-manager: with 100 cores and more
 limits are off, with vcuda-core-limit the container may use up to that much while others are idle; vcuda-device holds
@@ -46,7 +46,7 @@ def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     cores = number(core, 1, 1600, "a number of hundredths") if core is not None else 0
     if core is not None and cores > 100 and cores % 100:
         raise wrong(core.name, core.value, "neither below 100 nor a multiple of it", "write 50, 100 or 200")
-    if core is not None and cores >= 100:  # whole devices: gpu-manager switches its limits off
+    if core is not None and cores >= 100:  # whole devices: gpu-manager lifts its limits
         parsed = parsed._replace(compute=(Limit(core),), memory=(Limit(blocks),) if blocks is not None else ())
         return parsed if parsed.devices else parsed._replace(memory=parsed.memory or (Limit(core),))
     if blocks is not None:

@@ -1,4 +1,4 @@
-"""What a start must know of dialects/registry.py, which is loaded only when one of these occurs. Written
+"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. Written
 from it by `make docs`; a test compares. Start path."""
 
 # Beginnings of variables that ask for something

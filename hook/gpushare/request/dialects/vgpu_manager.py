@@ -1,6 +1,6 @@
 """vgpu-manager: CUDA_MEM_LIMIT_i, CUDA_CORE_LIMIT_i, CUDA_CORE_SOFT_LIMIT_i, where i is a device.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: vgpu-manager's library (loader: iec_to_bytes, get_mem_limit and the others): decimals; k, m, g and t are
 1024-based; the numbered variable wins over the one without a number; i is the place in the list of devices. Its
@@ -24,18 +24,18 @@ from . import parse_devices
 from .parsed_request import BINARY, Beyond, Limit, ParsedRequest, flag, fraction, memory, percent
 from .registry import DEVICES, Value
 
-_NONE = "GPU-00000000-0000-0000-0000-000000000000"  # of a device that is not this container's
+_NONE = "GPU-00000000-0000-0000-0000-000000000000"  # a device of another container
 
 
 class Numbers(NamedTuple):
-    """What NAME_i stands for: i -> how the device is named there, by which word. `named`: that word."""
+    """The meaning of NAME_i: i -> name of the device. `named`: the value that defines it."""
 
     devices: dict[int, str]
     named: Optional[Value]
 
 
 def _places(one: Value) -> dict[int, str]:
-    """Place in the list -> device. MANAGER_VISIBLE_DEVICES has one for each device of the host."""
+    """Return place in the list -> device. MANAGER_VISIBLE_DEVICES has a place for each device of the host."""
     words = (word.strip(" '\"") for word in one.value.split(","))
     return {place: word for place, word in enumerate(words) if word not in ("", _NONE)}
 
@@ -65,12 +65,12 @@ def _plain(numbers: set[int]) -> str:
 
 
 def _gpu(one: Value, word: str, inventory: Inventory) -> Device:
-    """The device, or one of the parts of a divided one."""
+    """Return the device, or a part of a divided one."""
     return find_devices(one.name, one.value, word, inventory)[0]
 
 
 def _device(one: Value, numbers: Numbers, inventory: Inventory) -> Optional[str]:
-    """The uuid of the GPU that this word is about, None for all."""
+    """Return the uuid of the GPU of this value; None for all."""
     if one.number is None:
         return None
     if one.number in numbers.devices:
@@ -86,7 +86,7 @@ def _device(one: Value, numbers: Numbers, inventory: Inventory) -> Optional[str]
 
 
 def _oversold(said: tuple[Value, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
-    """Of each device that has words of its own, and of all others."""
+    """Return the oversold settings of each device with its own values, and of all other devices."""
     ratios: dict[Optional[str], tuple[Value, float]] = {}
     sold: dict[Optional[str], tuple[Value, bool]] = {}
     for one in said:
@@ -122,7 +122,7 @@ def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     soft = bool(limited) and all(_is_soft(limit, may) for limit in limited)
     beside = tuple(limit.said for limit in limits["CUDA_CORE_SOFT_LIMIT"]) if soft else ()
     if limited and None not in {limit.device for limit in hard}:
-        hard += (Limit(limited[0].said),)  # a device that is not named has all of its time
+        hard += (Limit(limited[0].said),)  # other devices have no compute limit
     text = ",".join(numbers.devices.values())
     devices = parse_devices(numbers.named.name, text, inventory, any_allowed=False) if numbers.named else None
     off = tuple((one, "everything") for one in said if one.word.name == "DISABLE_VGPU_CONTROL" and flag(one))
@@ -139,7 +139,7 @@ def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
 
 
 def _is_soft(limit: Limit, may: dict[Union[None, int, str], Optional[int]]) -> bool:
-    """Whether more than this limit is allowed while others are idle. A soft limit of 100 is there, and none."""
+    """Return whether the container may exceed this limit while others are idle. A soft limit of 100 counts."""
     if limit.device not in may and None not in may:
         return False
     top = may.get(limit.device, may.get(None))

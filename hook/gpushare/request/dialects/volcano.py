@@ -1,6 +1,6 @@
 """Volcano's GPU share: VOLCANO_GPU_ALLOCATED of VOLCANO_GPU_MEMORY_TOTAL; NVIDIA_VISIBLE_DEVICES names the device.
 
-    read(said, inventory) -> Demand
+    read(values, inventory) -> ParsedRequest
 
 Sources: Volcano's user guides "how to use gpu sharing" (VOLCANO_GPU_MEMORY_TOTAL=11178, VOLCANO_GPU_ALLOCATED=1024,
 both in MB) and "how to use gpu number" (only VOLCANO_GPU_ALLOCATED=1: whole devices).

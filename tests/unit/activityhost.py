@@ -1,4 +1,4 @@
-"""devices/<uuid> as leases have made it, read as a container reads it."""
+"""The files of devices/<uuid>, created by leases and read as a container reads them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reserve(state: str, name: str, memory_bytes: int = 1 << 26, count: int = 1, 
 
 
 def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
-    """(numbers, generation) as a container reads them: bit by bit."""
+    """(numbers, generation) as a container reads them, bit by bit."""
     data = Path(activity_files.directory(state, uuid), "index").read_bytes()
     fields = shm_abi.packer("gs_peers").unpack(data)
     assert fields[:3] == (shm_abi.PEERS_MAGIC, shm_abi.ABI_VERSION, len(data))
@@ -40,7 +40,7 @@ def index(state: str, uuid: str = UUID) -> tuple[frozenset[int], int]:
 
 
 def granted(state: str, number: int, uuid: str = UUID) -> int:
-    """What a container reads that `number` may have."""
+    """The grant of container `number`, as another container reads it."""
     data = Path(activity_files.directory(state, uuid), "index").read_bytes()
     at = shm_abi.offset("gs_peers", "granted") + 8 * number
     return int.from_bytes(data[at : at + 8], "little")
