@@ -154,13 +154,13 @@ def test_leftovers_of_tenants_do_not_block_the_daemon_s_start(
     words = ["runc", "--root", str(one.bundle / "runtime"), "exec", "--env", f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"]
     name = "/tmp/nvidia-cuda-mps-control"
     words += [one.id, "sh", "-c", f"ln -s /bin/sh {name}; exec {name} -c 'echo; read line' -d"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as liar:
-        assert liar.stdin and liar.stdout
-        assert liar.stdout.readline() == b"\n"
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forger:
+        assert forger.stdin and forger.stdout
+        assert forger.stdout.readline() == b"\n"
         start(host)
-        assert liar.poll() is None
-        liar.stdin.close()
-        assert liar.wait(30) == 1  # end of file, not a signal
+        assert forger.poll() is None
+        forger.stdin.close()
+        assert forger.wait(30) == 1  # end of file, not a signal
     assert [name for name in os.listdir(folder / "shm") if not name.startswith("cuda.shm.")] == []
     assert client(one)["multiprocessors"] == 15
 

@@ -38,16 +38,16 @@ QUIET = {
 }
 # A fault -> its alert, and the time when it fires
 CASES = {
-    "a bypass, as counted": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
-    "a bypass, as it is": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
-    "a limit that is near": ("GpushareMemoryNearLimit", "20m", {"gpushare_memory_used_bytes": "96x60"}),
-    "a limit that is hit": ("GpushareAllocationsRefused", "10m", {"gpushare_oom_total": "0 0 0 0 0 1x60"}),
-    "held back": ("GpushareThrottled", "50m", {"gpushare_throttled_seconds_total": "0+40x60"}),
-    "somebody else": ("GpushareUnsharedMemory", "20m", {"gpushare_device_memory_unshared_bytes": "2000000000x60"}),
-    "a lease that is damaged": ("GpushareLeaseDamaged", "10m", {"gpushare_damaged_leases": "1x60"}),
+    "bypass counter": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
+    "current bypass": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
+    "limit nearly reached": ("GpushareMemoryNearLimit", "20m", {"gpushare_memory_used_bytes": "96x60"}),
+    "limit reached": ("GpushareAllocationsRefused", "10m", {"gpushare_oom_total": "0 0 0 0 0 1x60"}),
+    "throttled": ("GpushareThrottled", "50m", {"gpushare_throttled_seconds_total": "0+40x60"}),
+    "use outside shares": ("GpushareUnsharedMemory", "20m", {"gpushare_device_memory_unshared_bytes": "2000000000x60"}),
+    "damaged lease": ("GpushareLeaseDamaged", "10m", {"gpushare_damaged_leases": "1x60"}),
     "no driver": ("GpushareBlind", "10m", {"gpushare_driver_up": "0x60"}),
     "no state": ("GpushareBlind", "10m", {"gpushare_state_up": "0x60"}),
-    "no look": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
+    "no measurement": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
 }
 
 
@@ -84,7 +84,7 @@ def test_each_condition_fires_only_its_alert(tmp_path: Path) -> None:
     """A host with one fault has only that fault's alert; a healthy host has none."""
     assert {alert for alert, _, _ in CASES.values()} == rules().keys()
     tests = []
-    for what, (alert, at, amiss) in {**CASES, "quiet": ("", "55m", {})}.items():
+    for what, (alert, at, amiss) in {**CASES, "no fault": ("", "55m", {})}.items():
         series = {name: (labels, amiss.get(name, values)) for name, (labels, values) in QUIET.items()}
         labels_of = dict.fromkeys([alert], *(QUIET[name][0] for name in amiss))
         tests.append(

@@ -116,7 +116,7 @@ class Churn:
             one.pid = int((one.bundle / "pid").read_text())
         elif not wanted:
             self.stage.record_error(f"{one.id}: create ended with {code}, without a kill: {one.stderr}")
-            return "nobody"
+            return "none"
         return wanted
 
     def live(self, one: Container, dice: random.Random, victim: str) -> None:
