@@ -1,4 +1,4 @@
-"""Fixtures for all tests. The parts themselves are in tests/support, and usable without pytest."""
+"""Fixtures for all tests. Their helpers are in tests/support and work without pytest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mounts of a test run are its own: nothing is left on the machine, even when the run is killed."""
+    """Give the test run its own mount namespace: no mount is left on the machine, even if the run is killed."""
     if config.getoption("programs"):
         host.use_programs(config.getoption("programs"))
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in a shell's background, and what tests start in it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # background run of a shell, and what its tests start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.geteuid() == 0:
         host.enter_private_mounts()
@@ -56,14 +56,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Orphans that we adopted and that have ended must not surprise a test that looks at its own children."""
+    """Reap adopted orphans that have ended: a test that inspects its own children must not find them."""
     processes.reap_zombies()
 
 
 @pytest.fixture(scope="session")
 def userland() -> Iterator[nvidia_userland.Userland]:
-    """A real NVIDIA user-space driver, unpacked once into build/userland. For root its NVML makes the control node
-    where there is none; that goes again."""
+    """A real NVIDIA user-space driver, unpacked once into build/userland. As root its NVML creates a missing control
+    node; the fixture removes that node."""
     control = Path("/dev/nvidiactl")
     was_there = control.exists()
     try:
@@ -93,7 +93,7 @@ def simhost(make_host: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def state_dir(tmp_path: Path) -> Iterator[Path]:
-    """An empty state directory; what gets mounted below it is unmounted."""
+    """An empty state directory; the fixture unmounts all mounts below it."""
     path = tmp_path / "state"
     path.mkdir()
     yield path
@@ -112,7 +112,7 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_node(tmp_path: Path) -> Iterator[Callable[..., host.Node]]:
-    """make_node(driver_root, name="node", **config keys) -> host.Node with its own state."""
+    """make_node(driver_root, name="node", **config keys) -> host.Node with a separate state directory."""
     made: list[host.Node] = []
 
     def make(driver_root: Path, name: str = "node", **config: Any) -> host.Node:
@@ -145,14 +145,14 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fails a test that leaves a mount or a process behind. Use it first, so that it looks last."""
+    """Fail a test that leaves a mount or a process behind. Request it first, so that it checks last."""
     mounts, children = set(rootfs.mount_points()), set(processes.children())
     yield
-    # Mounts of a device's pages and of idmap.py stay as long as the state directory
+    # Mounts of activity files and of idmap.py stay as long as the state directory
     stays = {f"{point}/{name}" for point in mounts for name in ("devices", "idmap")}
     left = [point for point in rootfs.mount_points() if point not in mounts and os.path.dirname(point) not in stays]
     assert not left, f"mounts left behind: {left}"
     left_over = {pid: command for pid, command in processes.children().items() if pid not in children}
-    # What asks the kernel to hurry a start (hook/launcher/cgroup_lock_warmup.c) may outlive it by a moment.
+    # The cgroup lock warm-up (hook/launcher/cgroup_lock_warmup.c) may outlive a start by a moment.
     running = {pid: command for pid, command in left_over.items() if processes.wait_exit(pid, 2) is None}
     assert not running, f"processes left behind: {running}"

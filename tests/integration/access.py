@@ -1,5 +1,5 @@
-"""What holds for a container's devices under either version of cgroup: test_cgroup_v1.py and test_cgroup_v2.py have
-these tests, each with views of its own."""
+"""Tests of device access for both cgroup versions; test_cgroup_v1.py and test_cgroup_v2.py run them in their own
+views."""
 
 from __future__ import annotations
 

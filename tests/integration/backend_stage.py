@@ -1,4 +1,4 @@
-"""A host that has every backend, and a container that asked for one of them (test_backends.py)."""
+"""A host with every backend, and a container that requests one of them (test_backends.py)."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Kernel:
             (self.leaf(container) / name).write_text("")
 
     def limits(self, container: Container) -> set[str]:
-        """What is said of the container, wherever the host says it."""
+        """All limits that the host records for the container."""
         return {text for name in ("dmem.max", "dmem.min") if (text := (self.leaf(container) / name).read_text())}
 
 
 class Driver(Kernel):
-    """The same where the kernel has no such controller, and the driver holds limits of cgroups that NVML was told."""
+    """A host without the kernel controller: the driver enforces limits of the cgroups that NVML was given."""
 
     def __init__(self, root: Path, bus_ids: list[str]) -> None:
         super().__init__(root, bus_ids)
@@ -72,7 +72,7 @@ class Driver(Kernel):
         return super().limits(container) | {f"{regions[uuid]} {size}" for uuid, sizes in last.items() for size in sizes}
 
 
-# How a host comes to have what a row needs, beside the cgroup tree, and what asks for it
+# How a host gets what a row needs, beside the cgroup tree, and the variable that requests it
 PREPARE: dict[str, Callable[[Node], object]] = {"mps": lambda node: must(node, "mps", "start", "--device", "0")}
 ASKS = {backends.BEYOND.name: {"GPUSHARE_OVERSUBSCRIBE": "true"}}
 
@@ -84,7 +84,7 @@ def must(node: Node, *command: str) -> str:
 
 
 class Stage:
-    """A host that has every backend, and one container, which asked for one of them."""
+    """A host with every backend, and one container that requests one of them."""
 
     def __init__(
         self, directory: Path, state: Path, name: str, row: str, way: str, kernel: type[Kernel], low: str
@@ -106,7 +106,7 @@ class Stage:
         write_config(self.node.config, self.root, runtime={"path": shutil.which(self.low)}, **more)
 
     def container(self, *command: str, **env: str) -> Container:
-        """One more, not made yet."""
+        """Return another container, not yet created."""
         asks = ASKS.get(self.row.name, {"GPUSHARE_BACKEND": self.row.name})
         arguments = {"env": {**ASKED, **asks, **env}, "mounts": python_mounts(PROGRAM), **self.node.way(self.way)}
         one = Container(self.directory / "c", list(command) or ["sleep", "inf"], **arguments)
@@ -121,28 +121,28 @@ class Stage:
         finally:
             made.close()
 
-    def holder(self, limit: str) -> str:
-        """Who holds it, as the table has it: the shim what the row is not for."""
+    def enforcer(self, limit: str) -> str:
+        """Return the enforcer of a limit according to the table; the shim for a limit that the row does not enforce."""
         return self.row.name if limit in self.row.enforces else backends.SHIM
 
-    def take(self, *words: str, clear: bool = False, **env: str) -> dict[str, Any]:
-        """What a program sees and gets that begins now."""
+    def take(self, *args: str, clear: bool = False, **env: str) -> dict[str, Any]:
+        """Return what a new program sees and gets."""
         prefix = ("env", "-i") if clear else ()
         options = tuple(word for pair in env.items() for word in ("--env", "=".join(pair)))
-        done = self.main.exec(*prefix, *TAKER, *words, options=options)
+        done = self.main.exec(*prefix, *TAKER, *args, options=options)
         assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        report: dict[str, Any] = json.loads(done.stdout)
+        return report
 
     def peak_bytes(self) -> int:
         return peak_bytes(self.root, os.stat(f"/proc/{self.main.pid}/ns/pid").st_ino)
 
-    def site(self, **words: Any) -> Site:
-        """As a start sees it that asks for `words`."""
+    def site(self, **fields: Any) -> Site:
+        """Return the host as a start with these fields of a request sees it."""
         settings = config.load_config(str(self.node.config))._replace(state_dir=str(self.node.state))
         host = model.Node(settings, inventory.read_inventory(str(self.root)))
         request = model.Request(
-            "own", **{"selection": model.Selection("list", names=("0",)), "capabilities": (), **words}
+            "own", **{"selection": model.Selection("list", names=("0",)), "capabilities": (), **fields}
         )
         ledger = placement.ledger_of(leases.view(str(self.node.state)).live, settings.policy)
         return Site(host.inventory.devices[0], request, host, ledger)

@@ -1,4 +1,4 @@
-"""Starts by gpushare-runtime that must be refused in one line, and leave nothing."""
+"""Starts by gpushare-runtime that must be refused in one line and leave nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MakeContainer = Callable[..., Container]
 MakeNode = Callable[..., Node]
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 USAGE, CONFIG, DEVICE, KERNEL = 64, 78, 69, 71  # errors.py
-MAX_LINE = 600  # characters that a person may be asked to read
+MAX_LINE = 600  # the longest acceptable message
 
 
 def traces(node: Node) -> list[str]:
-    """What a start leaves in the state directory, and mounts there."""
+    """Return all traces of starts in the state directory, and its mounts."""
     return node.left()
 
 
 def files(directory: Path) -> dict[str, Any]:
-    """A bundle's files: content of regular ones, else the file's kind and inode."""
+    """Return a bundle's files: the content of regular files, the kind and inode of others."""
     found: dict[str, Any] = {}
     for path in directory.iterdir():
         status = path.lstat()
@@ -33,9 +33,9 @@ def files(directory: Path) -> dict[str, Any]:
     return found
 
 
-def refused(node: Node, one: Container, code: int, *words: str, prefix: tuple[str, ...] = (), id: str = "") -> str:
-    """`create` of a bundle that must fail with `code`. Returns the line; asserts that it is one, in both places, that
-    it names each of `words`, and that nothing was done."""
+def refused(node: Node, one: Container, code: int, *quoted: str, prefix: tuple[str, ...] = (), id: str = "") -> str:
+    """Run `create` of a bundle that must fail with `code`, and return its line. Assert that both places have exactly
+    one line, that the line names each of `quoted`, and that nothing was done."""
     log = one.bundle.parent / f"{one.id}.log"
     flags = ["--log", str(log), "--log-format", "json"]
     before = files(one.bundle)
@@ -45,7 +45,7 @@ def refused(node: Node, one: Container, code: int, *words: str, prefix: tuple[st
     assert (done.returncode, done.stdout) == (code, b""), text
     assert text.startswith("gpushare: ") and text.count("\n") == 1 and text.endswith("\n"), text
     assert text[:-1].isprintable() and len(text) < MAX_LINE, text
-    assert "internal error" not in text and not [word for word in words if word not in text], text
+    assert "internal error" not in text and not [part for part in quoted if part not in text], text
     (entry,) = map(json.loads, log.read_text().splitlines())
     assert (entry["level"], entry["msg"]) == ("error", text[:-1])
     log.unlink()
@@ -55,7 +55,7 @@ def refused(node: Node, one: Container, code: int, *words: str, prefix: tuple[st
 
 
 def starts(node: Node, container: MakeContainer) -> None:
-    """The host still works."""
+    """Assert that the host still starts containers."""
     one = container(["true"], env={"GPUSHARE_MEMORY": "16Gi"}, runtime=node.runtime())
     assert one.run() == 0, one.stderr
     one.delete()

@@ -1,4 +1,4 @@
-"""The snapshot for aarch64, which tools/aarch64 cross-compiles, run by qemu-user: make test-aarch64."""
+"""The aarch64 snapshot that tools/aarch64 cross-compiles, run by qemu-user: make test-aarch64."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def _made() -> None:
 
 
 def segments(path: Path) -> list[tuple[int, ...]]:
-    """(type, flags, offset, address, physical address, bytes in the file, bytes in memory, alignment) of each."""
+    """(type, flags, offset, address, physical address, bytes in the file, bytes in memory, alignment) of each
+    segment."""
     data = path.read_bytes()
     first, count = struct.unpack_from("<32xQ16xH", data)
     return [struct.unpack_from("<IIQQQQQQ", data, at) for at in range(first, first + 56 * count, 56)]
 
 
 def outcome(program: str, node: Node, stage: str, text: str) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of "snapshot" or "ordinary"; the state comes in a file, as from the
+    """(exit code, standard output, standard error) of "snapshot" or "ordinary". The state is a file, as from the
     launcher."""
     words = [THERE / "bin" / program, "--config", node.config, "--state", node.state, stage]
     with tempfile.TemporaryFile("w+") as state:
@@ -48,7 +49,7 @@ def outcome(program: str, node: Node, stage: str, text: str) -> tuple[int, str, 
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 16384, LARGEST_PAGE])
-def test_it_goes_on_with_pages_of_each_size(page_bytes: int) -> None:
+def test_snapshot_starts_with_each_page_size(page_bytes: int) -> None:
     done = subprocess.run(["qemu-aarch64", "-p", str(page_bytes), SNAPSHOT], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -73,13 +74,13 @@ def test_segments_fit_the_largest_page() -> None:
         ("nothing", "", 64),
     ],
 )
-def test_it_ends_as_the_ordinary_program_does(node: Node, stage: str, text: str, code: int) -> None:
+def test_outcome_equals_that_of_the_ordinary_program(node: Node, stage: str, text: str, code: int) -> None:
     seen = outcome("snapshot", node, stage, text)
     assert seen == outcome("ordinary", node, stage, text)
     assert seen[0] == code and (seen[2].startswith("gpushare: ") or text == json.dumps(STATE))
 
 
-def test_it_frees_the_share_of_a_container(container: MakeContainer, node: Node) -> None:
+def test_poststop_releases_the_share(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "1000"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
     one.start()
     assert node.leases() == [one.id]
@@ -90,8 +91,8 @@ def test_it_frees_the_share_of_a_container(container: MakeContainer, node: Node)
     assert node.leases() == []
 
 
-def test_stale_configuration_is_read_by_the_ordinary_program(container: MakeContainer, node: Node) -> None:
-    """That needs modules in C, so the snapshot becomes the program beside it, which starts in this machine's Python."""
+def test_stale_configuration_starts_the_ordinary_program(container: MakeContainer, node: Node) -> None:
+    """Reading it needs modules in C: the snapshot executes the ordinary program beside it, in this machine's Python."""
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"})
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -1,4 +1,4 @@
-"""End-to-end fixtures. Every test in this directory also looks for what it left behind."""
+"""End-to-end fixtures. Every test in this directory also checks for leftovers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _docker_host(image_root: Path) -> Iterator[DockerHost]:
 
 @pytest.fixture
 def docker(_docker_host: DockerHost) -> Iterator[DockerHost]:
-    """A module's own docker, which nothing is left of after a test."""
+    """A module's own docker; each test leaves it empty."""
     yield _docker_host
     left = _docker_host.daemon.must("ps", "-aq").split()
     if left:
@@ -55,7 +55,7 @@ def _podman(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Podman
 
 @pytest.fixture
 def podman(_podman: Podman) -> Iterator[Podman]:
-    """A module's own podman, by either way in."""
+    """A module's own podman, with hook or runtime."""
     yield _podman
     _podman.settle()
     assert _podman.node.leases() == [], "a lease was left behind"
@@ -69,7 +69,7 @@ def _containerd(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Co
 
 @pytest.fixture
 def containerd(_containerd: Containerd) -> Iterator[Containerd]:
-    """A module's own containerd, by either way in."""
+    """A module's own containerd, with hook or runtime."""
     yield _containerd
     assert _containerd.node.leases() == [], "a lease was left behind"
 
@@ -81,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> Kills:
-    """At which points to kill: some, or, in `make test-kills`, a part of all."""
+    """Kill points to test: a sample, or a share of all points in `make test-kills`."""
     return Kills(request.node.nodeid, getattr(request, "param", 0))
 
 
@@ -101,7 +101,7 @@ def tenant(tmp_path: Path, node: Node) -> Iterator[Callable[..., Tenant]]:
 
 @pytest.fixture
 def pruned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For `gpushare run`: cgroups of programs that have ended go with their leases."""
+    """For `gpushare run`: remove cgroups of ended programs with their leases."""
     nodes = [request.getfixturevalue(name) for name in ("node", "two_gpus") if name in request.fixturenames]
     yield
     for node in nodes:
@@ -110,14 +110,14 @@ def pruned(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["hook", "runtime"])
 def way(request: pytest.FixtureRequest) -> str:
-    """Both ways into a container, for Node.way: what holds for one holds for the other."""
+    """The ways into a container, hook and runtime, for Node.way: both must behave alike."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def no_hybrid_cgroups() -> Iterator[None]:
-    """crun refuses a host with cgroup v1 and v2 at once; in this run's own mount namespace v2 can be out of sight."""
+    """Hide cgroup v2 in this run's mount namespace: crun refuses a host with both versions."""
     unified = Path("/sys/fs/cgroup/unified")
     hybrid = unified.is_dir() and os.path.ismount(unified)
     if hybrid:

@@ -1,5 +1,5 @@
-"""What a container may do with devices, tried rather than computed: open and mknod for a matrix of nodes, in a runc
-container whose cgroup is of one version. Used by test_cgroup_v1.py and test_cgroup_v2.py."""
+"""Device access of a container, measured: open and mknod for a matrix of nodes, in a runc container with one version of
+cgroup. Used by test_cgroup_v1.py and test_cgroup_v2.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpushare.system import cgroup, syscalls
 
 from tests.integration import ns_util
 
-# name -> (type, major, minor): runtime defaults, devices with a rule in the spec, granted ones, and ones nobody granted
+# name -> (type, major, minor): runtime defaults, devices with a rule in the spec, granted devices, and ungranted ones
 NODES = {
     "null": ("c", 1, 3),
     "zero": ("c", 1, 5),
@@ -38,7 +38,7 @@ EPERM, ENXIO = "Operation not permitted", "No such device or address"
 
 
 def spec(rootfs: Path, cgroup_name: str) -> dict[str, Any]:
-    """A container with a rule of its own beside the runtime's defaults: fuse may be read."""
+    """A container with an extra rule beside the runtime's defaults: fuse may be read."""
     made = ns_util.runc_spec(str(rootfs), cgroup_name)
     made["linux"]["resources"]["devices"] = [
         {"allow": False, "access": "rwm"},
@@ -48,7 +48,7 @@ def spec(rootfs: Path, cgroup_name: str) -> dict[str, Any]:
 
 
 def make_nodes(rootfs: Path) -> None:
-    """The nodes in the image, so that opening is a matter of the cgroup alone."""
+    """Create the nodes in the image, so that only the cgroup decides whether they open."""
     (rootfs / "nodes").mkdir()
     for name, (kind, major, minor) in NODES.items():
         mode = 0o020000 if kind == "c" else 0o060000
@@ -56,12 +56,12 @@ def make_nodes(rootfs: Path) -> None:
 
 
 def matrix(container: ns_util.Runc, rootfs: Path) -> dict[str, str]:
-    """Every open (by node and mode) and mknod (by node) -> "ok" or the kernel's reason, as a process in the container
-    gets them."""
+    """Return "ok" or the kernel's error for each open (by node and mode) and mknod (by node) of a process in the
+    container."""
     lines = []
     for name, (kind, major, minor) in NODES.items():
         for mode, redirection in MODES.items():
-            path = "/dev/ptmx" if name == "ptmx" else f"/nodes/{name}"  # devpts looks for its mount beside the node
+            path = "/dev/ptmx" if name == "ptmx" else f"/nodes/{name}"  # devpts expects its mount beside the node
             lines.append(f"t '{name} {mode}' 'exec 3{redirection}{path}'")
         lines.append(f"rm -f /tmp/made; t '{name} mknod' 'mknod /tmp/made {kind} {major} {minor}'")
     script = 't() { if e=$(sh -c "$2" 2>&1); then echo "$1|ok"; else echo "$1|$e"; fi; }\n' + "\n".join(lines)
@@ -73,7 +73,7 @@ def matrix(container: ns_util.Runc, rootfs: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(directory: Path, image: Path, prefix: Sequence[str] = ()) -> Iterator[tuple[ns_util.Runc, Path, int]]:
-    """(container, rootfs, init pid) of a started container that sleeps."""
+    """(container, rootfs, init pid) of a started, sleeping container."""
     rootfs = Path(shutil.copytree(image, directory / "rootfs", symlinks=True))
     make_nodes(rootfs)
     container = ns_util.Runc(directory / "bundle", {}, prefix)
@@ -114,7 +114,7 @@ def allow(view: View, pid: int, rules: Sequence[tuple[int, int]] = GRANTED) -> N
 
 
 def check_granted(before: dict[str, str], after: dict[str, str]) -> None:
-    """Exactly the granted devices changed: open now reaches the (absent) driver, mknod is what it was."""
+    """Assert that only the granted devices changed: open now reaches the (absent) driver, mknod is unchanged."""
     expected = dict(before)
     for name in ("nvidia0", "nvidiactl"):
         for mode in MODES:
@@ -125,7 +125,7 @@ def check_granted(before: dict[str, str], after: dict[str, str]) -> None:
 
 
 def check_premises(before: dict[str, str]) -> None:
-    """The matrix has all kinds of answers, so that comparing it means something."""
+    """Assert that the matrix has all kinds of results, so that a comparison is meaningful."""
     expected = {"null rw": "ok", "zero r": "ok", "ptmx rw": "ok", "fuse mknod": "ok"}
     expected.update(dict.fromkeys(("fuse w", "mem r", "nvidia1 r", "block r", "uvm rw"), EPERM))
     found = {key: before[key] for key in expected}
@@ -136,7 +136,7 @@ def check_premises(before: dict[str, str]) -> None:
 
 def update(container: ns_util.Runc) -> None:
     resources = container.directory / "resources.json"
-    resources.write_text("{}")  # applies the whole cgroup configuration again, whichever controllers there are
+    resources.write_text("{}")  # applies the whole cgroup configuration again, with any set of controllers
     container.run("update", "--resources", str(resources), container.id)
 
 

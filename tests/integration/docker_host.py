@@ -1,4 +1,4 @@
-"""A host with two simulated GPUs of 16 GiB and a docker daemon, for the tests of what only docker has."""
+"""A host with two simulated GPUs of 16 GiB and a docker daemon, for tests of docker's own features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRuntimes = Callable[[Path], dict[str, Any]]
 
 
 class DockerHost(Docker):
-    """Words of docker's command line instead of a Want."""
+    """Docker driven by its command-line options instead of a Want."""
 
     def try_run(self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare") -> Result:
         """docker run --rm OPTIONS IMAGE ARGS."""
@@ -39,9 +39,9 @@ class DockerHost(Docker):
 
 @contextmanager
 def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None = None) -> Iterator[DockerHost]:
-    """gpushare is the default runtime, as with `configure --default`; `runtimes(directory)` gives further ones."""
+    """gpushare is the default runtime, as with `configure --default`; `runtimes(directory)` returns additional ones."""
     directory = Path(tempfile.mkdtemp(prefix="gs-"))
-    directory.chmod(0o711)  # a root of a user namespace has to get through
+    directory.chmod(0o711)  # the root of a user namespace must traverse it
     node = Node(directory / "node", make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB))
     try:
         node.cli("refresh")  # mounts the state directory, which stays
@@ -65,7 +65,7 @@ class Hosts(NamedTuple):
 def docker_hosts(
     image_root: Path, prepare: Callable[[Path, dict[str, Node]], dict[str, tuple[str, ...]]]
 ) -> Iterator[Hosts]:
-    """`prepare(directory, nodes)` makes further nodes, and gives the command line of each as a runtime."""
+    """`prepare(directory, nodes)` makes additional nodes and returns each one's command line as a runtime."""
     nodes: dict[str, Node] = {}
 
     def runtimes(directory: Path) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def docker_hosts(
 
 
 def total(one: DockerContainer) -> int:
-    """What a program that docker exec starts in the container sees as the device's memory, in bytes. The simulated
-    device notices that the program before has ended when the next one comes, and gives its memory back a moment later,
-    so where one had everything the next one may have to come twice."""
+    """Return the device memory in bytes that a program started by docker exec sees. The simulated device frees an ended
+    program's memory only when the next program starts, and a moment later. After a container that used all memory, the
+    next program may need a second attempt."""
     first = one.exec(PROBE)
     answer = (one.exec(PROBE) if first.code else first).answer()
     assert "failed" not in answer, answer
@@ -92,7 +92,7 @@ def total(one: DockerContainer) -> int:
 
 
 class Events:
-    """`docker events` that fit `filters`: those since `since`, then what comes."""
+    """`docker events` that match `filters`: past events since `since`, then new ones."""
 
     def __init__(self, daemon: Dockerd, *filters: str, since: str = "10m") -> None:
         self._command = daemon.command("events", "--format", "{{.Action}}", "--since", since)
@@ -104,7 +104,7 @@ class Events:
         return self
 
     def next(self) -> str:
-        """Waits for it."""
+        """Wait for the next event."""
         assert self._process.stdout
         ready, _, _ = select.select([self._process.stdout], [], [], 60)
         return self._process.stdout.readline().decode().strip() if ready else "nothing came"

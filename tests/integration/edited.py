@@ -1,4 +1,4 @@
-"""What gpushare-runtime has made of a bundle, and what other software may have made of it before."""
+"""A bundle after gpushare-runtime edited it, and edits that other software may have made before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config_of(one: Container) -> dict[str, Any]:
 
 
 def injected(node: Node) -> Callable[[dict[str, Any]], None]:
-    """What a device plugin with CDI leaves in a spec: a node, the driver's libraries, and NVIDIA's own hooks."""
+    """Edits of a device plugin with CDI: a node, the driver's libraries, and NVIDIA's own hooks."""
     root = node.driver_root
 
     def edit(spec: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which engines the behavioural suite (test_engines.py) runs with: one row each."""
+"""The engines of the behavioural suite (test_engines.py): one row each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class Place(NamedTuple):
-    """What an engine is made from. `directory` is its own, and short enough for addresses of sockets."""
+    """The inputs for making an engine. Its `directory` has a short path, for socket addresses."""
 
     directory: Path
     image_root: Path
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def runtime_path(name: str) -> dict[str, str]:
-    """The runtime that gpushare-runtime becomes, as the configuration names it."""
+    """The low-level runtime that gpushare-runtime executes, as a configuration key."""
     return {"path": f"/usr/{'s' * (name == 'runc')}bin/{name}"}
 
 
@@ -92,7 +92,7 @@ def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
 
 @contextmanager
 def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
-    """A containerd on a simulated host with two GPUs of 16 GiB. The directory's name is short, for its sockets."""
+    """A containerd on a simulated host with two GPUs of 16 GiB. The directory's path is short, for its sockets."""
     directory = Path(tempfile.mkdtemp(prefix="gs-"))
     host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
     made = Containerd(Node(directory / "node", host), directory / "c", image_root, way)

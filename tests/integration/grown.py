@@ -1,4 +1,4 @@
-"""A container in which programs/grower.c runs, and what the device says of it while its limits change."""
+"""A container that runs programs/grower.c, and the device's accounting while its limits change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIES = 8
 
 
 class Grown:
-    """A container in which the program runs, and what the device says of it."""
+    """A container that runs the program, and the device's accounting of it."""
 
     def __init__(self, container: Container, node: Node, device: Path) -> None:
         self.container, self.node, self.device = container, node, device
@@ -36,20 +36,20 @@ class Grown:
             return [client for client in ledger.clients() if client.pidns == self.pidns and client.alive]
 
     def said(self) -> dict[str, Any]:
-        """Its only share, as `list` has it."""
+        """The container's only share, as `list` reports it."""
         rows = json.loads(self.node.cli("list", "--format", "json").stdout)
         share: dict[str, Any] = next(row for row in rows if row["id"] == self.container.id)["shares"][0]
         return share
 
     def set(self, *options: str) -> dict[str, Any]:
-        """`limit set`: its only share, before and after."""
+        """Run `limit set` and return the only share, before and after."""
         done = self.node.cli("limit", "set", self.container.id, *options, "--format", "json")
         assert done.returncode == 0, done.stderr
         share: dict[str, Any] = json.loads(done.stdout)["shares"][0]
         return share
 
     def wait(self, seconds: float) -> None:
-        """Fails when the program ends."""
+        """Wait; fail if the program ends."""
         pidfd = os.pidfd_open(self.container.pid)
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -58,20 +58,20 @@ class Grown:
         assert not ended, self.container.stderr
 
     def until(self, true: Callable[[], bool], seconds: float = 20) -> None:
-        """Looks every 10 ms."""
+        """Poll every 10 ms until the condition holds."""
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, (self.group(), self.said())
             self.wait(0.01)
 
     def percent(self, seconds: float) -> float:
-        """Its part of the device's time from now on."""
+        """Return its percentage of the device's time during the next `seconds`."""
         begin, before = time.monotonic_ns(), self.group().busy_ns
         self.wait(seconds)
         return 100 * (self.group().busy_ns - before) / (time.monotonic_ns() - begin)
 
     def quiet(self) -> int:
-        """Its device time, once that stands still: a launch that was let go may not have reached the device yet."""
+        """Return its device time once it is constant: an admitted launch may not have reached the device yet."""
         seen = [-1, self.group().busy_ns]
         while seen[-1] != seen[-2]:
             assert len(seen) < 30, seen
@@ -80,7 +80,7 @@ class Grown:
         return seen[-1]
 
     def holds(self, percent: float) -> None:
-        """It never has more, and as much as soon as the machine lets it."""
+        """Assert that it never exceeds the percentage, and reaches it as soon as the machine allows."""
         seen = []
         for _ in range(TRIES):
             seen.append(self.percent(1.0))

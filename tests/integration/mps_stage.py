@@ -1,4 +1,4 @@
-"""A host with two GPUs, on which MPS is allowed and not started, over a simulated daemon; and containers of it."""
+"""A host with two GPUs where MPS is allowed but not started, with a simulated daemon; and its containers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RAISED["CUDA_MPS_PIPE_DIRECTORY"] = "/tmp"
 
 
 def make_mps_host(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Iterator[Node]:
-    """Two GPUs; MPS is allowed, and not started. A socket's path has room for a short state directory only."""
+    """Two GPUs; MPS is allowed but not started. The state directory is short, because a socket's path must be."""
     with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
         node = make_node(make_host(gpus=2), policy={"allowed_backends": ["shim", "mps"], "unlimited": "shared"})
         mpscontrol.install(node.driver_root)
@@ -39,7 +39,7 @@ def make_mps_host(make_host: Callable[..., Path], make_node: Callable[..., Node]
 
 
 def make_mps_containers(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
-    """container(way, memory, compute, **env) -> one that sleeps, with MPS on the first GPU."""
+    """container(way, memory, compute, **env) -> a sleeping container with MPS on the first GPU."""
     made: list[Container] = []
 
     def make(way: str, memory: str = "4Gi", compute: str = "30%", env: Any = None, **arguments: Any) -> Container:
@@ -55,9 +55,9 @@ def make_mps_containers(tmp_path: Path, host: Node) -> Iterator[Callable[..., Co
         one.close()
 
 
-def start(host: Node, *words: str) -> int:
-    """The daemon's pid."""
-    done = host.cli("mps", "start", "--device", "0", *words, "--format", "json")
+def start(host: Node, *args: str) -> int:
+    """Start the daemon and return its pid."""
+    done = host.cli("mps", "start", "--device", "0", *args, "--format", "json")
     assert done.returncode == 0, done.stderr
     return int(json.loads(done.stdout)[0]["pid"])
 
@@ -69,11 +69,11 @@ def status(host: Node, code: int = 0) -> dict[str, Any]:
     return row
 
 
-def client(container: Container, *words: str, env: Any = None, user: str = "") -> dict[str, Any]:
-    """A program that is started in a running container, with an environment of its own."""
+def client(container: Container, *args: str, env: Any = None, user: str = "") -> dict[str, Any]:
+    """Start a program in a running container, with its own environment."""
     options = [word for pair in (env or {}).items() for word in ("--env", "=".join(pair))]
     options += ["--user", user] if user else []
-    done = container.exec(*CLIENT, *words, options=tuple(options))
+    done = container.exec(*CLIENT, *args, options=tuple(options))
     assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report

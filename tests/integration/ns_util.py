@@ -1,6 +1,6 @@
-"""Containers for tests of single effects: a root file system made from the host's own files, a process in a mount
-namespace of its own (or a real runc container), and `enter` to look at what it sees. Everything goes away with the
-context manager."""
+"""Containers for tests of single effects: a root file system made of the host's files, and a process in its own mount
+namespace (or a real runc container). `enter` runs code as the process sees it. Each context manager removes all it
+made."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ EMPTY = hashlib.sha256(b"").hexdigest()  # how `snapshot` shows an empty file
 
 
 class ChildDied(Exception):
-    """The child of `in_child` was killed before it could answer."""
+    """The child of `in_child` was killed before it returned a result."""
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """The JSON-able result of `body` in a child process, which may change namespaces or its root; failures come
-    back."""
+    """Return the JSON-able result of `body` in a child process, which may change namespaces or its root. Its failures
+    are raised here."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside pytest's timer thread: the child starts none
@@ -68,7 +68,7 @@ def in_child(body: Callable[[], Any]) -> Any:
 
 
 def host_mounts() -> list[str]:
-    """The mount table of this process without ids: what must not change."""
+    """The mount table of this process without ids, which must not change."""
     with open("/proc/self/mountinfo") as table:
         return sorted(" ".join(line.split(" ")[2:]) for line in table)
 
@@ -78,7 +78,7 @@ def bundle(rootfs: str, identity: str = "test", spec: Optional[dict[str, Any]] =
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, str]]:
-    """Every path below `root` (on this side of any mount): mode, owner, and what it holds."""
+    """Every path below `root` on the same mount: mode, owner and content."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -95,7 +95,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, int, str]]:
 
 
 def started(command: Sequence[str]) -> subprocess.Popen[str]:
-    """A process that has said "ready"."""
+    """Start a process and wait for its "ready"."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     if process.stdout.readline() != "ready\n":
@@ -113,11 +113,11 @@ def ended(process: Optional[subprocess.Popen[str]]) -> None:
 
 
 class Sandbox:
-    """A process in its own mount namespace in which `rootfs` is a mount point, as a runtime leaves it before
-    pivot_root, and in a cgroup of its own.
+    """A process in its own mount namespace, where `rootfs` is a mount point as a runtime leaves it before pivot_root,
+    and in its own cgroup.
 
-    `setup` are shell commands run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`:
-    in a user namespace whose root is this host uid."""
+    `setup`: shell commands to run there first. `propagates`: the rootfs stays a shared peer of the host's. `mapped`: in
+    a user namespace whose root is this host uid."""
 
     def __init__(self, rootfs: Path, setup: str = "", propagates: bool = False, mapped: int = 0) -> None:
         self.rootfs = rootfs
@@ -148,7 +148,7 @@ class Sandbox:
         return bundle(str(self.rootfs))
 
     def enter(self, body: Callable[[], Any], chroot: bool = True) -> Any:
-        """`body` as a process of the container would run it: in its mount namespace, with its root."""
+        """Run `body` as a process of the container: in its mount namespace, with its root."""
 
         def inside() -> Any:
             fd = os.open(f"/proc/{self.pid}/ns/mnt", os.O_RDONLY)
@@ -161,14 +161,14 @@ class Sandbox:
         return in_child(inside)
 
     def mounts(self) -> list[str]:
-        """Mount points below the root, as seen in the container."""
+        """Mount points below the root, from inside the container."""
         with open(f"/proc/{self.pid}/mountinfo") as table:
             points = [line.split(" ")[4] for line in table]
         prefix = str(self.rootfs)
         return sorted(p[len(prefix) :] for p in points if p.startswith(prefix + "/"))
 
     def apply(self, plan: Plan, then: Callable[[apply.Applied], Any] = lambda applied: None) -> Any:
-        """Applies `plan` to this container in a process of its own (as the hook is), then calls `then` there."""
+        """Apply `plan` to this container in a separate process, like the hook's, then call `then` there."""
 
         def body() -> Any:
             applied = apply.apply(plan, self.bundle, self.pid)
@@ -179,7 +179,7 @@ class Sandbox:
         return in_child(body)
 
     def refuses(self, *ops: Op) -> str:
-        """The one-line error of a plan that must fail, after which nothing of it may be left."""
+        """Return the one-line error of a plan that must fail, and assert that it left nothing."""
         before, tree, host = self.mounts(), snapshot(self.rootfs), host_mounts()
 
         def body() -> str:
@@ -210,13 +210,13 @@ def sandbox(rootfs: Path, setup: str = "", propagates: bool = False, mapped: int
         box.close()
 
 
-# Parts of glibc that every image with glibc has, and that NVIDIA's driver needs
+# Parts of glibc in every glibc image, which NVIDIA's driver needs
 GLIBC = ("libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1")
 
 
 def make_image(root: Path, layout: str = "multiarch", programs: Sequence[str] = TOOLS) -> Path:
-    """A small glibc image from the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib a link);
-    "lib64" is Fedora's (/usr/lib64). Its cache is made by ldconfig, which is in the image too."""
+    """Make a small glibc image of the host's files. "multiarch" is Debian's layout (/usr/lib/<triplet>, /lib is a
+    link); "lib64" is Fedora's (/usr/lib64). ldconfig makes its cache and is part of the image."""
     libdir = LIBDIR if layout == "multiarch" else "/usr/lib64"
     for directory in (
         "usr/bin",
@@ -299,7 +299,7 @@ def runc_spec(rootfs: str, cgroup: str, args: Sequence[str] = ("sleep", "1000"))
 
 
 class Runc:
-    """A real runc container that is created (not started) from a spec; `command` is runc with its state directory."""
+    """A real runc container, created (not started) from a spec; `command` is runc with its state directory."""
 
     def __init__(self, directory: Path, spec: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.id = f"gs-{uuid.uuid4().hex[:10]}"
@@ -316,7 +316,7 @@ class Runc:
         return done
 
     def create(self) -> int:
-        # The container's init inherits runc's streams, so they must not be pipes that somebody waits for.
+        # The container's init inherits runc's streams: with pipes, a reader would wait for the container.
         with (self.directory / "stderr").open("w") as log:
             subprocess.run(
                 [*self.command, "create", "--bundle", str(self.directory), self.id],

@@ -1,4 +1,4 @@
-"""The specification of CDI devices that NVIDIA's own tool writes, by hand."""
+"""The CDI specification that NVIDIA's own tool writes, made by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LIBDIR = "usr/lib/x86_64-linux-gnu"
 
 
 def cdi(root: Path) -> dict[str, Any]:
-    """What `nvidia-ctk cdi generate` writes, for two GPUs."""
+    """The output of `nvidia-ctk cdi generate` for two GPUs."""
 
-    def tool(*words: str) -> dict[str, Any]:
-        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *words]}
+    def tool(*args: str) -> dict[str, Any]:
+        return {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *args]}
 
     def file(path: str) -> dict[str, Any]:
         return {"hostPath": f"{root}/{path}", "containerPath": f"/{path}", "options": ["ro", "nosuid", "nodev", "bind"]}
@@ -41,7 +41,7 @@ def cdi(root: Path) -> dict[str, Any]:
 
 
 def with_simulated_nodes(described: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The same for an engine that applies it itself: simulated nodes are files, so they are mounted."""
+    """The same for an engine that applies CDI itself: simulated nodes are files, so they are mounted."""
 
     def mounted(edits: dict[str, Any]) -> dict[str, Any]:
         nodes = [

@@ -1,4 +1,4 @@
-"""A podman of the tests' own, what its users do, and what it says to them."""
+"""A podman for the tests alone, its users' actions, and its messages to them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.rootfs import run
 
 GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
-ROWS = ["podman, hook", "podman with crun, hook", "podman with crun, runtime"]  # the suite of all engines has them all
+ROWS = ["podman, hook", "podman with crun, hook", "podman with crun, runtime"]  # the suite of all engines has all rows
 OURS = "/usr/lib/gpushare/limits"
 
 
 @contextmanager
 def podman_host(row: str, image_root: Path) -> Iterator[Podman]:
-    """The podman of that row of engines.ENGINES."""
+    """The podman of a row of engines.ENGINES."""
     unified = Path("/sys/fs/cgroup/unified")
     hybrid = "crun" in row and os.path.ismount(unified)
     if hybrid:  # crun refuses a host with cgroup v1 and v2 at once
@@ -39,7 +39,7 @@ def podman_host(row: str, image_root: Path) -> Iterator[Podman]:
 
 
 def refusal(podman: Podman, want: Want, *more: str, image: str = IMAGE) -> str:
-    """What the user of podman is told; where that is nothing but an exit code, what `gpushare inspect` tells."""
+    """Return the message to podman's user; where podman shows only an exit code, that of `gpushare inspect`."""
     with pytest.raises(Refused) as refused:
         podman.start(want, *more, image=image)
     result = refused.value.result

@@ -1,5 +1,4 @@
-"""The scene of what apply.py does: a container's root, what the host puts into it, and a directory of the host that
-attacks aim at."""
+"""The files for tests of apply.py: a container's root, the host's sources, and a host directory that attacks aim at."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def image(base: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What the host gives: a share directory, a tenant's directory, libraries, device nodes."""
+    """The host's sources: a share directory, a tenant's directory, libraries, device nodes."""
     path = tmp_path / "source"
     (path / "share/driver").mkdir(parents=True)
     (path / "share/rw").mkdir()
@@ -46,7 +45,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the host, beside the rootfs, that attacks aim at. It and the mount table must stay as they are."""
+    """A host directory beside the rootfs that attacks aim at. It and the mount table must stay unchanged."""
     path = tmp_path / "host"
     (path / "lib").mkdir(parents=True)
     (path / "passwd").write_text("the host's")

@@ -1,4 +1,4 @@
-"""Our createRuntime hook, over real containers: whose lease it is then, and what is left when it is killed."""
+"""The createRuntime hook with real containers: the owner of the lease, and what a killed hook leaves."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def calls(directory: Path) -> list[str]:
 
 
 def upper(one: Container) -> set[str]:
-    """Everything that was written into the container's root."""
+    """All files written into the container's root."""
     below = one.bundle / "disk" / "upper"
     return {str(path.relative_to(below)) for path in below.rglob("*")}
 
 
-# What an image may have
+# What an image may contain
 
 
 def without_cache(one: Container) -> None:
@@ -58,7 +58,7 @@ def same_link(one: Container) -> None:
 
 
 def shifted(spec: dict[str, Any]) -> None:
-    """A user namespace whose root is nobody's here."""
+    """A user namespace whose root is an unused uid here."""
     spec["linux"]["namespaces"].append({"type": "user"})
     spec["linux"]["uidMappings"] = spec["linux"]["gidMappings"] = [{"containerID": 0, "hostID": 100000, "size": 65536}]
 
@@ -68,7 +68,7 @@ def read_only(spec: dict[str, Any]) -> None:
 
 
 def graphics(one: Container) -> None:
-    """Links go into a directory that the image does not have, and into one that it has; none is in the way."""
+    """Links go into an existing directory of the image and into a missing one; no file is in the way."""
     for libdir in (one.rootfs / "usr/lib").glob("*-linux-gnu"):
         (libdir / "vdpau").mkdir(exist_ok=True)
         (libdir / "libGLX_indirect.so.0").unlink(missing_ok=True)
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[Container], None], Callable[[dict[str, Any]], N
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_lease_links_and_cache_are_the_containers(
+def test_adoption_writes_lease_links_and_cache(
     container: MakeContainer, simhost: Path, node: Node, tmp_path: Path, name: str
 ) -> None:
     prepare, edit = CASES[name]
@@ -110,21 +110,21 @@ def test_lease_links_and_cache_are_the_containers(
     assert left(node) == []
 
 
-def test_adoption_forgets_the_last_refusal_and_no_other(container: MakeContainer, node: Node) -> None:
+def test_adoption_removes_only_the_own_refusal(container: MakeContainer, node: Node) -> None:
     errors = node.state / "errors"
     one = container(["true"], env=ALL, runtime=node.runtime())
-    with pytest.raises(RuntimeFailed, match="not an amount"):  # makes the directory
+    with pytest.raises(RuntimeFailed, match="not an amount"):  # creates the directory
         container(["true"], env={"GPUSHARE_MEMORY": "no"}, runtime=node.runtime()).run()
     (other,) = errors.iterdir()
-    for name in (one.id, f"{one.id}~trace", f"{one.id}.trace"):  # the last is another container's
+    for name in (one.id, f"{one.id}~trace", f"{one.id}.trace"):  # the last one belongs to another container
         (errors / name).write_text("refused\n")
     assert one.run() == 0, one.stderr
     assert {path.name for path in errors.iterdir()} == {other.name, f"{one.id}.trace"}
 
 
-def test_links_in_a_root_of_another_uid_are_his(container: MakeContainer, node: Node) -> None:
+def test_links_belong_to_the_owner_of_the_root(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ALL, runtime=node.runtime(), edit=shifted)
-    for folder in one.rootfs.parents:  # runc goes there as that uid
+    for folder in one.rootfs.parents:  # runc traverses them as that uid
         if folder.stat().st_mode & 0o001 == 0:
             folder.chmod(folder.stat().st_mode | 0o111)
     for pattern in ("", "*", "usr/lib", "usr/bin", "usr/lib/*-linux-gnu", "usr/lib/firmware"):
@@ -136,8 +136,8 @@ def test_links_in_a_root_of_another_uid_are_his(container: MakeContainer, node: 
     assert owners == {100000}
 
 
-def test_mount_that_is_not_ours_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """Something changed between config.json and the mounts: the container does not start."""
+def test_replaced_mount_is_refused_by_name(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """The mounts changed after config.json was written: the container does not start."""
     swap = tmp_path / "swap"
     swap.write_text(f"""#!/bin/sh
 for last; do :; done
@@ -158,7 +158,7 @@ exec {LAUNCHER} "$@"
     assert not [path for path in upper(one) if path.endswith("libcuda.so.1")]
 
 
-def test_damaged_lease_is_use_of_unknown_extent(container: MakeContainer, node: Node) -> None:
+def test_damaged_lease_counts_as_unknown_use(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime()).start()
     lease = node.state / "containers" / one.id / "lease.json"
     whole = lease.read_bytes()
@@ -171,7 +171,7 @@ def test_damaged_lease_is_use_of_unknown_extent(container: MakeContainer, node: 
     assert other.run() == 0, other.stderr
 
 
-def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_volume_over_etc_keeps_its_cache(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """The loader's cache there is the host's."""
     folder = tmp_path / "etc"
     folder.mkdir()
@@ -183,16 +183,16 @@ def test_volume_over_etc_is_left_alone(container: MakeContainer, node: Node, tmp
     assert os.listdir(folder) == ["ld.so.cache"]
 
 
-# Killed
+# Kills
 
 
 def test_create_killed_at_any_point_leaves_nothing(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 between any two system calls of gpushare-runtime, before it becomes runc: no poststop, and the next
-    create of the same bundle gets the whole device."""
+    """kill -9 between any two system calls of gpushare-runtime before it executes runc: poststop does not run, and the
+    next create of the same bundle gets the whole device."""
     node = make_node(simhost)
-    for _ in range(2):  # the first start on a host has more to do
+    for _ in range(2):  # the first start on a host does more work
         probe = container(["true"], env=ALL, runtime=node.runtime(write_runtime(tmp_path)))
         assert probe.run() == 0, probe.stderr
         probe.delete()
@@ -241,10 +241,10 @@ def test_adoption_killed_at_any_call_leaves_nothing(
         one.close()
 
 
-def test_delete_killed_at_any_call_is_finished_by_the_next(
+def test_delete_killed_at_any_call_is_completed_by_the_next(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 of gpushare-runtime itself; runc, its child, may be at work or done. Also two deletes at once."""
+    """kill -9 of gpushare-runtime itself; its child runc may be running or done. Also two deletes at once."""
 
     def delete(one: Container, *prefix: str) -> subprocess.Popen[bytes]:
         command = [*prefix, *node.runtime(), *one._runtime[-2:], "delete", "--force", one.id]
@@ -261,7 +261,7 @@ def test_delete_killed_at_any_call_is_finished_by_the_next(
     for at in kills.some(2, total, 13):
         one = started(f"at{at}")
         killer = ("strace", "-qq", "-o", str(log), f"--inject=all:signal=KILL:when={at}")
-        delete(one, *killer).communicate(timeout=60)  # a run may be some calls shorter than the first
+        delete(one, *killer).communicate(timeout=60)  # a run may have some calls fewer than the first
         kills.left += node.leases() == [one.id]
         both = delete(one), delete(one)
         for each in both:

@@ -1,5 +1,5 @@
-"""The mask over /proc/driver/nvidia of real containers, put there by our hook: a stand-in for the kernel's
-directory is mounted on this run's /proc/driver, and in the container before our hook runs."""
+"""The mask that the hook mounts over /proc/driver/nvidia of real containers. A stand-in for the kernel's directory is
+mounted on this run's /proc/driver, and in the container before the hook runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NO_PROC = 'nsenter -t $pid -m umount "$root/proc/driver" || exit 9\n'
 
 @pytest.fixture(autouse=True)
 def driver() -> Iterator[None]:
-    """The kernel's NVIDIA driver is there, with three GPUs."""
+    """Provide the kernel driver's directory with three GPUs."""
     run("mount", "-t", "tmpfs", "gpushare-test", KERNELS)
     try:
         make_driver_proc(Path(proc_nvidia_mask.PROC_DIR), GPUS)
@@ -53,8 +53,8 @@ def driver() -> Iterator[None]:
 
 @pytest.fixture
 def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., Container]:
-    """make(at=0, before="", inject="", name="c", env={}) -> a container with the driver's /proc, whose adoption is
-    killed at system call `at`, or begins with the shell commands `before`, or has a system call that fails."""
+    """make(at=0, before="", inject="", name="c", env={}) -> a container with the driver's /proc. Its adoption is killed
+    at system call `at`, begins with the shell commands `before`, or has a failing system call."""
 
     def new(
         at: int = 0, before: str = "", inject: str = "", name: str = "c", env: dict[str, str] | None = None
@@ -76,7 +76,7 @@ def inside(one: Container, path: str = proc_nvidia_mask.PROC_DIR) -> str:
     return f"/proc/{one.pid}/root{path}"
 
 
-def test_mask_has_what_the_container_was_granted(make: Callable[..., Container], node: Node) -> None:
+def test_mask_shows_only_granted_gpus(make: Callable[..., Container], node: Node) -> None:
     one = make()
     one.create()
     assert files(inside(one)) == EXPECTED
@@ -96,8 +96,8 @@ def test_mask_has_what_the_container_was_granted(make: Callable[..., Container],
     assert left(node) == []
 
 
-def test_mask_shows_in_that_place_only(make: Callable[..., Container]) -> None:
-    """The container's /proc/driver is shared: without more ado the mask would be mounted at every peer."""
+def test_mask_does_not_propagate_to_peers(make: Callable[..., Container]) -> None:
+    """The container's /proc/driver is shared: a plain mount would propagate to every peer."""
     one = make(before=SHARED)
     one.create()
     assert files(inside(one)) == EXPECTED
@@ -112,8 +112,8 @@ def test_container_without_the_drivers_proc_gets_no_mask(make: Callable[..., Con
 
 
 @pytest.mark.parametrize("call", ["setns:when=1", "setns:when=2", "move_mount:when=4"])
-def test_hook_that_cannot_go_on_starts_nothing(make: Callable[..., Container], node: Node, call: str) -> None:
-    """Into the container's mount namespace, out of it, or with a mount there."""
+def test_failing_system_call_refuses_the_container(make: Callable[..., Container], node: Node, call: str) -> None:
+    """Entering the container's mount namespace, leaving it, or mounting there fails."""
     one = make(inject=call.replace(":", ":error=EPERM:"))
     with pytest.raises(RuntimeFailed, match="Operation not permitted"):
         one.create()
@@ -121,10 +121,10 @@ def test_hook_that_cannot_go_on_starts_nothing(make: Callable[..., Container], n
     assert not [path for path in upper(one) if path.endswith(".so.1")]
 
 
-def test_nothing_is_left_in_an_image_when_the_last_mount_cannot_be_made(
+def test_failure_of_the_last_mount_leaves_the_image_unchanged(
     make: Callable[..., Container], simhost: Path, tmp_path: Path
 ) -> None:
-    """The hook has made links, and directories for them, by then."""
+    """The hook has already made links and their directories."""
     driverhost.add_graphics(simhost)
     env = {"NVIDIA_DRIVER_CAPABILITIES": "all"}
     probe = make(name="probe", env=env)

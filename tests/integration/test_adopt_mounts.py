@@ -1,5 +1,5 @@
-"""The mounts that our hook makes in a container: where they go when somebody changes its root between config.json
-and our hook, and what is there when no hook runs."""
+"""The mounts that the hook makes in a container: their targets when the root changes after config.json was written, and
+the container's content when no hook runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PEER = "mnt"
 
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the host, on a tmpfs: the image, which is the host's root, has none of what is in it."""
+    """A host directory on a tmpfs, whose files are not in the image, which is the host's root."""
     path = tmp_path / "volume"
     path.mkdir()
     run("mount", "-t", "tmpfs", "gpushare-test", path)
@@ -36,7 +36,7 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., Container]:
-    """make(before, env={}) -> a container for which our hook begins with the shell commands `before`."""
+    """make(before, env={}) -> a container whose hook begins with the shell commands `before`."""
 
     def new(before: str, env: dict[str, str] | None = None) -> Container:
         hook = tmp_path / "hook"
@@ -51,14 +51,14 @@ def make(container: MakeContainer, node: Node, tmp_path: Path) -> Callable[..., 
 
 
 def mounted(one: Container) -> list[str]:
-    """Where something is mounted in the container, before it is started: from the host's root."""
+    """Mount points in the container before its start, from the host's root."""
     prefix = str(one.rootfs)
     points = [entry.point for entry in mountns.read_mounts(str(one.pid))]
     return [point[len(prefix) :] if point.startswith(prefix) else point for point in points]
 
 
-def test_hook_mounts_in_the_order_of_the_plan(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
-    """config.json has what holds the limit, the hook makes the others; the device is the last of all."""
+def test_hook_mounts_in_plan_order(make: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+    """config.json has the mounts that enforce the limit, the hook makes the others, and the device is last."""
     one = make("")
     one.create()
     of_spec = [mount["destination"] for mount in json.loads((one.bundle / "config.json").read_text())["mounts"]]
@@ -77,7 +77,7 @@ def mountinfo(one: Container) -> list[str]:
     return Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()
 
 
-# What is at a target is changed when config.json is written already
+# A target changes after config.json was written
 
 REFUSED = {
     "link out of the libraries": (f"ln -s /etc/hostname $root{SMI}", r'is a link to \W*"/etc/hostname'),
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_target_that_was_changed_is_refused_by_name(
+def test_changed_target_is_refused_by_name(
     make: Callable[..., Container], node: Node, simhost: Path, volume: Path, name: str
 ) -> None:
     before, message = REFUSED[name]
@@ -111,14 +111,14 @@ def test_target_that_was_changed_is_refused_by_name(
     assert left - of_test == of_runc
 
 
-def test_link_to_a_library_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
+def test_library_behind_a_link_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
     one = make(f"echo old >$root/usr/lib/libold.so; ln -s /usr/lib/libold.so $root{LIBRARY}")
     one.create()
     assert "/usr/lib/libold.so" in mounted(one) and LIBRARY not in mounted(one)
 
 
-def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
-    """Not written to: it is the host's."""
+def test_file_mounted_over_the_target_is_covered(make: Callable[..., Container], tmp_path: Path) -> None:
+    """The file itself belongs to the host and is not written."""
     theirs = tmp_path / "theirs"
     theirs.write_text("theirs")
     one = make(f"touch $root{SMI}; nsenter -t $pid -m mount --bind {theirs} $root{SMI} || exit 9")
@@ -127,8 +127,8 @@ def test_file_that_a_user_mounts_there_meanwhile_is_covered(make: Callable[..., 
     assert "theirs" not in Path(f"/proc/{one.pid}/root{SMI}").read_text(errors="replace")
 
 
-def test_nothing_shows_at_a_peer(make: Callable[..., Container], tmp_path: Path) -> None:
-    """The container's root and its /dev are shared: our mounts would appear wherever they are mounted as well."""
+def test_mounts_do_not_propagate_to_peers(make: Callable[..., Container], tmp_path: Path) -> None:
+    """The container's root and its /dev are shared: plain mounts would propagate to their peers."""
     one = make(f"""for place in "$root" "$root/dev"; do
     nsenter -t $pid -m mount --make-shared "$place" || exit 9
 done
@@ -143,10 +143,12 @@ nsenter -t $pid -m mount --bind "$root/dev" "$root/{PEER}/dev" || exit 9""")
 # No hooks
 
 
-def test_without_our_hook_there_is_no_gpu(container: MakeContainer, node: Node, simhost: Path, tmp_path: Path) -> None:
-    """config.json alone, device and all, under a runtime that leaves hooks out: the only libcuda is the shim, and that
-    finds no driver behind it."""
-    for at in (0, 0, -1):  # the first start on a host has more to do
+def test_runtime_without_hooks_gives_no_gpu(
+    container: MakeContainer, node: Node, simhost: Path, tmp_path: Path
+) -> None:
+    """With config.json alone, including the device, under a runtime that ignores hooks: the only libcuda is the shim,
+    which finds no driver."""
+    for at in (0, 0, -1):  # the first start on a host does more work
         program = write_runtime(tmp_path, points(tmp_path) if at else 0)
         one = container(["sleep", "inf"], env=ALL, mounts=python_mounts(), runtime=node.runtime(program))
         if not at:

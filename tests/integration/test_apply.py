@@ -1,5 +1,4 @@
-"""apply.py on a container-like process: what it sees afterwards, what the host sees (nothing), and that all of it can
-be undone."""
+"""apply.py on a container-like process: its view afterwards, the host's unchanged view, and a complete undo."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def read(path: str) -> str:
 
 
 def options(box: ns_util.Sandbox, point: str) -> set[str]:
-    """Per-mount options, and "shared" if it is."""
+    """Per-mount options, with "shared" for a shared mount."""
     with open(f"/proc/{box.pid}/mountinfo") as table:
         for line in table:
             fields = line.split(" ")
@@ -63,10 +62,10 @@ def errno_of(call: Any) -> int:
     return 0
 
 
-# What the container sees
+# The container's view
 
 
-def test_the_whole_plan_is_visible_inside_and_nothing_of_it_outside(image: Path, source: Path) -> None:
+def test_plan_is_visible_only_in_the_container(image: Path, source: Path) -> None:
     host = ns_util.host_mounts()
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", whole_plan(source)))
@@ -80,7 +79,7 @@ def test_the_whole_plan_is_visible_inside_and_nothing_of_it_outside(image: Path,
         assert box.enter(lambda: read("/dev/nvidia1")) == "device state"
 
 
-def test_attributes_are_exactly_the_plans_and_nothing_propagates(image: Path, source: Path) -> None:
+def test_mounts_have_the_plan_s_attributes_and_do_not_propagate(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", whole_plan(source)))
         names = {"ro", "rw", "nosuid", "nodev", "noexec", "shared"}
@@ -94,7 +93,7 @@ def test_attributes_are_exactly_the_plans_and_nothing_propagates(image: Path, so
         assert (source / "rw/x").exists()
 
 
-def test_mount_points_are_empty_files_of_the_containers_root(image: Path, source: Path) -> None:
+def test_mount_points_are_empty_files_owned_by_the_container_s_root(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", whole_plan(source)))
     left = ns_util.snapshot(image)
@@ -103,7 +102,7 @@ def test_mount_points_are_empty_files_of_the_containers_root(image: Path, source
         assert (oct(mode), owner, content) == ("0o100644", 0, ns_util.EMPTY)
 
 
-def test_a_second_start_uses_the_first_ones_mount_points(image: Path, source: Path) -> None:
+def test_second_start_reuses_mount_points(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", whole_plan(source)))
     first = ns_util.snapshot(image)
@@ -126,7 +125,7 @@ def test_undo_leaves_nothing(image: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", range(1, 11))
-def test_a_failure_at_any_op_undoes_the_earlier_ones(image: Path, source: Path, failing: int) -> None:
+def test_failure_at_any_op_undoes_the_earlier_ops(image: Path, source: Path, failing: int) -> None:
     os.mkfifo(image / "fifo")
     ops = list(whole_plan(source))
     ops.insert(failing, Mount(str(source / "shim.so"), "/fifo", "file", RO, "fails"))
@@ -136,7 +135,7 @@ def test_a_failure_at_any_op_undoes_the_earlier_ones(image: Path, source: Path, 
 
 
 @pytest.mark.parametrize("survived", range(11))
-def test_a_kill_at_any_op_leaves_the_host_alone_and_the_next_start_works(
+def test_kill_at_any_op_leaves_the_host_unchanged_and_the_next_start_works(
     image: Path, source: Path, survived: int
 ) -> None:
     host = ns_util.host_mounts()
@@ -166,13 +165,13 @@ def test_a_kill_at_any_op_leaves_the_host_alone_and_the_next_start_works(
     assert ns_util.host_mounts() == host
 
 
-def test_a_missing_source_is_found_before_anything_is_done(image: Path, source: Path) -> None:
+def test_missing_source_is_reported_before_any_change(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
         message = box.refuses(*whole_plan(source), Mount(str(source / "gone.so"), "/x", "file", RO, "?"))
         assert 'gone.so": No such file or directory' in message
 
 
-def test_no_descriptor_is_left_open_and_the_caller_is_where_it_was(image: Path, source: Path) -> None:
+def test_apply_closes_its_descriptors_and_restores_the_directory(image: Path, source: Path) -> None:
     with ns_util.sandbox(image) as box:
 
         def body() -> list[bool]:
@@ -187,10 +186,10 @@ def test_no_descriptor_is_left_open_and_the_caller_is_where_it_was(image: Path, 
         assert ns_util.in_child(body) == [True] * 4
 
 
-# The process
+# Invalid processes
 
 
-def test_a_process_without_its_own_mount_namespace_is_refused(image: Path) -> None:
+def test_process_without_own_mount_namespace_is_refused(image: Path) -> None:
     def body() -> str:
         try:
             apply.apply(Plan("test", ()), ns_util.bundle(str(image)), os.getppid())
@@ -201,7 +200,7 @@ def test_a_process_without_its_own_mount_namespace_is_refused(image: Path) -> No
     assert "has no mount namespace of its own" in ns_util.in_child(body)
 
 
-def test_a_process_that_has_exited_is_refused(image: Path) -> None:
+def test_exited_process_is_refused(image: Path) -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its pid still has an entry in /proc
 
@@ -220,7 +219,7 @@ def test_a_process_that_has_exited_is_refused(image: Path) -> None:
 # Propagation
 
 
-def test_mounts_never_reach_a_host_that_shares_the_rootfs(image: Path, source: Path) -> None:
+def test_mounts_do_not_propagate_to_a_host_that_shares_the_rootfs(image: Path, source: Path) -> None:
     subprocess.run(["mount", "--bind", image, image], check=True)
     subprocess.run(["mount", "--make-shared", image], check=True)
     try:
@@ -238,7 +237,7 @@ def test_mounts_never_reach_a_host_that_shares_the_rootfs(image: Path, source: P
         subprocess.run(["umount", image], check=True)
 
 
-def test_mounts_below_a_shared_source_do_not_reach_it(image: Path, source: Path) -> None:
+def test_mounts_below_a_shared_source_do_not_propagate_to_it(image: Path, source: Path) -> None:
     share = source / "share"
     subprocess.run(["mount", "-t", "tmpfs", "none", share], check=True)
     try:
@@ -257,7 +256,7 @@ def test_mounts_below_a_shared_source_do_not_reach_it(image: Path, source: Path)
 # User namespaces and read-only roots
 
 
-def test_in_a_user_namespace_new_files_belong_to_its_root(image: Path, source: Path) -> None:
+def test_new_files_belong_to_the_root_of_the_user_namespace(image: Path, source: Path) -> None:
     subprocess.run(["chown", "-hR", "100000:100000", image], check=True)
     os.chmod(image.parent, 0o755)
     for parent in image.parents:
@@ -270,8 +269,8 @@ def test_in_a_user_namespace_new_files_belong_to_its_root(image: Path, source: P
     assert owners == {100000}
 
 
-def test_in_a_user_namespace_its_own_dev_is_written_as_its_root(image: Path, source: Path) -> None:
-    """As runc and crun mount it: there host root has no name, and may create nothing."""
+def test_dev_of_a_user_namespace_is_written_as_its_root(image: Path, source: Path) -> None:
+    """As runc and crun mount it: host root has no id there and may create nothing."""
     for directory in (image, *image.parents):
         if str(directory).startswith("/tmp/"):
             os.chmod(directory, 0o755)
@@ -283,7 +282,7 @@ def test_in_a_user_namespace_its_own_dev_is_written_as_its_root(image: Path, sou
     assert (os.geteuid(), os.getegid()) == (0, 0)
 
 
-def test_a_read_only_root_needs_mount_points(image: Path, source: Path) -> None:
+def test_read_only_root_needs_mount_points(image: Path, source: Path) -> None:
     shim = Mount(str(source / "shim.so"), f"{LIBDIR}/libcuda.so.535.1", "file", RO, "shim")
     with ns_util.sandbox(image, f"mount -o remount,bind,ro {image}") as box:
         message = box.refuses(shim)
@@ -295,7 +294,7 @@ def test_a_read_only_root_needs_mount_points(image: Path, source: Path) -> None:
         assert box.enter(lambda: read(shim.target)) == "the shim"
 
 
-# Links where the image has something else
+# Links over files of the image
 
 
 def shim_and_link(source: Path) -> tuple[Op, ...]:
@@ -307,7 +306,7 @@ def shim_and_link(source: Path) -> tuple[Op, ...]:
 
 
 @pytest.mark.parametrize("existing", ["same link", "other link", "chain", "file", "dangling", "empty file"])
-def test_the_name_means_the_shim_whatever_the_image_had(image: Path, source: Path, existing: str) -> None:
+def test_library_name_leads_to_the_shim_whatever_the_image_has(image: Path, source: Path, existing: str) -> None:
     name = image / LIBDIR[1:] / "libcuda.so.1"
     old = image / LIBDIR[1:] / "libcuda.so.470"
     if existing in ("other link", "chain"):
@@ -322,19 +321,19 @@ def test_the_name_means_the_shim_whatever_the_image_had(image: Path, source: Pat
     before = ns_util.snapshot(image)
     with ns_util.sandbox(image) as box:
 
-        def look_and_undo(applied: apply.Applied) -> list[str]:
+        def read_and_undo(applied: apply.Applied) -> list[str]:
             found = [box.enter(lambda n=n: read(f"{LIBDIR}/{n}")) for n in ("libcuda.so.1", "libcuda.so")]
             applied.undo()
             return found
 
-        assert box.apply(Plan("test", shim_and_link(source)), look_and_undo) == ["the shim", "the shim"]
+        assert box.apply(Plan("test", shim_and_link(source)), read_and_undo) == ["the shim", "the shim"]
     assert ns_util.snapshot(image) == before
 
 
-# The message
+# Messages
 
 
-def test_the_kernels_reason_reaches_the_message(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_has_the_kernel_s_reason(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tree: int, target: int, what: str) -> None:
         raise syscalls.SyscallError("move_mount", what, 1)
 

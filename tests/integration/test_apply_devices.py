@@ -1,4 +1,4 @@
-"""apply.py: nodes of devices, sockets, and the kernel's reason when something cannot be had."""
+"""apply.py: device nodes, sockets, and the kernel's reason for a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration import ns_util, scene
 base, image, source = scene.base, scene.image, scene.source
 
 
-def test_a_node_that_is_there_already_is_kept(image: Path, source: Path) -> None:
+def test_existing_node_is_kept(image: Path, source: Path) -> None:
     os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 0))
     node = DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False)
     with ns_util.sandbox(image) as box:
@@ -31,21 +31,21 @@ def test_a_node_that_is_there_already_is_kept(image: Path, source: Path) -> None
         ("missing", False, "No such file"),
     ],
 )
-def test_a_source_that_is_not_the_device_is_refused(
+def test_source_that_is_not_the_device_is_refused(
     image: Path, source: Path, name: str, simulated: bool, says: str
 ) -> None:
     with ns_util.sandbox(image) as box:
         assert says in box.refuses(DeviceNode(str(source / name), "/dev/nvidia0", 195, 0, simulated))
 
 
-def test_a_node_of_another_device_in_its_place_is_refused(image: Path, source: Path) -> None:
+def test_node_of_another_device_is_refused(image: Path, source: Path) -> None:
     os.mknod(image / "dev/nvidia0", 0o666 | 0o020000, os.makedev(195, 7))
     with ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
         assert message.startswith('"/dev/nvidia0" is a character device where a file must be')
 
 
-def test_a_socket_is_mounted_as_one(image: Path, source: Path) -> None:
+def test_socket_is_mounted_as_a_socket(image: Path, source: Path) -> None:
     import socket
 
     server = socket.socket(socket.AF_UNIX)

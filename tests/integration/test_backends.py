@@ -1,6 +1,7 @@
-"""What is promised of a limit holds whoever holds it, and what a backend cannot is refused with its reason. A stage for
-each row of the table of backends, and the kinds of limits for each of them: what a stage supports, and the words of
-each refusal, are read from there. (What only one of them has: test_mps.py, test_mps_daemon.py, test_oversubscribe.py.)
+"""Each limit holds with every backend that promises it, and a backend refuses unsupported requests with its reason.
+
+Each row of the table of backends has a stage, which runs every kind of limit. The supported limits and the reasons of
+refusals come from the table. Features of single backends: test_mps.py, test_mps_daemon.py, test_oversubscribe.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ RAISED: dict[str, Any] = {
     "NVIDIA_VISIBLE_DEVICES": "all",
 }
 
-STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, what holds limits below us, low-level runtime)
+STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, enforcer below gpushare, low-level runtime)
     "shim": ("shim", "runtime", Kernel, "runc"),
     "mps": ("mps", "hook", Kernel, "runc"),
     "dmem": ("dmem", "hook", Kernel, "runc"),
@@ -60,13 +61,13 @@ STAGES: dict[str, tuple[str, str, type[Kernel], str]] = {  # (row, way, what hol
 }
 
 
-def test_every_row_has_a_stage() -> None:
+def test_each_row_has_a_stage() -> None:
     assert {row for row, *_ in STAGES.values()} == set(ROWS)
 
 
 @contextmanager
 def without_hybrid_cgroups() -> Iterator[None]:
-    """As the fixture of that name, for as long as a stage stands."""
+    """The fixture of the same name, for the lifetime of a stage."""
     unified = Path("/sys/fs/cgroup/unified")
     hybrid = os.path.ismount(unified)
     if hybrid:
@@ -82,7 +83,7 @@ def without_hybrid_cgroups() -> Iterator[None]:
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     row, way, kernel, low = STAGES[request.param]
     with ExitStack() as stack:
-        # A socket's path has room for a short one only
+        # A socket's path must be short
         state = stack.enter_context(tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp"))
         if low == "crun":
             stack.enter_context(without_hybrid_cgroups())
@@ -95,17 +96,17 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def whole(stage: Stage, device: int) -> int:
-    """What a container sees: with memory beyond the device, twice as much."""
+    """The memory that a container sees: with oversubscription, twice as much."""
     return device * (2 if backends.VIRTUAL in stage.row.enforces else 1)
 
 
-def reached_and_kept(stage: Stage) -> None:
+def reached_and_enforced(stage: Stage) -> None:
     said, size = stage.take(), whole(stage, MEMORY)
     assert (said["cuda_total_bytes"], said["nvml_total_bytes"], said["refusal"]) == (size, size, OUT_OF_MEMORY)
     slack = LAST_BYTES * (2 if size > MEMORY else 1)  # of each part
     assert said["free_bytes"] - slack < said["got_bytes"] <= said["free_bytes"] < size
     assert min(said["got_bytes"], MEMORY - slack) <= stage.peak_bytes() <= MEMORY
-    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.holder(backends.MEMORY) == "dmem" else set()
+    below = {f"{stage.kernel.regions[0]} {MEMORY}"} if stage.enforcer(backends.MEMORY) == "dmem" else set()
     assert stage.kernel.limits(stage.main) == below
 
 
@@ -132,7 +133,7 @@ def of_all_processes(stage: Stage) -> None:
 
 
 def in_exec(stage: Stage) -> None:
-    """Whatever its environment says, and without any."""
+    """With any environment, and without one."""
     said = stage.take("1", **RAISED)
     assert said == stage.take("1", clear=True)
     assert (said["cuda_total_bytes"], said["multiprocessors"]) == (
@@ -142,36 +143,38 @@ def in_exec(stage: Stage) -> None:
 
 
 def multiprocessors(stage: Stage, percent: int) -> int:
-    """Who has a percentage of them sees so many; the shim gives time instead (test_compute_of_...)."""
-    by_mps = stage.holder(backends.COMPUTE) == "mps"
+    """Return the visible multiprocessors. A percentage reduces them, except with the shim, which limits time instead
+    (test_compute_...)."""
+    by_mps = stage.enforcer(backends.COMPUTE) == "mps"
     return math.ceil(MULTIPROCESSORS * percent / 100) if by_mps else MULTIPROCESSORS
 
 
 def live(stage: Stage) -> None:
-    """For programs that begin later, both; test_live_limits.py has those that run."""
+    """Change both limits for programs that begin later; test_live_limits.py changes them for running ones."""
     for size, text, percent in ((GIB, "1Gi", 50), (MEMORY, "2Gi", COMPUTE)):
         must(stage.node, "limit", "set", stage.main.id, "--memory", text, "--compute", str(percent))
         said = stage.take()
         assert said["multiprocessors"] == multiprocessors(stage, percent)
-        beyond = backends.VIRTUAL in stage.row.enforces  # the border moves, the whole stays
+        beyond = backends.VIRTUAL in stage.row.enforces  # the residency boundary moves, the total stays
         assert said["cuda_total_bytes"] == said["nvml_total_bytes"] == (whole(stage, MEMORY) if beyond else size)
         assert said["free_bytes"] - 2 * LAST_BYTES < said["got_bytes"] < said["cuda_total_bytes"]
-        if stage.holder(backends.MEMORY) == "dmem":
+        if stage.enforcer(backends.MEMORY) == "dmem":
             assert stage.kernel.limits(stage.main) == {f"{stage.kernel.regions[0]} {size}"}
 
 
-def told(stage: Stage) -> None:
-    """Who holds what, and why."""
+def reported(stage: Stage) -> None:
+    """Assert that each limit's enforcer and the reason are reported."""
     said = must(stage.node, "explain", str(stage.main.bundle))
     for limit in backends.LIMITS:
-        name = stage.holder(limit)
+        name = stage.enforcer(limit)
         why = "asked" if name == stage.row.name else f"{stage.row.name} does not hold {limit}"
         why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
         assert f"{limit} by {name} ({why}" in said, said
 
 
-def given_back(stage: Stage) -> None:
-    """By poststop; by prune, when the container is gone without; and the next one has it."""
+def released(stage: Stage) -> None:
+    """Assert that poststop releases the limits, that prune does for a lost container, and that the next container gets
+    them."""
     before = stage.node.left(), stage.node.leases()
     for poststop in (True, False):
         with stage.one() as one:
@@ -184,31 +187,31 @@ def given_back(stage: Stage) -> None:
                 one.exit_code = wait_exit(one.pid, 30)
                 must(stage.node, "prune")
             assert (stage.node.left(), stage.node.leases()) == before
-    if stage.holder(backends.COMPUTE) == "mps":
+    if stage.enforcer(backends.COMPUTE) == "mps":
         (row,) = json.loads(must(stage.node, "mps", "status", "--device", "0", "--format", "json"))
         assert row["containers"] == [stage.main.id]
 
 
 KINDS: dict[str, Callable[[Stage], None]] = {
-    "memory": reached_and_kept,
+    "memory": reached_and_enforced,
     "processes": of_all_processes,
     "exec": in_exec,
     "live": live,
-    "explain": told,
-    "end": given_back,
+    "explain": reported,
+    "end": released,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_holds_whoever_holds_it(stage: Stage, kind: str) -> None:
+def test_limit_holds_with_each_backend(stage: Stage, kind: str) -> None:
     KINDS[kind](stage)
 
 
-# What a row does not support
+# Unsupported requests
 
 
 class Word(NamedTuple):
-    """Something that not every backend has: for a start, as a request has it, and for one that runs."""
+    """A feature that some backends lack: as a request at start, and for a running container."""
 
     env: dict[str, str]
     request: dict[str, Any]
@@ -229,13 +232,13 @@ WORDS = {
 
 
 def reason_of(stage: Stage, word: Word) -> str:
-    """What the row says of it; "" when it can."""
+    """Return the row's reason for not supporting it; "" if it does."""
     site = stage.site(**word.request)
     return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.enforces)), "")
 
 
-def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
-    """And what it can, all at once, starts."""
+def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) -> None:
+    """All supported features together start."""
     (share,) = (lease.shares[0] for lease in leases.view(str(stage.node.state)).live)
     env, held = {}, stage.node.leases()
     for word in WORDS.values():
@@ -257,7 +260,7 @@ def test_what_a_backend_cannot_is_refused_with_its_reason(stage: Stage) -> None:
             assert one.id in stage.node.leases()
 
 
-# What a host may lack: how that is made so for a container, and what is said then
+# Features that a host may lack: how to remove them for a container, and the message
 
 
 @contextmanager
@@ -315,7 +318,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
 }
 
 
-def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> None:
+def test_missing_host_feature_refuses_the_container(stage: Stage) -> None:
     held = stage.node.leases()
     for lack, said in LACKING[stage.name.removesuffix(" under crun")]:
         with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
@@ -323,8 +326,8 @@ def test_a_host_that_has_not_what_was_asked_for_starts_nothing(stage: Stage) -> 
         assert stage.node.leases() == held
 
 
-def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
-    """Where it is all that policy allows, a limit that it is not for starts nothing."""
+def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> None:
+    """If policy allows only this backend, a limit that it cannot enforce refuses the container."""
     alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
     missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].enforces]
     stage.allow(alone)
@@ -338,14 +341,14 @@ def test_a_backend_that_is_alone_drops_no_limit(stage: Stage) -> None:
         stage.allow(*backends.BACKENDS)
 
 
-# Compute that the shim holds is a part of the device's time: judged by its ledger, and by a clock
+# The shim limits compute as a percentage of the device's time, judged by its ledger and by a clock
 
 SHARES = {"shim": 30, "dmem": 50}
 RUN_S, POINTS, TRIES = 1.0, 5.0, 8
 
 
-def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, make_node: Callable[..., Node]) -> None:
-    """One container beside the other, each with its own holder of memory."""
+def test_compute_limit_holds_with_each_memory_backend(tmp_path: Path, make_node: Callable[..., Node]) -> None:
+    """Two containers side by side, each with a different enforcer of memory."""
     root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
     node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
     kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
@@ -371,7 +374,7 @@ def test_compute_is_reached_and_kept_whoever_holds_the_memory(tmp_path: Path, ma
         seen: list[list[float]] = []
         for _ in range(TRIES):
             begin = time.monotonic_ns()
-            time.sleep(RUN_S)  # the device's own time is what is measured
+            time.sleep(RUN_S)  # the device's own time is measured
             end = begin + int(RUN_S * 1e9) - 50_000_000
             each = [100 * statistics.fmean(ledger.history(space).shares(begin, end, 10_000_000)) for space in spaces]
             seen.append(each)

@@ -1,4 +1,4 @@
-"""The bundle (make dist) on a host without Python and without our C library, and under a hostile environment."""
+"""The bundle (make dist) on a host without Python and a C library, and in a hostile environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBE = ["sh", "-c", "test -e /dev/nvidia0 && test -s /usr/lib/gpushare/limits &
 
 @pytest.fixture(scope="session")
 def bundle() -> Path:
-    """build/dist/gpushare, of the tree as it is now."""
+    """build/dist/gpushare, built of the current tree."""
     done = subprocess.run(
         ["make", "--no-print-directory", "dist"], cwd=host.TREE, capture_output=True, text=True, timeout=200
     )
@@ -37,7 +37,7 @@ def bundle() -> Path:
 
 @pytest.fixture
 def empty_root(bundle: Path, tmp_path: Path) -> Iterator[Path]:
-    """A root file system that holds the bundle, what the kernel shows, and this test's directory: nothing else."""
+    """A root file system with only the bundle, the kernel's file systems and this test's directory."""
     root = tmp_path / "empty"
     root.mkdir()
     rootfs.run("mount", "-t", "tmpfs", "-o", "mode=755", "gpushare-test", root)
@@ -49,7 +49,7 @@ def empty_root(bundle: Path, tmp_path: Path) -> Iterator[Path]:
             rootfs.run("mount", "--rbind", source, root / target[1:])
         yield root
     finally:
-        for _ in range(2):  # what is mounted below tmp_path is seen twice
+        for _ in range(2):  # mounts below tmp_path are listed twice
             rootfs.run("umount", "--recursive", "--lazy", root) if os.path.ismount(root) else None
 
 
@@ -65,7 +65,7 @@ def call(*command: str | Path, **arguments: Any) -> subprocess.CompletedProcess[
 
 
 def static_spy(directory: Path) -> tuple[Path, Path]:
-    """(a low-level runtime that needs no library and writes down its environment, where)."""
+    """(a static low-level runtime that writes down its environment, the file it writes)."""
     program, written = directory / "spy", directory / "written"
     text = f"""#include <stdio.h>
     #include <string.h>
@@ -79,17 +79,17 @@ def static_spy(directory: Path) -> tuple[Path, Path]:
 
 
 def leases_in(root: Path, node: Node) -> list[str]:
-    """Ids, as the CLI in `root` lists them: what is mounted there is not seen from outside."""
+    """Ids that the CLI in `root` lists: its mounts are invisible outside."""
     options = ["--config", str(node.config), "--state", str(node.state)]
     done = call("chroot", root, "/opt/a place/bin/gpushare", *options, "list", "--format", "json")
     assert done.returncode == 0, done.stderr
     return [item["id"] for item in json.loads(done.stdout)]
 
 
-def test_host_with_nothing_at_all(
+def test_hook_runs_on_a_host_with_only_the_bundle(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, empty_root: Path
 ) -> None:
-    """runc of this host, a hook that lives in a root with neither /bin nor /lib nor /etc."""
+    """runc of this host, and a hook in a root without /bin, /lib and /etc."""
     node = make_node(simhost, shim_dir="/opt/a place/shim")
     programs = "/opt/a place/bin"
     options = ["--config", str(node.config), "--state", str(node.state)]
@@ -111,10 +111,10 @@ def test_host_with_nothing_at_all(
     assert leases_in(empty_root, node) == []
 
 
-def test_commands_with_a_screen_and_their_pages(
+def test_terminal_commands_and_manual_pages_work(
     make_node: Callable[..., Node], simhost: Path, bundle: Path, empty_root: Path
 ) -> None:
-    """rich is in the bundle, and needs nothing that is not; the manual pages are, too."""
+    """The bundle contains rich and the manual pages, and needs nothing else."""
     node = make_node(simhost, shim_dir=str(bundle / "shim"))
     options = [str(bundle / "bin/gpushare"), "--config", node.config, "--state", node.state]
     for columns in (160, 60):
@@ -134,7 +134,7 @@ def test_commands_with_a_screen_and_their_pages(
     assert {"gpushare.1", "gpushare-top.1", "gpushare-runtime-configure.1"} <= pages
 
 
-def test_runtime_on_a_host_with_nothing_at_all(
+def test_runtime_runs_on_a_host_with_only_the_bundle(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, empty_root: Path, tmp_path: Path
 ) -> None:
     spy, written = static_spy(tmp_path)
@@ -155,7 +155,7 @@ def test_runtime_on_a_host_with_nothing_at_all(
 def test_shim_is_found_beside_the_programs(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    """Unpacked anywhere, by a configuration that does not say where."""
+    """Unpacked anywhere, with a configuration that does not name the directory."""
     moved = tmp_path / "moved here"
     shutil.copytree(bundle, moved, symlinks=True)
     node = make_node(simhost)
@@ -169,15 +169,15 @@ def test_shim_is_found_beside_the_programs(
     shim = moved / "shim" / "libcuda.so"
     mounts = json.loads((one.bundle / "config.json").read_text())["mounts"]
     sources = [mount["source"] for mount in mounts if os.path.basename(mount.get("source", "")) == shim.name]
-    assert sources and all(os.path.samefile(source, shim) for source in sources)  # by a clone of its directory
+    assert sources and all(os.path.samefile(source, shim) for source in sources)  # through a clone of its directory
     one.delete()
     assert node.leases() == []
 
 
-def test_nothing_of_the_environment_reaches_loader_or_interpreter(
+def test_hostile_environment_reaches_neither_loader_nor_interpreter(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    """All that FACTS of the field name, at once; the low-level runtime still gets it as it was."""
+    """All hostile variables known from the field at once; the low-level runtime still gets them unchanged."""
     log = tmp_path / "evil.log"
     evil = tmp_path / "evil.so"
     source = host.TREE / "tests/integration/programs/evil.c"
@@ -230,7 +230,7 @@ def test_nothing_of_the_environment_reaches_loader_or_interpreter(
     assert node.leases() == [one.id]
     assert not log.exists(), log.read_text()
     assert sorted(path.name for path in tmp_path.glob("debug*")) == []
-    # Through the hook, as an engine runs it that hands the image's variables on
+    # Through the hook, run by an engine that passes on the image's variables
     state = json.dumps({"ociVersion": "1.0.2", "id": one.id, "status": "stopped", "pid": 0, "bundle": str(one.bundle)})
     words = [str(bundle / "bin/gpushare-hook"), "--config", str(node.config), "--state", str(node.state), "poststop"]
     done = subprocess.run(words, env=given, capture_output=True, cwd=modules, timeout=60, input=state.encode())
@@ -240,7 +240,7 @@ def test_nothing_of_the_environment_reaches_loader_or_interpreter(
 
 
 def python(bundle: Path, text: str) -> str:
-    """Output of a text in the bundle's interpreter, as boot.c starts it."""
+    """Run a text in the bundle's interpreter, as boot.c starts it, and return its output."""
     inside = bundle / "libexec" / "_internal"
     loader = (inside / "ld.so", "--inhibit-cache", "--library-path", inside)
     done = call(*loader, inside / "python3", "-ISsc", text, env={"LC_ALL": "C"})
@@ -248,8 +248,8 @@ def python(bundle: Path, text: str) -> str:
     return done.stdout
 
 
-def test_interpreter_is_alone(bundle: Path) -> None:
-    """Every file that it maps is the bundle's, and its search path ends there."""
+def test_interpreter_maps_only_files_of_the_bundle(bundle: Path) -> None:
+    """It maps only files of the bundle, and its search path has nothing else."""
     text = "import gpushare.cli, pynvml, sys; print(open('/proc/self/maps').read()); print(*sys.path, sep='\\n')"
     words = {word for word in python(bundle, text).split() if word.startswith("/")}
     inside = f"{bundle}/libexec/_internal/"
@@ -259,7 +259,7 @@ def test_interpreter_is_alone(bundle: Path) -> None:
 OF_SNAPSHOT = ("licenses/libc6-dev", "licenses/libpython3.11-dev", "licenses/README")
 
 
-def test_archive_is_what_its_checksum_says_and_names_no_machine(bundle: Path) -> None:
+def test_archive_matches_its_checksum_and_names_no_build_machine(bundle: Path) -> None:
     (archive,) = bundle.parent.glob("gpushare-*.tar.gz")
     digest, name = archive.with_name(archive.name + ".sha256").read_text().split()
     assert (digest, name) == (hashlib.sha256(archive.read_bytes()).hexdigest(), archive.name)
@@ -278,8 +278,8 @@ def test_archive_is_what_its_checksum_says_and_names_no_machine(bundle: Path) ->
     assert not [path for path in bundle.rglob("*") if path.is_file() and here in path.read_bytes()]
 
 
-def test_an_engine_is_told_of_the_launchers(bundle: Path, tmp_path: Path) -> None:
-    """Called by a link, as it is installed. Programs of libexec start Python for every container."""
+def test_engine_configuration_names_the_launchers(bundle: Path, tmp_path: Path) -> None:
+    """Called through a link, as installed. Programs of libexec would start Python for every container."""
     (tmp_path / "gpushare").symlink_to(bundle / "bin" / "gpushare")
     done = call(tmp_path / "gpushare", "runtime", "configure", "docker", "--root", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ def test_an_engine_is_told_of_the_launchers(bundle: Path, tmp_path: Path) -> Non
     assert daemon["runtimes"]["gpushare"]["path"] == str(bundle / "bin" / "gpushare-runtime")
 
 
-def test_incomplete_bundle_says_so(bundle: Path, tmp_path: Path) -> None:
+def test_incomplete_bundle_is_reported(bundle: Path, tmp_path: Path) -> None:
     for place, words in {"half": "install gpushare again", "a:colon": "colon"}.items():
         (tmp_path / place).mkdir()
         shutil.copy(bundle / "libexec" / "gpushare", tmp_path / place)

@@ -1,4 +1,4 @@
-"""The warm-up of the cgroup lock (hook/launcher/cgroup_lock_warmup.c). cgroup.procs is a FIFO here."""
+"""The warm-up of the cgroup lock (hook/launcher/cgroup_lock_warmup.c). Here cgroup.procs is a FIFO."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakeContainer = Callable[..., Container]
 
 
 class Scene(NamedTuple):
-    """A launcher whose Python and whose low-level runtime are scripts, on a host whose own cgroups are ours."""
+    """A launcher with scripts as its Python and low-level runtime, on a host with its own cgroups."""
 
     directory: Path
     procs: Path  # the FIFO
@@ -40,7 +40,7 @@ class Scene(NamedTuple):
     def start(
         self, config: str, stdout: int | None = None, before: str = "", ignored: int | None = None
     ) -> subprocess.Popen[bytes]:
-        """`before`: what the shell does that becomes the launcher; `ignored`: a signal that it ignores."""
+        """Start the launcher. `before`: shell commands before its exec; `ignored`: a signal that it ignores."""
         (self.directory / "bundle" / "config.json").write_text(config)
         own = [f"--gpushare-config={self.directory / 'config.yaml'}", f"--gpushare-state={self.directory / 'state'}"]
         create = ["create", "--bundle", str(self.directory / "bundle"), "a"]
@@ -56,7 +56,7 @@ class Scene(NamedTuple):
 
 
 def own_cgroups() -> list[str]:
-    """Where in /sys/fs/cgroup we are, once for each hierarchy."""
+    """Our directory in each hierarchy of /sys/fs/cgroup."""
     parts = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     return [f"{controllers.removeprefix('name=')}/{path}" for _, controllers, path in parts]
 
@@ -82,8 +82,8 @@ def children() -> list[int]:
 
 
 @pytest.mark.parametrize("ignored", [None, signal.SIGCHLD])
-def test_asks_while_the_start_lasts(scene: Scene, ignored: int | None) -> None:
-    """For a process that has ended, again and again, and no longer than the start."""
+def test_warmup_writes_until_the_start_ends(scene: Scene, ignored: int | None) -> None:
+    """It writes the pid of an ended process repeatedly, and stops with the start."""
     ask = f'exec <{scene.procs} && read a && read b && test "$a" = "$b" && grep "^State:.Z" /proc/$a/status && exit 42'
     scene.script("libexec/gpushare-runtime", ask)
     before = children()
@@ -93,13 +93,13 @@ def test_asks_while_the_start_lasts(scene: Scene, ignored: int | None) -> None:
         assert processes.wait_exit(pid, WAIT_S) is not None
 
 
-def test_holds_nothing_of_the_engine(scene: Scene) -> None:
-    """An engine reads what its runtime prints until nobody can print any more."""
+def test_warmup_keeps_no_descriptor_of_the_engine(scene: Scene) -> None:
+    """An engine reads its runtime's output until every writer has closed the pipe."""
     scene.script("libexec/gpushare-runtime", "echo said")
     before = children()
     start = scene.start(ASKS, subprocess.PIPE)
     try:
-        assert start.communicate(timeout=WAIT_S)[0] == b"said\n"  # there is still one that waits for a reader
+        assert start.communicate(timeout=WAIT_S)[0] == b"said\n"  # the warm-up still waits for a reader of the FIFO
         (waits,) = set(children()) - set(before)
     finally:
         reader = os.open(scene.procs, os.O_RDONLY | os.O_NONBLOCK)
@@ -108,7 +108,7 @@ def test_holds_nothing_of_the_engine(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["may not be written", "is not there"])
-def test_nothing_happens_without_a_cgroup(scene: Scene, there: bool) -> None:
+def test_warmup_does_nothing_without_a_cgroup(scene: Scene, there: bool) -> None:
     scene.procs.unlink()
     if there:
         scene.procs.mkdir()
@@ -119,14 +119,14 @@ def test_nothing_happens_without_a_cgroup(scene: Scene, there: bool) -> None:
         assert processes.wait_exit(pid, WAIT_S) is not None
 
 
-def test_not_for_a_container_that_asks_for_nothing(scene: Scene) -> None:
+def test_container_without_request_starts_no_warmup(scene: Scene) -> None:
     before = children()
     assert scene.start(DOES_NOT).wait(WAIT_S) == 43
     assert set(children()) == set(before)
 
 
-def test_one_asks_for_all_that_start_at_once(scene: Scene) -> None:
-    """The lock that is asked for is also in the way of forks."""
+def test_concurrent_starts_share_one_warmup(scene: Scene) -> None:
+    """The lock also blocks forks, so one warm-up at a time must suffice."""
     scene.script("libexec/gpushare-runtime", "exit 42")
     before = children()
     reader = os.open(scene.procs, os.O_RDONLY | os.O_NONBLOCK)
@@ -141,7 +141,7 @@ def test_one_asks_for_all_that_start_at_once(scene: Scene) -> None:
         os.close(reader)
 
 
-def test_does_not_wait_for_a_fifo_in_the_state_directory(scene: Scene) -> None:
+def test_fifo_in_the_state_directory_does_not_block_the_warmup(scene: Scene) -> None:
     scene.procs.unlink()
     (scene.directory / "state" / oci_runtime.FILE).unlink()
     os.mkfifo(scene.directory / "state" / oci_runtime.FILE)
@@ -154,7 +154,7 @@ def test_does_not_wait_for_a_fifo_in_the_state_directory(scene: Scene) -> None:
 
 @pytest.fixture
 def own_group(tmp_path: Path) -> Iterator[Path]:
-    """A cgroup of ours in cgroup2."""
+    """A cgroup of this test in cgroup2."""
     unified = tmp_path / "unified"
     unified.mkdir()
     subprocess.run(["mount", "-t", "cgroup2", "none", unified], check=True)
@@ -167,8 +167,8 @@ def own_group(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", unified], check=True)
 
 
-def test_stays_where_it_is_under_the_host_s_cgroups(scene: Scene, own_group: Path) -> None:
-    """In a cgroup namespace we are in "/", and what is mounted at /sys/fs/cgroup may have another root."""
+def test_warmup_stays_in_its_own_cgroup(scene: Scene, own_group: Path) -> None:
+    """In a cgroup namespace the own cgroup is "/", and the mount at /sys/fs/cgroup may have another root."""
     go = scene.directory / "go"
     os.mkfifo(go)
     scene.script("libexec/gpushare-runtime", f"read x <{go}; exit 42")
@@ -187,12 +187,12 @@ def test_stays_where_it_is_under_the_host_s_cgroups(scene: Scene, own_group: Pat
     assert [line for line in seen if line.startswith("0::")] == [f"0::/{own_group.name}"]
 
 
-def test_nobody_is_moved(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """A real start, on this machine's cgroups: who is to be moved is a process of this start, and has ended."""
+def test_warmup_moves_no_process(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """A real start with this machine's cgroups: the written pid is that of an ended process of this start."""
     calls = tmp_path / "calls"
     strace = ("strace", "-D", "-ff", "-qq", "-e", "trace=write", "-y", "-o", str(calls))
     mine = own_cgroups()
-    assert container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime()).run() == 0  # the state is there
+    assert container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime()).run() == 0  # makes the state
     with container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, prefix=strace, runtime=node.runtime()) as one:
         one.create()
     asked = [log.read_text(errors="replace") for log in tmp_path.glob("calls.*") if log.suffix[1:].isdigit()]
@@ -200,4 +200,4 @@ def test_nobody_is_moved(container: MakeContainer, node: Node, tmp_path: Path) -
     (moves,) = [lines for log in asked if (lines := re.findall(form, log))]
     assert {os.path.normpath(path) for path, *_ in moves} < {os.path.normpath(f"/sys/fs/cgroup/{own}") for own in mine}
     ((who, _),) = {tuple(number) for _, *number in moves}
-    assert (tmp_path / f"calls.{who}").read_text() == ""  # it has written nothing itself
+    assert (tmp_path / f"calls.{who}").read_text() == ""  # it made no write itself

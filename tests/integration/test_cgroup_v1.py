@@ -43,7 +43,7 @@ def device_list(view: View, pid: int) -> list[str]:
     return list(view.run(body))
 
 
-def test_the_devices_hierarchy_is_found(view: View, container: Container) -> None:
+def test_devices_hierarchy_is_found(view: View, container: Container) -> None:
     v1, _ = view.run(lambda: cgroup.find_cgroups(container[2]))
     assert v1.startswith("/sys/fs/cgroup/devices/")
     assert v1.endswith(container[0].id)
@@ -56,7 +56,7 @@ def test_rules_are_rw_and_never_mknod(view: View, container: Container) -> None:
     assert set(device_list(view, pid)) - set(before) == {"c 195:0 rw", "c 195:255 rw"}
 
 
-def test_undo_and_revoke(view: View, container: Container) -> None:
+def test_undo_and_revoke_remove_access(view: View, container: Container) -> None:
     runc, rootfs, pid = container
     before = matrix(runc, rootfs)
     view.run(lambda: cgroup.allow_devices(pid, GRANTED)())
@@ -67,7 +67,7 @@ def test_undo_and_revoke(view: View, container: Container) -> None:
     assert matrix(runc, rootfs) == before
 
 
-def test_the_undo_of_a_plan_takes_access_back(view: View, container: Container) -> None:
+def test_undo_of_a_plan_removes_access(view: View, container: Container) -> None:
     pid = container[2]
     before = device_list(view, pid)
     plan = Plan("test", tuple(DeviceRule(*device) for device in GRANTED))
@@ -91,8 +91,8 @@ def test_undo_keeps_what_was_allowed_before(view: View, container: Container) ->
     assert device_list(view, pid) == before
 
 
-def test_a_refused_rule_names_file_and_reason(view: View, container: Container) -> None:
-    """The parent does not have the device, so the kernel refuses it to the child."""
+def test_refused_rule_names_file_and_reason(view: View, container: Container) -> None:
+    """The kernel refuses a child the device that its parent lacks."""
     runc, _, pid = container
 
     def body() -> str:
@@ -124,7 +124,7 @@ def test_a_refused_rule_names_file_and_reason(view: View, container: Container) 
     assert "not permitted" in message
 
 
-def test_without_any_device_cgroup_the_error_says_what_to_mount() -> None:
+def test_error_without_device_cgroup_says_what_to_mount() -> None:
     bare = View("umount -R /sys/fs/cgroup")
 
     def body() -> str:
@@ -144,7 +144,7 @@ def test_without_any_device_cgroup_the_error_says_what_to_mount() -> None:
     ("root", "path", "below"),
     [("/", "/a/b", "/a/b"), ("/a", "/a/b", "/b"), ("/a", "/ab", None), ("/a/b", "/a", None), ("/", "/../a", None)],
 )
-def test_a_mount_that_shows_a_part_of_the_hierarchy(tmp_path: Path, root: str, path: str, below: str) -> None:
+def test_path_below_a_partial_mount_is_found(tmp_path: Path, root: str, path: str, below: str) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "b").mkdir()
     mount = mountns.MountEntry(1, "0:1", root, str(tmp_path), False, "cgroup2", "none", "rw")

@@ -1,4 +1,4 @@
-"""Device access on a pure cgroup v2 view: the attached eBPF program is replaced, under real runc, with real nodes."""
+"""Device access on a pure cgroup v2 view: the attached eBPF program is replaced, with real runc and real nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def view() -> Iterator[View]:
 
 
 def programs(view: View, pid: int) -> tuple[list[int], list[bpf.Program]]:
-    """(ids, instructions) of what is attached to the cgroup of `pid`."""
+    """(ids, instructions) of the programs attached to the cgroup of `pid`."""
 
     def body() -> Any:
         path = cgroup.find_cgroups(pid)[1]
@@ -46,13 +46,13 @@ def join(directory: str) -> None:
         control.write(str(os.getpid()))
 
 
-def test_the_view_is_pure_v2(view: View, container: Container) -> None:
+def test_view_is_pure_v2(view: View, container: Container) -> None:
     v1, v2 = view.run(lambda: cgroup.find_cgroups(container[2]))
     assert v1 == ""
     assert v2.endswith(container[0].id)
 
 
-def test_the_program_is_the_runtimes_own_behind_a_prefix(view: View, container: Container) -> None:
+def test_runtime_s_program_runs_after_our_prefix(view: View, container: Container) -> None:
     _, _, pid = container
     ids, (original,) = programs(view, pid)
     allow(view, pid)
@@ -62,7 +62,7 @@ def test_the_program_is_the_runtimes_own_behind_a_prefix(view: View, container: 
     assert bpf.split(program) == (GRANTED, original)
 
 
-def test_undo_restores_the_very_program(view: View, container: Container) -> None:
+def test_undo_restores_the_same_program(view: View, container: Container) -> None:
     runc, rootfs, pid = container
     before, attached = matrix(runc, rootfs), programs(view, pid)
     view.run(lambda: cgroup.allow_devices(pid, GRANTED)())
@@ -70,7 +70,7 @@ def test_undo_restores_the_very_program(view: View, container: Container) -> Non
     assert matrix(runc, rootfs) == before
 
 
-def test_revoking_from_another_process(view: View, container: Container) -> None:
+def test_another_process_can_revoke_access(view: View, container: Container) -> None:
     runc, rootfs, pid = container
     before, (_, (original,)) = matrix(runc, rootfs), programs(view, pid)
     allow(view, pid)
@@ -83,7 +83,7 @@ def test_revoking_from_another_process(view: View, container: Container) -> None
     assert programs(view, pid)[1] == [original]
 
 
-def test_allowing_twice_changes_nothing_and_more_is_added(view: View, container: Container) -> None:
+def test_repeated_rules_change_nothing_and_new_rules_are_added(view: View, container: Container) -> None:
     _, _, pid = container
     allow(view, pid)
     ids, _ = programs(view, pid)
@@ -94,8 +94,9 @@ def test_allowing_twice_changes_nothing_and_more_is_added(view: View, container:
     assert bpf.split(program)[0] == (*GRANTED, (510, 0))
 
 
-def test_every_program_of_a_cgroup_is_extended(view: View, container: Container) -> None:
-    """They are ANDed: a second program (another manager's) would otherwise still deny."""
+def test_each_program_of_a_cgroup_is_extended(view: View, container: Container) -> None:
+    """The kernel requires all programs to allow an access: an unextended program of another manager would still deny
+    it."""
     runc, rootfs, pid = container
     _, (original,) = programs(view, pid)
 
@@ -112,7 +113,7 @@ def test_every_program_of_a_cgroup_is_extended(view: View, container: Container)
     device_matrix.check_granted(before, matrix(runc, rootfs))
 
 
-def test_a_program_exchanged_meanwhile_is_read_again(view: View, container: Container) -> None:
+def test_concurrently_replaced_program_is_read_again(view: View, container: Container) -> None:
     runc, rootfs, pid = container
     before = matrix(runc, rootfs)
 
@@ -136,7 +137,7 @@ def test_a_program_exchanged_meanwhile_is_read_again(view: View, container: Cont
     device_matrix.check_granted(before, matrix(runc, rootfs))
 
 
-def test_a_program_that_cannot_be_reused_is_refused_and_kept(view: View, container: Container) -> None:
+def test_program_that_cannot_be_reused_is_refused_and_kept(view: View, container: Container) -> None:
     runc, rootfs, pid = container
     before = matrix(runc, rootfs)
 
@@ -161,7 +162,7 @@ def test_a_program_that_cannot_be_reused_is_refused_and_kept(view: View, contain
     assert matrix(runc, rootfs) == before
 
 
-def test_a_cgroup_that_denies_nothing_is_left_as_it_is(view: View, tmp_path: Path) -> None:
+def test_cgroup_without_rules_is_not_changed(view: View, tmp_path: Path) -> None:
     def body() -> list[int]:
         path = f"/sys/fs/cgroup/gs-open-{os.getpid()}"
         os.mkdir(path)
@@ -175,7 +176,7 @@ def test_a_cgroup_that_denies_nothing_is_left_as_it_is(view: View, tmp_path: Pat
 
 
 def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
-    """Runtimes allow mknod of anything by default, so this is shown under a program that denies all."""
+    """Runtimes allow mknod of any device by default, so this test uses a program that denies all."""
     deny = (bpf.Instruction(0xB7, 0, 0, 0), bpf.Instruction(0x95, 0, 0, 0))
     node, other = str(tmp_path / "node"), str(tmp_path / "other")
     os.mknod(node, 0o020666, os.makedev(195, 0))
@@ -210,7 +211,7 @@ def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
 # Programs as values
 
 
-def test_the_prefix_is_recognised_only_whole() -> None:
+def test_only_a_complete_prefix_is_recognised() -> None:
     program = (bpf.Instruction(0xB7, 0, 0, 0), bpf.Instruction(0x95, 0, 0, 0))
     extended = bpf.with_rules(program, GRANTED)
     assert bpf.split(extended) == (GRANTED, program)
@@ -223,7 +224,7 @@ def test_the_prefix_is_recognised_only_whole() -> None:
 
 
 @pytest.mark.parametrize("rule", [(-1, 0), (4096, 0), (195, 1 << 20), (195, -1)])
-def test_numbers_that_are_no_device_are_refused(rule: tuple[int, int]) -> None:
+def test_invalid_device_numbers_are_refused(rule: tuple[int, int]) -> None:
     with pytest.raises(KernelError, match="out of range"):
         bpf.with_rules((), [rule])
 
@@ -233,11 +234,11 @@ def test_numbers_that_are_no_device_are_refused(rule: tuple[int, int]) -> None:
     [(0x85, 0, 0, 1), (0x18, 0x11, 0, 3), (0xDB, 0x12, 0, 0), (0xBF, 0x0B, 0, 0), (0x30, 0, 0, 0), (0x8D, 0, 0, 0)],
     ids=["call", "map", "atomic", "hidden register", "old load", "indirect call"],
 )  # fmt: skip
-def test_instructions_that_the_verifier_translates_are_refused(bad: tuple[int, int, int, int]) -> None:
+def test_instructions_rewritten_by_the_verifier_are_refused(bad: tuple[int, int, int, int]) -> None:
     with pytest.raises(KernelError, match="cannot be loaded again"):
         bpf.reusable((bpf.Instruction(*bad), bpf.Instruction(0, 0, 0, 0)), "the program")
 
 
-def test_a_plain_64_bit_constant_is_reusable() -> None:
+def test_plain_64_bit_constant_is_reusable() -> None:
     program = (bpf.Instruction(0x18, 3, 0, -1), bpf.Instruction(0, 0, 0, 7), bpf.Instruction(0x95, 0, 0, 0))
     assert bpf.reusable(program, "x") == program

@@ -29,8 +29,8 @@ def snapshot(directory: Path) -> list[tuple[str, int, int]]:
     return sorted(found)
 
 
-def test_list_follows_a_container_from_its_first_byte_to_its_end(tenant: Callable[..., Tenant], node: Node) -> None:
-    """Two processes' worth of truth: what the tenant says it took, and what the host shows."""
+def test_list_shows_a_container_s_use_from_start_to_end(tenant: Callable[..., Tenant], node: Node) -> None:
+    """The tenant's own report and the host's view agree."""
     one = tenant("a", {"GPUSHARE_MEMORY": "4Gi"})
     one.container.start()
     one.expect("seen")
@@ -57,7 +57,7 @@ def test_list_follows_a_container_from_its_first_byte_to_its_end(tenant: Callabl
     assert json.loads(node.cli("list", "--format", "json").stdout) == []
 
 
-def test_process_that_was_killed_counts_for_nothing(tenant: Callable[..., Tenant], node: Node) -> None:
+def test_killed_process_is_not_counted(tenant: Callable[..., Tenant], node: Node) -> None:
     one = tenant("a", {"GPUSHARE_MEMORY": "4Gi"})
     one.container.start()
     one.expect("seen")
@@ -72,16 +72,14 @@ def test_process_that_was_killed_counts_for_nothing(tenant: Callable[..., Tenant
     assert (device["free_bytes"], device["containers"]) == (16 * GIB, 0)
 
 
-def test_devices_before_any_container(node: Node) -> None:
-    """Needs no state directory, and makes none."""
+def test_devices_work_before_the_first_container(node: Node) -> None:
+    """The command works without a state directory and creates none."""
     (device,) = json.loads(node.cli("devices", "--format", "json").stdout)
     assert (device["memory_bytes"], device["free_bytes"], device["state"]) == (16 * GIB, 16 * GIB, "open")
     assert os.listdir(node.state) == [] and str(node.state) not in rootfs.mount_points()
 
 
-def test_explain_says_what_the_start_then_does_and_touches_nothing(
-    container: MakeContainer, node: Node, tmp_path: Path
-) -> None:
+def test_explain_predicts_the_start_and_changes_nothing(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     one = container(["cat", "/proc/self/mounts"], env={"GPUSHARE_MEMORY": "25%"}, hook=node.hook())
     assert node.cli("refresh").returncode == 0
     before = snapshot(node.state), snapshot(one.bundle / "disk" / "upper"), rootfs.mount_points()
@@ -100,12 +98,12 @@ def test_explain_says_what_the_start_then_does_and_touches_nothing(
     assert lease["shares"][0]["memory_limit_bytes"] == 4 * GIB
 
 
-def test_explain_of_a_container_that_asks_for_nothing(container: MakeContainer, node: Node) -> None:
+def test_explain_reports_a_container_without_request(container: MakeContainer, node: Node) -> None:
     one = container(["true"], hook=node.hook())
     assert node.cli("explain", str(one.bundle)).stdout == "nothing asked: this container is left alone\n"
 
 
-def test_explain_counts_the_others_and_not_the_container_itself(container: MakeContainer, node: Node) -> None:
+def test_explain_counts_only_other_containers(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "16Gi"}, hook=node.hook()).start()
     other = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
     assert node.cli("explain", str(one.bundle)).returncode == 0
@@ -113,14 +111,14 @@ def test_explain_counts_the_others_and_not_the_container_itself(container: MakeC
     assert refused.returncode == 75 and f"held by {one.id}" in refused.stderr and refused.stdout == ""
 
 
-def test_explain_of_no_bundle_is_wrong_usage(node: Node, tmp_path: Path) -> None:
+def test_explain_without_bundle_is_a_usage_error(node: Node, tmp_path: Path) -> None:
     assert node.cli("explain", str(tmp_path / "none")).returncode == 2
     (tmp_path / "empty").mkdir()
     done = node.cli("explain", str(tmp_path / "empty"))
     assert done.returncode == 64 and "config.json" in done.stderr
 
 
-def test_refresh_makes_the_next_start_read_one_file(container: MakeContainer, node: Node) -> None:
+def test_start_after_refresh_reads_one_file(container: MakeContainer, node: Node) -> None:
     value = json.loads(node.cli("refresh", "--format", "json").stdout)
     assert value["devices"][0]["memory_bytes"] == 16 * GIB
     written = (node.state / "node.json").stat().st_mtime_ns
@@ -128,10 +126,10 @@ def test_refresh_makes_the_next_start_read_one_file(container: MakeContainer, no
     assert (node.state / "node.json").stat().st_mtime_ns == written
 
 
-def test_refresh_after_a_driver_update_with_a_container_alive(
+def test_refresh_after_a_driver_update_names_the_running_container(
     container: MakeContainer, node: Node, simhost: Path
 ) -> None:
-    """The container keeps what it has; the next one gets the new driver, and refresh says who is left behind."""
+    """The container keeps the old driver, the next one gets the new driver, and refresh names the old container."""
     newer = "535.300.01"
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
     for path in list(simhost.rglob("*.so.535.261.03")):
@@ -150,7 +148,7 @@ def test_refresh_after_a_driver_update_with_a_container_alive(
     assert node.cli("refresh").stdout.count("nothing has changed") == 1
 
 
-def test_json_of_every_command_is_one_document(container: MakeContainer, node: Node) -> None:
+def test_each_command_s_json_is_one_document(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
     for command in (
         *(["list"], ["inspect", one.id], ["devices"], ["explain", str(one.bundle)], ["prune", "--dry-run"]),
@@ -166,7 +164,7 @@ def test_json_of_every_command_is_one_document(container: MakeContainer, node: N
 
 
 @pytest.mark.parametrize("command", [["list"], ["devices"]])
-def test_reader_that_leaves_early_is_no_error(container: MakeContainer, node: Node, command: list[str]) -> None:
+def test_closed_output_pipe_is_no_error(container: MakeContainer, node: Node, command: list[str]) -> None:
     """`gpushare list | head -0`"""
     import subprocess
 

@@ -1,5 +1,5 @@
-"""Compute limits of real containers beside test_compute.py: soft ones, several processes, no container, what people
-see. Judged by the simulated device's own ledger of its time."""
+"""Compute limits of real containers beyond test_compute.py: soft limits, several processes, programs without a
+container, and the CLI's output. Judged by the simulated device's own ledger of its time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runc import Container
 from tests.support.spec import Mount
 
 MakeContainer = Callable[..., Container]
-POINTS = 5  # a loaded machine with two cores; make bench has the exact figures
+POINTS = 5  # tolerance for a loaded machine with two cores; make bench has the exact figures
 TRIES = 8
 
 
@@ -50,12 +50,13 @@ def shares(simhost: Path, watched: Iterable[Container]) -> dict[int, float]:
 
 
 def share(simhost: Path, one: Container, *others: Container) -> float:
-    """What `one` has."""
+    """Return the percentage of `one`."""
     return shares(simhost, (one, *others)).get(os.stat(f"/proc/{one.pid}/ns/pid").st_ino, 0.0)
 
 
 def hold(simhost: Path, *wanted: tuple[Container, float]) -> None:
-    """Nobody ever has more than his share, and all have theirs together as soon as the machine lets them."""
+    """Assert that no container ever exceeds its percentage, and that all reach theirs at once as soon as the machine
+    allows."""
     seen = []
     for _ in range(TRIES):
         got = shares(simhost, [one for one, _ in wanted])
@@ -67,7 +68,7 @@ def hold(simhost: Path, *wanted: tuple[Container, float]) -> None:
     raise AssertionError(f"{seen} instead of {[percent for _, percent in wanted]}")
 
 
-def test_list_shows_what_the_ledger_says(busy: Callable[..., Container], node: Node, simhost: Path) -> None:
+def test_list_agrees_with_the_device_s_ledger(busy: Callable[..., Container], node: Node, simhost: Path) -> None:
     one = busy("hook", "40%")
     hold(simhost, (one, 40))
     seen = []
@@ -83,8 +84,8 @@ def test_list_shows_what_the_ledger_says(busy: Callable[..., Container], node: N
     assert "% of 40%" in node.cli("list").stdout
 
 
-def test_soft_limit_borrows_what_nobody_wants(busy: Callable[..., Container], simhost: Path) -> None:
-    """And gives it back: who has a hard limit gets it beside a soft one."""
+def test_soft_limit_borrows_unused_time(busy: Callable[..., Container], simhost: Path) -> None:
+    """A container with a hard limit still gets its time beside a soft one."""
     soft = busy("hook", "30%", mode="soft")
     had = [share(simhost, soft)]
     while had[-1] < 80 and len(had) < TRIES:
@@ -102,10 +103,10 @@ def test_processes_of_a_container_share_its_limit(busy: Callable[..., Container]
     hold(simhost, (one, 30))
 
 
-def test_program_without_a_container_keeps_its_limit(node: Node, simhost: Path) -> None:
+def test_gpushare_run_keeps_its_compute_limit(node: Node, simhost: Path) -> None:
     command = [str(build()), *words(seconds=4, kernel=200)]
     done = programs.run(node, "--memory", "2Gi", "--compute", "30%", "--", *command)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    percent = 100 * said["done_ns"] / (said["ended_ns"] - said["started_ns"])
-    assert 30 - 2 * POINTS < percent < 30 + POINTS, said
+    report = json.loads(done.stdout)
+    percent = 100 * report["done_ns"] / (report["ended_ns"] - report["started_ns"])
+    assert 30 - 2 * POINTS < percent < 30 + POINTS, report

@@ -1,4 +1,4 @@
-"""Compute limits inside of MIG devices: each is of its own device, whose time no other one takes."""
+"""Compute limits inside MIG devices: each is a percentage of its own device, whose time no other device uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS, TRIES = 5, 8
 
 
 def percents(watched: list[tuple[Container, Path]]) -> list[float]:
-    """What each has of its device in one second. Fails at once when one ends."""
+    """Return each container's percentage of its device in one second. Fail at once when a container ends."""
     ledgers = [Ledger(str(device)) for _, device in watched]
     pidfds = [os.pidfd_open(one.pid) for one, _ in watched]
     poll = select.poll()
@@ -45,8 +45,8 @@ def percents(watched: list[tuple[Container, Path]]) -> list[float]:
     return [100 * (now - was) / (end - begin) for was, now in zip(before, after)]
 
 
-def test_each_mig_device_has_time_of_its_own(container: Callable[..., Container], node: Node, simhost: Path) -> None:
-    """70 % of one device of a GPU, and of another one 45 and 25: together more than the whole GPU has."""
+def test_mig_devices_have_separate_compute_time(container: Callable[..., Container], node: Node, simhost: Path) -> None:
+    """70 % of one MIG device, and 45 and 25 % of another: together more than the whole GPU has."""
     watched, limits = [], (70, 45, 25)
     parts = driverhost.divide(simhost)
     for number, percent in zip((0, 1, 1), limits):

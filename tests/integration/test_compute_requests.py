@@ -1,4 +1,4 @@
-"""Compute as it is asked for: what reaches the container's limits file, what does not fit, what people see of it."""
+"""Compute requests: the container's limits file, refusals of requests that do not fit, and the CLI's output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(container: MakeContainer, node: Node) -> Callable[..., Container]:
 
 
 def limit_of(node: Node, one: Container) -> shm_abi.Limit:
-    """As the container itself reads it."""
+    """The limit as the container itself reads it."""
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
     assert one.exec("sha256sum", "/usr/lib/gpushare/limits").stdout.split()[0] == hashlib.sha256(data).hexdigest()
     (limit,) = shm_abi.read_limits(data).devices
@@ -41,7 +41,7 @@ def shares(node: Node) -> dict[str, Any]:
     return {one["id"]: one["shares"][0] for one in json.loads(node.cli("list", "--format", "json").stdout)}
 
 
-def test_words_reach_the_limits_file(start: Callable[..., Container], node: Node, way: str) -> None:
+def test_requests_are_written_to_the_limits_file(start: Callable[..., Container], node: Node, way: str) -> None:
     hard = start(way, COMPUTE="30%")
     soft = start(way, COMPUTE="60%", COMPUTE_MODE="soft", PRIORITY="high")
     free = start(way)
@@ -56,7 +56,7 @@ def test_words_reach_the_limits_file(start: Callable[..., Container], node: Node
     assert device["compute_granted_percent"] == 30
 
 
-def test_hard_limits_fit_or_are_refused_with_what_is_free(
+def test_hard_limit_that_does_not_fit_is_refused_with_the_free_percentage(
     start: Callable[..., Container], node: Node, way: str
 ) -> None:
     first = start(way, COMPUTE="60%")
@@ -71,7 +71,7 @@ def test_hard_limits_fit_or_are_refused_with_what_is_free(
     assert {one.id for one in (second, third)} < set(node.leases())
 
 
-def test_maximum_and_overcommit_of_the_configuration(
+def test_configured_maximum_and_overcommit_are_enforced(
     start: Callable[..., Container], make_node: MakeNode, simhost: Any
 ) -> None:
     clamped = make_node(
@@ -90,7 +90,7 @@ def test_maximum_and_overcommit_of_the_configuration(
     assert limit_of(strict, start("hook", strict, COMPUTE="70%")).compute_percent == 70
 
 
-def test_program_without_a_container_has_its_limit(start: Callable[..., Container], node: Node) -> None:
+def test_gpushare_run_writes_its_compute_limit(start: Callable[..., Container], node: Node) -> None:
     start("hook", COMPUTE="60%")
     refused = programs.run(node, "--memory", "1Gi", "--compute", "50%", "--", "true")
     assert refused.returncode == 75 and "40% free of 100%" in refused.stderr

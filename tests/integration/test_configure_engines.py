@@ -1,4 +1,4 @@
-"""What `gpushare runtime configure` writes, read by the engines themselves. No daemon is started."""
+"""The output of `gpushare runtime configure`, read by the engines themselves. No daemon is started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def configure(root: Path, engine: str, *options: str) -> None:
 
 
 def runtimes(main: Path) -> dict[str, Any]:
-    """The handlers that containerd has with this file."""
+    """The handlers that containerd reads from this file."""
     dump = ["containerd", "-c", str(main), "config", "dump"]
     done = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=60)
     found: dict[str, Any] = tomlkit.parse(done.stdout).unwrap()["plugins"][CRI]["containerd"]["runtimes"]
@@ -45,7 +45,7 @@ def runtimes(main: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder with a short name: podman wants at most 50 characters for its runroot."""
+    """A directory with a short path: podman's runroot has at most 50 characters."""
     path = Path(tempfile.mkdtemp(prefix="gs-"))
     yield path
     shutil.rmtree(path)
@@ -53,7 +53,7 @@ def short() -> Iterator[Path]:
 
 @pytest.mark.parametrize("hook_only", [False, True])
 @pytest.mark.parametrize(("text", "default"), [("version = 2\n", "runc"), (OWN_RUNTIME, "mine"), (None, "runc")])
-def test_containerd_has_our_handler_beside_its_own(tmp_path: Path, text: str, default: str, hook_only: bool) -> None:
+def test_containerd_reads_our_handler_beside_its_own(tmp_path: Path, text: str, default: str, hook_only: bool) -> None:
     main = tmp_path / containerd.FILE.lstrip("/")
     if text is not None:
         main.parent.mkdir(parents=True)
@@ -77,8 +77,8 @@ def test_containerd_has_our_handler_beside_its_own(tmp_path: Path, text: str, de
         assert main.read_text() == text
 
 
-def test_base_spec_has_what_containerd_itself_begins_with() -> None:
-    """The copy for hosts without ctr: nothing that containerd masks or denies is open."""
+def test_base_spec_equals_containerd_s_default() -> None:
+    """Hosts without ctr use this copy: it must not open anything that containerd masks or denies."""
     spec = json.loads(subprocess.run(["ctr", "oci", "spec"], check=True, capture_output=True, timeout=60).stdout)
     written = TREE / "config/engines/containerd-hook-only" / containerd.BASE_SPEC.lstrip("/")
     copy = json.loads(written.read_text())
@@ -89,7 +89,7 @@ def test_base_spec_has_what_containerd_itself_begins_with() -> None:
         assert set(copy["linux"][name]) >= set(spec["linux"][name])
 
 
-def test_podman_looks_for_our_hooks_and_knows_the_runtime(tmp_path: Path, short: Path) -> None:
+def test_podman_reads_our_hooks_directory_and_runtime(tmp_path: Path, short: Path) -> None:
     configure(tmp_path, "podman")
     environment = {**os.environ, "CONTAINERS_CONF": str(tmp_path / podman.FILE.lstrip("/"))}
 

@@ -1,4 +1,4 @@
-"""Pods under containerd, over the CRI socket: what one container alone (test_engines.py) cannot show."""
+"""Pods under containerd over the CRI socket: behaviour that single containers (test_engines.py) cannot show."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def total_bytes(one: PodContainer) -> int:
     return total
 
 
-# Sandboxes, and containers that ask for nothing
+# Sandboxes, and containers without a request
 
 
-def test_pods_that_ask_for_nothing_start_no_python(engine: Containerd) -> None:
+def test_pods_without_request_start_no_python(engine: Containerd) -> None:
     with engine.pod() as pod:
         one = pod.run(Want(SLEEP))
         assert one.exec(*DEVICES).out == ""
@@ -44,10 +44,10 @@ def test_pods_that_ask_for_nothing_start_no_python(engine: Containerd) -> None:
     assert engine.programs.started() == []
 
 
-def test_sandbox_gets_nothing_of_its_pod_s_request(engine: Containerd) -> None:
+def test_sandbox_does_not_get_its_pod_s_request(engine: Containerd) -> None:
     with engine.pod({"main.gpushare.io/memory": "1Gi", "gpushare.io/devices": "all"}) as pod:
         info = pod.info()
-        assert info["runtimeSpec"]["annotations"]["main.gpushare.io/memory"] == "1Gi"  # it was there to be read
+        assert info["runtimeSpec"]["annotations"]["main.gpushare.io/memory"] == "1Gi"  # the annotation was readable
         root = Path(f"/proc/{info['pid']}/root")
         assert not (root / "dev/nvidia0").exists()
         assert not (root / "usr/lib/gpushare").exists()
@@ -55,7 +55,7 @@ def test_sandbox_gets_nothing_of_its_pod_s_request(engine: Containerd) -> None:
     assert engine.programs.started() == []
 
 
-def test_only_the_container_that_asks_costs_python(engine: Containerd) -> None:
+def test_only_the_requesting_container_starts_python(engine: Containerd) -> None:
     with engine.pod() as pod:
         pod.run(Want(SLEEP), "plain")
         assert engine.programs.started() == []
@@ -67,7 +67,7 @@ def test_only_the_container_that_asks_costs_python(engine: Containerd) -> None:
 # Annotations
 
 
-def test_containers_of_one_pod_have_shares_of_their_own(engine: Containerd) -> None:
+def test_containers_of_one_pod_have_separate_shares(engine: Containerd) -> None:
     with engine.pod({"a.gpushare.io/memory": "1Gi", "b.gpushare.io/memory": "3Gi"}) as pod:
         a, b, c = (pod.run(Want(SLEEP), name) for name in "abc")
         assert (total_bytes(a), total_bytes(b)) == (GIB, 3 * GIB)
@@ -75,7 +75,7 @@ def test_containers_of_one_pod_have_shares_of_their_own(engine: Containerd) -> N
         assert engine.node.leases() == sorted([a.id, b.id])
 
 
-def test_unscoped_annotation_is_for_the_container_that_names_a_device(engine: Containerd) -> None:
+def test_unscoped_annotation_applies_to_the_container_that_names_a_device(engine: Containerd) -> None:
     with engine.pod({"gpushare.io/memory": "1Gi"}) as pod:
         names = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}), "names")
         sidecar = pod.run(Want(SLEEP), "sidecar")
@@ -84,7 +84,7 @@ def test_unscoped_annotation_is_for_the_container_that_names_a_device(engine: Co
         assert engine.node.leases() == [names.id]
 
 
-def test_variable_beside_annotation(engine: Containerd) -> None:
+def test_variable_that_contradicts_the_annotation_is_refused(engine: Containerd) -> None:
     with engine.pod({"a.gpushare.io/memory": "1Gi"}) as pod:
         with pytest.raises(
             CriError, match="GPUSHARE_MEMORY=.2Gi. and annotation a.gpushare.io/memory=.1Gi. contradict"
@@ -93,15 +93,15 @@ def test_variable_beside_annotation(engine: Containerd) -> None:
         assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "b")) == 2 * GIB
 
 
-def test_annotations_that_the_handler_does_not_allow_do_not_arrive(engine: Containerd) -> None:
+def test_annotations_the_handler_does_not_allow_are_not_passed(engine: Containerd) -> None:
     with engine.pod({"main.gpushare.io/memory": "1Gi"}, NO_ANNOTATIONS) as pod:
         assert pod.run(Want(SLEEP)).exec(*DEVICES).out == ""
         assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "other")) == 2 * GIB
 
 
-def test_pods_of_other_schedulers(engine: Containerd) -> None:
-    """Koordinator's annotation, which runtime configure lets through, and the variable that its koordlet adds to every
-    container; Run:ai's, for the container that it names."""
+def test_pods_of_other_schedulers_get_their_shares(engine: Containerd) -> None:
+    """Koordinator's annotation, which runtime configure allows, with the variable that koordlet adds to every
+    container; and Run:ai's, for the container that it names."""
     resources = {"koordinator.sh/gpu-memory": "3Gi", "koordinator.sh/gpu-memory-ratio": "18"}
     allocated = json.dumps({"gpu": [{"minor": 1, "resources": resources}]})
     device = {"NVIDIA_VISIBLE_DEVICES": "1"}
@@ -117,11 +117,11 @@ def test_pods_of_other_schedulers(engine: Containerd) -> None:
         assert total_bytes(pod.run(Want(SLEEP), "train")) == 4 * GIB
 
 
-# Life
+# Lifecycle
 
 
-def test_next_attempt_beside_the_one_that_ended(engine: Containerd) -> None:
-    """kubelet keeps a container that ended, for its log; what it held goes to the next attempt all the same."""
+def test_next_attempt_gets_the_share_of_the_ended_one(engine: Containerd) -> None:
+    """kubelet keeps an ended container for its log; the next attempt still gets its share."""
     with engine.pod() as pod:
         first = pod.run(Want(("sh", "-c", "exit 3"), BOTH))
         assert first.wait().code == 3
@@ -130,7 +130,7 @@ def test_next_attempt_beside_the_one_that_ended(engine: Containerd) -> None:
         assert engine.node.leases() == [second.id]
 
 
-def test_attempt_that_is_refused_leaves_nothing(engine: Containerd) -> None:
+def test_refused_attempt_leaves_nothing(engine: Containerd) -> None:
     with engine.pod() as pod:
         with pytest.raises(CriError, match="lots"):
             pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
@@ -138,7 +138,7 @@ def test_attempt_that_is_refused_leaves_nothing(engine: Containerd) -> None:
         assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
 
 
-def test_pod_that_is_removed_gives_everything_back(engine: Containerd) -> None:
+def test_removed_pod_releases_all_shares(engine: Containerd) -> None:
     with engine.pod() as pod:
         for name in "ab":
             pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "8Gi"}), name)
@@ -147,7 +147,7 @@ def test_pod_that_is_removed_gives_everything_back(engine: Containerd) -> None:
     assert engine.run(Want(env=BOTH)).answer()["total_bytes"] == 16 * GIB
 
 
-def test_each_sees_its_own_gpu(engine: Containerd) -> None:
+def test_each_container_sees_only_its_gpu(engine: Containerd) -> None:
     with engine.pod() as pod:
         for index in "01":
             one = pod.run(Want(SLEEP, {**TWO_GIB, "GPUSHARE_DEVICES": index}), f"gpu{index}")
@@ -157,7 +157,7 @@ def test_each_sees_its_own_gpu(engine: Containerd) -> None:
         assert both.exec(PROBE).answer()["devices"] == 2
 
 
-def test_resources_are_updated_under_a_share(engine: Containerd) -> None:
+def test_share_survives_a_resource_update(engine: Containerd) -> None:
     with engine.pod() as pod:
         one = pod.run(Want(SLEEP, TWO_GIB))
         limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
@@ -166,10 +166,10 @@ def test_resources_are_updated_under_a_share(engine: Containerd) -> None:
         assert total_bytes(one) == 2 * GIB
 
 
-# The daemon's death. It has a daemon of its own: a test must not end with another daemon than it began with.
+# Death of the daemon. The test has its own daemon, because other tests must end with the daemon that they began with.
 
 
-def test_daemon_is_killed_and_started_again(image_root: Path, way: str) -> None:
+def test_shares_survive_a_daemon_restart(image_root: Path, way: str) -> None:
     with engines.containerd(way, image_root) as engine, engine.pod() as pod:
         lives, dies = (pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}), name) for name in ("lives", "dies"))
         pids = (lives.pid, dies.pid)

@@ -1,4 +1,4 @@
-"""Devices that were in a container's request before us, and real device nodes, under containerd."""
+"""Devices that a container's request had before gpushare, and real device nodes, under containerd."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.launcher import require_no_python
 from tests.support.spec import Mount
 
 GIB = 1 << 30
-VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # what device plugins set beside CDI devices
+VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # device plugins set this beside CDI devices
 TWO_GIB = {**VOID, "GPUSHARE_MEMORY": "2Gi"}
 NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
 
 
 @pytest.fixture
 def real_nodes(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
-    """The driver root of a host whose device nodes are real: no driver answers, but the cgroup does."""
+    """The driver root of a host with real device nodes: no driver responds, but the cgroup decides."""
     root = make_simhost(tmp_path / "real", gpus=2, memory_bytes=16 * GIB)
     (root / ".gpushare-sim").unlink()
     for name, minor in NODES.items():
@@ -43,7 +43,7 @@ def real_nodes(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
 
 
 def access(one: PodContainer, minor: int) -> str:
-    """What the kernel says when the container opens a node of its own making."""
+    """The kernel's error when the container opens a node that it made."""
     done = one.exec("sh", "-c", f"mknod /tmp/n{minor} c 195 {minor} 2>/dev/null; : <>/tmp/n{minor}")
     return done.err.strip().rpartition(": ")[2]
 
@@ -52,11 +52,11 @@ ALLOWED, DENIED = "No such device or address", "Operation not permitted"
 
 
 def device(root: Path, name: str) -> dict[str, str]:
-    """A device of a CRI request, as kubelet writes what a device plugin answered."""
+    """A device in a CRI request, as kubelet writes a device plugin's response."""
     return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
 
 
-def test_real_nodes_of_another_gpu_stay_out_of_reach(containerd: Containerd, real_nodes: Path) -> None:
+def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_nodes: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "0"}))
         assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
@@ -72,8 +72,8 @@ def test_access_survives_an_update(containerd: Containerd, real_nodes: Path) -> 
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
 
 
-def test_devices_of_the_request_name_what_is_granted(containerd: Containerd, real_nodes: Path) -> None:
-    """A device plugin put both GPUs there, and the container says that it wants one: the other goes."""
+def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd, real_nodes: Path) -> None:
+    """A device plugin added both GPUs and the container requests one: the other is removed."""
     devices = [device(real_nodes, name) for name in NODES]
     with containerd.pod() as pod:
         want = Want(SLEEP, {**VOID, "GPUSHARE_DEVICES": "1"})
@@ -86,19 +86,17 @@ def test_devices_of_the_request_name_what_is_granted(containerd: Containerd, rea
         assert one.exec("ls", "/dev/nvidia0").code != 0
         alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_nodes, "nvidia0")])
         assert containerd.node.leases() == sorted([one.id, alone.id])
-        with pytest.raises(
-            CriError, match=f"held by {alone.id[:12]} "
-        ):  # nobody said how much, so it is the whole device
+        with pytest.raises(CriError, match=f"held by {alone.id[:12]} "):  # no memory limit, so the whole device
             pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")
 
 
-def test_void_without_devices_is_left_alone(containerd: Containerd) -> None:
+def test_void_without_devices_gets_no_gpu(containerd: Containerd) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, VOID))
         assert one.exec("ls", "-d", "/dev/nvidia0", "/usr/lib/gpushare").out == ""
 
 
-# CDI. This containerd is older than it, so the test does what containerd 1.7 does with a specification.
+# CDI. This containerd is older than CDI, so the test does what containerd 1.7 does with a specification.
 
 
 def inject(spec: dict[str, Any], described: dict[str, Any], name: str, root: Path) -> None:
@@ -125,7 +123,7 @@ def ctr_spec(containerd: Containerd, env: dict[str, str]) -> dict[str, Any]:
     return spec
 
 
-def test_ctr(containerd: Containerd) -> None:
+def test_ctr_container_gets_its_share(containerd: Containerd) -> None:
     """Without CRI: no pod, no annotations, one container."""
     if containerd.way == "runtime":
         words = ("--runc-binary", str(containerd.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
@@ -142,7 +140,7 @@ def test_ctr_shows_the_refusal(containerd: Containerd) -> None:
 
 
 @pytest.mark.parametrize("index", ["0", "1"])
-def test_cdi_specification(containerd: Containerd, index: str) -> None:
+def test_cdi_devices_get_a_share_or_are_refused(containerd: Containerd, index: str) -> None:
     root = containerd.node.driver_root
     spec = ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"})
     inject(spec, cdi(root), index, root)
@@ -155,8 +153,8 @@ def test_cdi_specification(containerd: Containerd, index: str) -> None:
     assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
 
 
-def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
-    """Older device plugins mount the driver's files; what remains of them must not stand before the limit."""
+def test_mounted_driver_files_are_covered(containerd: Containerd) -> None:
+    """Older device plugins mount the driver's files, which must not bypass the limit."""
     root = containerd.node.driver_root
     library = f"{LIBDIR}/libcuda.so.{VERSION}"
     mounts = (Mount(root / library, f"/{library}"), Mount(root / "dev/nvidia1", "/dev/nvidia1", ("rw",)))
@@ -170,7 +168,7 @@ def test_driver_in_the_mounts_of_a_pod(containerd: Containerd) -> None:
         assert one.exec("sh", "-c", "ls /dev/nvidia[0-9]*").out == "/dev/nvidia1\n"
 
 
-def test_containerds_own_device_rules_do_not_start_python(containerd: Containerd, tmp_path: Path) -> None:
+def test_containerd_s_default_device_rules_start_no_python(containerd: Containerd, tmp_path: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP))
         for place, spec in (("pod", pod.info()["runtimeSpec"]), ("one", one.info()["runtimeSpec"])):

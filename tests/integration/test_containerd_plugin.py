@@ -1,4 +1,4 @@
-"""What `gpushare k8s-plugin` answers kubelet, in pods under containerd."""
+"""Responses of `gpushare k8s-plugin` to kubelet, in pods under containerd."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tests.support.kubelet import Kubelet
 __all__ = ["folder", "plugin"]  # fixtures
 
 
-def test_a_pod_has_what_kubelet_chose(containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]) -> None:
-    """3 GiB of the second device, and not of the one that `any` would be; a neighbour in the pod has its own, and one
-    that kubelet gave nothing has none."""
+def test_pod_gets_the_device_that_kubelet_chose(
+    containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """The pod gets 3 GiB of the second device, although `any` would choose the first. A neighbour in the pod has its
+    own share; a container without an allocation has none."""
     node, unit = containerd.node, "gpushare.io/memory-64mib"
     assert node.cli("refresh").returncode == 0
     with Kubelet(folder) as kubelet, containerd.pod() as pod:

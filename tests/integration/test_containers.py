@@ -1,4 +1,4 @@
-"""The test library itself: a container is real, separate, and gone afterwards."""
+"""Test the test library: a container is real, separate, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import processes, rootfs
 from tests.support.runc import Container, RuntimeFailed
 
 
-def test_program_runs_in_its_own_root(container: Callable[..., Container], tmp_path: Path) -> None:
+def test_program_runs_in_the_container_s_root(container: Callable[..., Container], tmp_path: Path) -> None:
     one = container(["sh", "-c", "echo out; echo err >&2; touch /made-inside; ls /tmp; exit 3"])
     assert one.run() == 3
     assert (one.stdout, one.stderr) == ("out\n", "err\n")
@@ -20,7 +20,7 @@ def test_program_runs_in_its_own_root(container: Callable[..., Container], tmp_p
     assert not Path("/made-inside").exists()
 
 
-def test_two_run_at_once_and_exec_reaches_each(container: Callable[..., Container]) -> None:
+def test_exec_reaches_each_of_two_containers(container: Callable[..., Container]) -> None:
     both = [container(["sleep", "inf"], env={"NAME": name}).start() for name in ("a", "b")]
     seen = [one.exec("sh", "-c", "echo $NAME").stdout for one in both]
     assert seen == ["a\n", "b\n"]
@@ -31,13 +31,13 @@ def test_two_run_at_once_and_exec_reaches_each(container: Callable[..., Containe
     assert both[1].state()["status"] == "running"
 
 
-def test_user_without_privileges(container: Callable[..., Container]) -> None:
+def test_container_runs_as_an_unprivileged_user(container: Callable[..., Container]) -> None:
     one = container(["sh", "-c", "id -u; grep CapEff /proc/self/status"], user=(1000, 1000))
     assert one.run() == 0
     assert one.stdout.split() == ["1000", "CapEff:", "0" * 16]
 
 
-def test_failing_hook_stops_the_container_and_its_words_arrive(container: Callable[..., Container]) -> None:
+def test_failing_hook_stops_the_container_and_its_output_is_shown(container: Callable[..., Container]) -> None:
     hook = {"path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 9"]}
     one = container(["true"], edit=lambda spec: spec["hooks"].update(prestart=[hook]))
     with pytest.raises(RuntimeFailed) as failed:
@@ -57,7 +57,7 @@ def test_close_leaves_nothing(tmp_path: Path) -> None:
     assert not Path(f"/sys/fs/cgroup/devices/{one.id}").exists()
 
 
-def test_what_a_killed_runc_leaves_is_taken_away_and_nothing_else(container: Callable[..., Container]) -> None:
+def test_only_the_leftovers_of_a_killed_runc_are_removed(container: Callable[..., Container]) -> None:
     one = container(["true"])
     before = rootfs.mount_points()
     copy, other = (one.bundle / "runtime" / one.id / name for name in ("runc.aB3xYz", "state"))
@@ -72,5 +72,5 @@ def test_what_a_killed_runc_leaves_is_taken_away_and_nothing_else(container: Cal
     rootfs.unmount_below(other)
 
 
-def test_mounts_of_a_test_run_are_its_own() -> None:
+def test_test_run_has_its_own_mount_namespace() -> None:
     assert os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt")

@@ -1,5 +1,5 @@
-"""The log of decisions, written by every way in: one line when a share is granted, refused or released, and none when
-nothing was decided."""
+"""The log of decisions from hook, runtime and `run`: one line for each granted, refused or released share, and no line
+without a decision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ exec runc "$@"
 HOSTILE = "4Gi\ndecision=granted id=forged devices=all"
 
 
-def told(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
+def decisions(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
     return [tuple(line.get(key) for key in keys) for line in node.decisions()]
 
 
@@ -35,15 +35,13 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
-    container: MakeContainer, node: Node, way: str
-) -> None:
+def test_only_shares_are_logged_as_granted_and_released(container: MakeContainer, node: Node, way: str) -> None:
     one = container(["true"], env=SHARE, **node.way(way))
     assert one.run() == 0
     assert container(["true"], env={"PASSWORD": "hunter2"}, **node.way(way)).run() == 0
     one.delete()
     lines = node.decisions()
-    granted, released = [line for line in lines if line["decision"] != "ignored"]  # a busy machine: a cut-off search
+    granted, released = [line for line in lines if line["decision"] != "ignored"]  # a search may be cut short
     what = {"id": one.id, "memory": "4294967296", "compute": "30", "dialect": "own", "backend": "shim"}
     for line, outcome in ((granted, "granted"), (released, "released")):
         assert line.items() >= {"decision": outcome, **what}.items()
@@ -53,18 +51,18 @@ def test_a_share_is_granted_and_released_and_nothing_is_said_of_others(
     assert "hunter2" not in (node.config.parent / "decisions").read_text()
 
 
-def test_released_by_delete_where_no_hook_ran(
+def test_delete_logs_one_release_when_no_hook_ran(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
-    """A low-level runtime that calls no poststop hooks (crun after a failed create, `run --keep`): `delete` says
-    it, once."""
+    """If the low-level runtime calls no poststop hook (crun after a failed create, `run --keep`), `delete` logs the
+    release, once."""
     program = tmp_path / "low-level"
     program.write_text(WITHOUT_POSTSTOP)
     program.chmod(0o755)
     node = make_node(simhost, runtime={"path": str(program)})
     one = container(["sleep", "inf"], env=SHARE, **node.way("runtime")).start()
     one.close()
-    assert told(node, "decision", "by", "memory") == [
+    assert decisions(node, "decision", "by", "memory") == [
         ("granted", None, "4294967296"),
         ("released", "delete", "4294967296"),
     ]
@@ -72,7 +70,7 @@ def test_released_by_delete_where_no_hook_ran(
 
 
 @pytest.mark.parametrize("name", ["GPUSHARE_MEMORY", "NVIDIA_VISIBLE_DEVICES"])
-def test_a_hostile_request_is_refused_in_one_line_without_its_value(
+def test_hostile_request_is_logged_in_one_line_without_its_value(
     container: MakeContainer, node: Node, way: str, name: str
 ) -> None:
     one = container(["true"], env={name: HOSTILE}, **node.way(way))
@@ -83,19 +81,19 @@ def test_a_hostile_request_is_refused_in_one_line_without_its_value(
     assert "forged" not in (node.config.parent / "decisions").read_text()
 
 
-def test_a_start_that_fails_after_the_grant_is_released(container: MakeContainer, node: Node) -> None:
+def test_failed_start_after_the_grant_logs_a_release(container: MakeContainer, node: Node) -> None:
     one = container(["/not/there"], env=SHARE, **node.way("runtime"))
     with pytest.raises(RuntimeFailed):
         one.create()
     one.close()
-    assert [outcome for (outcome,) in told(node, "decision")] == ["granted", "released"]
+    assert [outcome for (outcome,) in decisions(node, "decision")] == ["granted", "released"]
 
 
-def test_what_is_taken_from_the_dead_is_said_by_whom(container: MakeContainer, node: Node, way: str) -> None:
+def test_release_of_a_dead_share_names_the_command(container: MakeContainer, node: Node, way: str) -> None:
     first, second = (node.cli("run", "--name", name, "--memory", "1Gi", "true") for name in ("first", "second"))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert node.cli("prune").returncode == 0
-    assert told(node, "decision", "id", "way", "by") == [
+    assert decisions(node, "decision", "id", "way", "by") == [
         ("granted", "first", "run", None),
         ("released", "first", None, "start"),
         ("granted", "second", "run", None),
@@ -103,16 +101,16 @@ def test_what_is_taken_from_the_dead_is_said_by_whom(container: MakeContainer, n
     ]
 
 
-def test_gpushare_run_is_refused_in_one_line(node: Node) -> None:
+def test_gpushare_run_logs_a_refusal_in_one_line(node: Node) -> None:
     assert node.cli("run", "--name", "web", "--memory", "1000Gi", "true").returncode == 75
     assert node.cli("run", "--name", "web", "/not/there").returncode == 127  # no decision about a share
-    assert told(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
+    assert decisions(node, "decision", "id", "way", "reason") == [("refused", "web", "run", "capacity")]
 
 
-def test_a_wrong_configuration_is_said_in_the_journal(
+def test_invalid_configuration_is_logged_to_the_journal(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
-    """Nobody knows the file then. /dev/log is a link, as systemd makes it, in a mount namespace of its own here."""
+    """The log file is unknown then. /dev/log is a link, as systemd makes it, in the test's own mount namespace."""
     node.config.write_text("version: 1\nnonsense: true\n")
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
@@ -128,12 +126,12 @@ def test_a_wrong_configuration_is_said_in_the_journal(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime", "run"])
-def test_the_journal_gets_the_whole_life_of_a_share(
+def test_journal_records_a_share_from_grant_to_release(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
-    """Also of `gpushare run`, which speaks when it has left the host's mount namespace."""
+    """Also for `gpushare run`, which logs after it has left the host's mount namespace."""
     node = make_node(simhost, log={"decisions": "syslog"})
-    assert node.cli("refresh").returncode == 0  # the state directory is mounted outside of that namespace
+    assert node.cli("refresh").returncode == 0  # mounts the state directory outside that namespace
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
         journal.bind(str(path))
@@ -155,7 +153,7 @@ def test_the_journal_gets_the_whole_life_of_a_share(
 
 
 def own_dev(tmp_path: Path, journal: Path) -> tuple[str, ...]:
-    """The words of a command that runs another with /dev/log of its own."""
+    """The prefix that runs a command with its own /dev/log."""
     upper, work = tmp_path / "dev", tmp_path / "work"
     upper.mkdir()
     work.mkdir()

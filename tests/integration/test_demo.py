@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer runs it, and as somebody who presses Ctrl-C."""
+"""`make demo`, complete and interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _no_files_left() -> Iterator[None]:
     assert set(host.BUILD.glob("demo-*")) == before
 
 
-def test_demo_twice() -> None:
-    """For a program that reads it, and on a terminal, where it looks like the picture in README.md."""
+def test_demo_runs_twice() -> None:
+    """As a pipe, and on a terminal, where it looks like the picture in README.md."""
     done = subprocess.run(DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\x1b" not in done.stdout  # colours are for terminals
+    assert "\x1b" not in done.stdout  # only terminals get colours
     for word in ("alice", "bob"):
         assert f"  {word}-" in done.stdout, "gpushare list shows both"
     assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout
@@ -39,7 +39,7 @@ def test_demo_twice() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_demo_stopped_halfway(number: int) -> None:
+def test_interrupted_demo_leaves_nothing(number: int) -> None:
     demo = subprocess.Popen(
         DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -68,7 +68,7 @@ def _session(stat: Path) -> int:
 SEEN = {"cuda_free_bytes": 4 * GIB - 300, "cuda_total_bytes": 4 * GIB, "nvml_total_bytes": 4 * GIB}
 
 
-def test_verdict_on_a_kept_limit() -> None:
+def test_kept_limit_passes() -> None:
     assert judged("alice", {"got_bytes": 4 * GIB - 300}, SEEN, 4 * GIB).verdict == ""
 
 
@@ -80,5 +80,5 @@ def test_verdict_on_a_kept_limit() -> None:
         ({"got_bytes": 4 * GIB - 300}, {**SEEN, "nvml_total_bytes": 16 * GIB}, 4 * GIB),
     ],
 )
-def test_verdict_on_a_missed_limit(full: dict[str, int], seen: dict[str, int], taken: int) -> None:
+def test_missed_limit_fails(full: dict[str, int], seen: dict[str, int], taken: int) -> None:
     assert judged("alice", full, seen, taken).verdict.startswith("MISSED")

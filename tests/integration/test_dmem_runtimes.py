@@ -1,5 +1,5 @@
-"""What gpushare-runtime puts into linux.resources.unified for the kernel's dmem controller, as real runtimes take it on
-a real cgroup v2. Few kernels have the controller: for crun its files are plain ones (programs/dmem_mirror.c)."""
+"""linux.resources.unified entries of gpushare-runtime for the kernel's dmem controller, with real runtimes on a real
+cgroup v2. Few kernels have the controller: for crun its files are plain ones (programs/dmem_mirror.c)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SHARE = model.Share(0, device(0, uuid=REAL.uuid), GIB, memory_backend="dmem")
 
 @pytest.fixture
 def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
-    """limited(runtime, words before it, whether it is told) -> a container of the edited config.json. (Without device
-    rules: a program for these needs more rights than some machines give to their root.)"""
+    """limited(runtime, prefix, has_limit) -> a container of the edited config.json, with or without its limit. (It
+    has no device rules: their program needs more rights than some machines give root.)"""
     made: list[Container] = []
     spec, _ = edited(tmp_path, {}, REAL)
 
-    def make(low: str, *words: str, told: bool = True) -> Container:
+    def make(low: str, *args: str, has_limit: bool = True) -> Container:
         def edit(config: dict[str, Any]) -> None:
-            config["linux"]["resources"] = {"unified": spec["linux"]["resources"]["unified"]} if told else {}
+            config["linux"]["resources"] = {"unified": spec["linux"]["resources"]["unified"]} if has_limit else {}
 
-        one = Container(tmp_path / "c", ["sleep", "inf"], runtime=low, prefix=(*V2, *words), edit=edit)
+        one = Container(tmp_path / "c", ["sleep", "inf"], runtime=low, prefix=(*V2, *args), edit=edit)
         made.append(one)
         return one
 
@@ -48,15 +48,15 @@ def limited(tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 
 @pytest.mark.parametrize("low", ["runc", "crun"])
-def test_without_the_controller_or_the_region_nothing_starts(limited: Callable[..., Container], low: str) -> None:
+def test_missing_controller_or_region_refuses_the_container(limited: Callable[..., Container], low: str) -> None:
     one = limited(low)
     with pytest.raises(RuntimeFailed, match="dmem"):
         one.create()
 
 
-def test_a_hook_finds_out_that_a_real_cgroup_has_no_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
-    """A runtime that does not write it, such as one of before `unified`."""
-    one = limited("runc", told=False)
+def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Container], tmp_path: Path) -> None:
+    """For a runtime that does not write it, such as a version before `unified`."""
+    one = limited("runc", has_limit=False)
     one.start()
     record = tmp_path / dmem.RECORD
     with pytest.raises(GpushareError, match=r"dmem\.max"):
@@ -64,10 +64,8 @@ def test_a_hook_finds_out_that_a_real_cgroup_has_no_limit(limited: Callable[...,
     assert not record.exists()
 
 
-def test_a_runtime_writes_the_limit_and_it_is_changed_while_the_container_runs(
-    limited: Callable[..., Container], tmp_path: Path
-) -> None:
-    """Both files, before the hook looks; then what the hook does, and what `gpushare limit set` does."""
+def test_runtime_writes_the_limit_and_limit_set_changes_it(limited: Callable[..., Container], tmp_path: Path) -> None:
+    """Both files have the limit before the hook reads them; then the hook and `gpushare limit set` change them."""
     library, tree = tmp_path / "mirror.so", tmp_path / "tree"
     flags = ("-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
     subprocess.run(["gcc", *flags, "-o", library, MIRROR, "-ldl"], check=True)

@@ -1,4 +1,4 @@
-"""What only docker has, with a daemon of our own: kinds of containers, and their lives."""
+"""Features of docker alone, with the test's own daemon: kinds of containers, and their lifecycle."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_kinds_of_containers(docker: DockerHost, name: str) -> None:
+def test_limit_holds_with_each_option(docker: DockerHost, name: str) -> None:
     answer = docker.try_run(*TWO_GIB, *OPTIONS[name], args=(PROBE,)).answer()
     assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
     assert GIB < answer["got_bytes"] <= 2 * GIB
 
 
-def test_exec_has_no_way_around(docker: DockerHost) -> None:
+def test_exec_cannot_bypass_the_limit(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, args=SLEEP) as one:
         for options in (
             ("--env", "GPUSHARE_MEMORY=9Gi"),
@@ -59,17 +59,17 @@ def test_exec_has_no_way_around(docker: DockerHost) -> None:
         assert one.exec("env", "-i", PROBE).answer()["total_bytes"] == 2 * GIB
 
 
-def test_only_what_was_granted_is_there(docker: DockerHost) -> None:
+def test_only_granted_devices_are_visible(docker: DockerHost) -> None:
     done = docker.try_run(*TWO_GIB, "-e", "GPUSHARE_DEVICES=1", args=("sh", "-c", "ls -d /dev/nvidia*"))
     assert done.code == 0
     names = done.out.split()
     assert "/dev/nvidia1" in names and "/dev/nvidia0" not in names
 
 
-# Life
+# Lifecycle
 
 
-def test_create_holds_nothing_until_start(docker: DockerHost) -> None:
+def test_created_container_holds_no_share_until_start(docker: DockerHost) -> None:
     container_id = docker.daemon.must("create", *GPUSHARE, *TWO_GIB, IMAGE, *SLEEP)
     with DockerContainer(docker.daemon, container_id) as one:
         assert docker.node.leases() == []
@@ -79,7 +79,7 @@ def test_create_holds_nothing_until_start(docker: DockerHost) -> None:
 
 
 @pytest.mark.parametrize("ways", [("restart", "--time", "0"), ("kill", "--signal", "KILL"), ("stop", "--time", "0")])
-def test_again(docker: DockerHost, ways: tuple[str, ...]) -> None:
+def test_restarted_container_gets_its_share_again(docker: DockerHost, ways: tuple[str, ...]) -> None:
     with docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=SLEEP) as one:
         for _ in range(2):
             before = one.pid
@@ -93,7 +93,7 @@ def test_again(docker: DockerHost, ways: tuple[str, ...]) -> None:
             assert docker.node.leases() == [one.id]
 
 
-def test_start_again_is_refused_when_the_share_is_taken(docker: DockerHost) -> None:
+def test_restart_is_refused_when_the_share_is_taken(docker: DockerHost) -> None:
     memory = ("-e", "GPUSHARE_DEVICES=0", "-e", "GPUSHARE_MEMORY=10Gi")
     with docker.start_with(*memory, args=SLEEP) as one:
         one.stop()
@@ -105,8 +105,8 @@ def test_start_again_is_refused_when_the_share_is_taken(docker: DockerHost) -> N
         assert total(one) == 10 * GIB
 
 
-def test_restart_policy(docker: DockerHost) -> None:
-    """A container that dies is started again by docker itself, without anybody's `docker start`."""
+def test_restart_policy_restores_the_share(docker: DockerHost) -> None:
+    """Docker itself restarts a container that dies."""
     with docker.start_with(*TWO_GIB, "--restart", "always", args=SLEEP) as one:
         with Events(docker.daemon, f"container={one.id}", "event=start") as events:
             assert events.next() == "start"
@@ -116,13 +116,13 @@ def test_restart_policy(docker: DockerHost) -> None:
         assert docker.node.leases() == [one.id]
 
 
-def test_removed_while_it_runs(docker: DockerHost) -> None:
+def test_removed_container_releases_its_share(docker: DockerHost) -> None:
     one = docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=(PROBE, "hold"))
     one.remove()
     assert docker.node.leases() == []
 
 
-def test_paused(docker: DockerHost) -> None:
+def test_paused_container_keeps_its_share(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, args=SLEEP) as one:
         docker.daemon.must("pause", one.id)
         assert docker.node.cli("prune").returncode == 0
@@ -131,7 +131,7 @@ def test_paused(docker: DockerHost) -> None:
         assert total(one) == 2 * GIB
 
 
-def test_update(docker: DockerHost) -> None:
+def test_share_survives_docker_update(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, "--memory", "256m", args=SLEEP) as one:
         docker.daemon.must("update", "--memory", "128m", "--memory-swap", "128m", "--cpu-shares", "512", one.id)
         assert total(one) == 2 * GIB
@@ -150,11 +150,11 @@ def test_health_check_sees_the_share(docker: DockerHost) -> None:
 
 
 @pytest.mark.parametrize("live_restore", [True, False])
-def test_daemon_is_killed(image_root: Path, live_restore: bool) -> None:
-    """What the daemon's next life finds running goes on (--live-restore), or is ended by it: the lease likewise."""
+def test_share_follows_the_container_after_a_daemon_restart(image_root: Path, live_restore: bool) -> None:
+    """The restarted daemon keeps running containers (--live-restore) or ends them; their leases follow."""
     options = ("--live-restore",) if live_restore else ()
     with docker_host(image_root, *options) as docker:
-        # A daemon ends what it finds with the container's own signal, and waits ten seconds for that.
+        # The daemon ends containers with their own stop signal and waits ten seconds.
         with docker.start_with(*TWO_GIB, "--stop-signal", "KILL", args=SLEEP) as one:
             pid = one.pid
             docker.daemon.end(signal.SIGKILL)
@@ -171,8 +171,8 @@ def test_daemon_is_killed(image_root: Path, live_restore: bool) -> None:
         assert docker.node.leases() == []
 
 
-def test_many_at_once(docker: DockerHost) -> None:
-    """Two devices of 16 GiB hold eight shares of 4 GiB, in whatever order they come."""
+def test_concurrent_containers_fill_the_devices(docker: DockerHost) -> None:
+    """Two devices of 16 GiB hold eight shares of 4 GiB, in any start order."""
     command = docker.daemon.command("run", "--detach", *GPUSHARE, "-e", "GPUSHARE_MEMORY=4Gi", IMAGE, *SLEEP)
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)]
     answers = [start.communicate(timeout=120) for start in starts]

@@ -1,5 +1,5 @@
-"""docker's ways to devices beside ours: --device, --privileged, the host's /dev, MKNOD, NVIDIA's runtime, user
-namespaces. Whatever a container has of them, of the GPUs it can use the granted ones, and within its limit."""
+"""docker's own ways to devices: --device, --privileged, the host's /dev, MKNOD, NVIDIA's runtime, user namespaces. With
+each, a container can use only the granted GPUs, within its limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
         nodes["injected"] = Node(directory / "node4", directory / "host")
         for node in nodes.values():
             node.cli("refresh")  # mounts the state directory, which stays
-        hook = directory / "docker" / "bin" / "nvidia-container-runtime-hook"  # its presence makes --gpus possible
+        hook = directory / "docker" / "bin" / "nvidia-container-runtime-hook"  # --gpus works only if this file exists
         hook.parent.mkdir(parents=True)
         _script(hook, "-c", "exit(1)")
         edit = _script(directory / "edit", EDIT_SPEC, "inject", directory / "host")
@@ -47,7 +47,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
 
 
 def real(hosts: Hosts) -> Path:
-    """Where the device nodes are character devices."""
+    """The driver root whose device nodes are character devices."""
     return hosts.nodes["real"].driver_root / "dev"
 
 
@@ -58,8 +58,8 @@ def _script(path: Path, *words: object) -> Path:
 
 
 def _real(directory: Path) -> Node:
-    """A host whose device nodes are character devices. There is no driver behind them, so an open that the device
-    cgroup allows fails with ENXIO. What NVML knows (sizes) was asked before, of the simulated ones."""
+    """A host whose device nodes are character devices. No driver is behind them, so an open that the device cgroup
+    allows fails with ENXIO. NVML's facts (sizes) were read from the simulated devices before."""
     root = make_simhost(directory / "real", gpus=2, memory_bytes=16 * GIB)
     node = Node(directory / "node2", root)
     node.cli("refresh")
@@ -87,13 +87,13 @@ def hosts(_made: Hosts) -> Iterator[Hosts]:
 
 
 def opened(one: DockerContainer, path: str) -> str:
-    """What the kernel says when a program in the container opens a node for reading and writing."""
+    """The kernel's error when a program in the container opens a node for reading and writing."""
     done = one.exec("sh", "-c", f"exec 3<>{path}")
     return "ok" if done.code == 0 else done.err.strip().rpartition(": ")[2]
 
 
 def assert_only_first_device(one: DockerContainer) -> None:
-    """The granted node reaches the (absent) driver, every other one is out of reach under any name."""
+    """Assert that the granted node reaches the (absent) driver and no other node can be opened under any name."""
     assert opened(one, "/dev/nvidia0") == NO_DRIVER
     assert opened(one, "/dev/nvidiactl") == NO_DRIVER
     one.exec("sh", "-c", "mknod /tmp/made c 195 1; mknod /tmp/mine c 195 0")
@@ -110,7 +110,7 @@ FIRST = (*TWO_GIB, "-e", "GPUSHARE_DEVICES=0")
 @pytest.mark.parametrize(
     "more", [(), ("--cap-add", "MKNOD"), ("--cap-add", "ALL"), ("--device-cgroup-rule", "c 10:* rw")]
 )
-def test_mknod_gives_no_other_device(hosts: Hosts, more: tuple[str, ...]) -> None:
+def test_nodes_of_other_gpus_cannot_be_made_and_opened(hosts: Hosts, more: tuple[str, ...]) -> None:
     more = tuple(word if word != "ALL" else "SYS_ADMIN" for word in more)
     with hosts.docker.start_with(*FIRST, *more, runtime="real", args=SLEEP) as one:
         assert_only_first_device(one)
@@ -120,8 +120,8 @@ def test_mknod_gives_no_other_device(hosts: Hosts, more: tuple[str, ...]) -> Non
         assert_only_first_device(one)
 
 
-def test_device_flag_names_the_device(hosts: Hosts) -> None:
-    """docker run --device: a request for that device, and all of it where no limit is set."""
+def test_device_flag_is_a_request(hosts: Hosts) -> None:
+    """docker run --device requests that device, and all of it without a limit."""
     device = ("--device", f"{real(hosts)}/nvidia0:/dev/nvidia0", "--device", f"{real(hosts)}/nvidiactl:/dev/nvidiactl")
     for limit, expected in (((), None), (TWO_GIB, 2 * GIB)):
         with hosts.docker.start_with(*device, *limit, runtime="real", args=SLEEP) as one:
@@ -129,8 +129,8 @@ def test_device_flag_names_the_device(hosts: Hosts) -> None:
             assert limits_of(hosts.nodes["real"], one) == {0: expected}
 
 
-def test_device_flag_beside_a_request_for_another(hosts: Hosts) -> None:
-    """The request in words counts; a device that was not granted does not stay."""
+def test_device_flag_for_another_device_gives_no_access(hosts: Hosts) -> None:
+    """The explicit request counts; an ungranted device is removed."""
     device = ("--device", f"{real(hosts)}/nvidia1:/dev/nvidia1")
     with hosts.docker.start_with(*device, *FIRST, runtime="real", args=SLEEP) as one:
         assert_only_first_device(one)
@@ -142,8 +142,8 @@ def limits_of(node: Node, one: DockerContainer) -> dict[int, int | None]:
     return {share["device"]["minor"]: share["memory_limit_bytes"] for share in lease["shares"]}
 
 
-def test_host_s_dev_as_a_volume(hosts: Hosts, tmp_path: Path) -> None:
-    """All nodes are in sight; the device cgroup knows the difference."""
+def test_host_s_dev_as_a_volume_opens_only_granted_gpus(hosts: Hosts, tmp_path: Path) -> None:
+    """All nodes are visible; the device cgroup allows only the granted ones."""
     dev = make_nodes(tmp_path / "dev")
     for name, minor in (("null", 3), ("zero", 5)):
         os.mknod(dev / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
@@ -155,15 +155,15 @@ def test_host_s_dev_as_a_volume(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_host_s_dev_without_the_nodes_is_refused(hosts: Hosts, tmp_path: Path) -> None:
-    """Nodes would be created in it, so on the host."""
+    """Nodes would be created in that directory, that is on the host."""
     (tmp_path / "dev").mkdir()
     done = hosts.docker.try_run(*FIRST, "-v", f"{tmp_path}/dev:/dev", runtime="real", args=("true",))
     assert done.code == 125 and f'in the volume at "/dev" (on the host: "{tmp_path}/dev")' in done.err
     assert list((tmp_path / "dev").iterdir()) == []
 
 
-def test_privileged(hosts: Hosts) -> None:
-    """It may do anything to the host; its programs still see what was granted, and no more."""
+def test_privileged_container_keeps_its_limit(hosts: Hosts) -> None:
+    """It may do anything to the host; its programs still see only the granted share."""
     with hosts.docker.start_with("--privileged", *FIRST, runtime="privileged", args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
@@ -172,7 +172,7 @@ def test_privileged(hosts: Hosts) -> None:
         assert docker_exec.answer()["total_bytes"] == 2 * GIB
 
 
-def test_privileged_that_asks_for_nothing_gets_nothing(hosts: Hosts) -> None:
+def test_privileged_container_without_request_gets_no_gpu(hosts: Hosts) -> None:
     done = hosts.docker.try_run("--privileged", runtime="privileged", args=("ls", "/usr/lib/gpushare"))
     assert done.code != 0 and done.out == ""
 
@@ -186,20 +186,20 @@ def test_device_rule_alone_opens_no_gpu(hosts: Hosts, rule: str) -> None:
             assert done.code != 0 and DENIED in done.err
 
 
-# Others before us
+# Devices from other software
 
 
 @pytest.mark.parametrize(("gpus", "uuids"), [("all", [0, 1]), ("1", [0]), ("device=1", [1])])
-def test_gpus_flag(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
-    """docker run --gpus adds NVIDIA's variable, and NVIDIA's hook, which would fail here: ours is what happens."""
+def test_gpus_flag_gets_a_share(hosts: Hosts, gpus: str, uuids: list[int]) -> None:
+    """docker run --gpus adds NVIDIA's variable and NVIDIA's hook, which would fail here: gpushare replaces it."""
     with hosts.docker.start_with("--gpus", gpus, *TWO_GIB, args=SLEEP) as one:
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"]) == (len(uuids), 2 * GIB)
         assert limits_of(hosts.nodes["gpushare"], one) == dict.fromkeys(uuids, 2 * GIB)
 
 
-def test_after_nvidia_s_runtime(hosts: Hosts) -> None:
-    """Its hooks would fail here, its libcuda knows no limit, its node has no lease: all of it is replaced."""
+def test_injection_by_nvidia_s_runtime_is_replaced(hosts: Hosts) -> None:
+    """gpushare replaces all of it: its hooks would fail here, its libcuda has no limit, its node has no lease."""
     answer = hosts.docker.try_run(
         *TWO_GIB, "-e", "NVIDIA_VISIBLE_DEVICES=void", runtime="injected", args=(PROBE,)
     ).answer()
@@ -213,7 +213,7 @@ def test_after_nvidia_s_runtime(hosts: Hosts) -> None:
 
 @pytest.fixture
 def subordinate_ids(tmp_path: Path) -> Iterator[str]:
-    """A user and group to whom this mount namespace's /etc/subuid and subgid give numbers."""
+    """A user and group with id ranges in this mount namespace's /etc/subuid and subgid."""
     for name in ("subuid", "subgid"):
         (tmp_path / name).write_text("nobody:300000:65536\n")
         run("mount", "--bind", tmp_path / name, Path("/etc", name))
@@ -222,7 +222,7 @@ def subordinate_ids(tmp_path: Path) -> Iterator[str]:
         run("umount", Path("/etc", name))
 
 
-def test_user_namespace(image_root: Path, subordinate_ids: str) -> None:
+def test_limit_holds_in_a_user_namespace(image_root: Path, subordinate_ids: str) -> None:
     with docker_host(image_root, f"--userns-remap={subordinate_ids}") as docker:
         for options in ((), ("--user", "1000"), ("--read-only",)):
             answer = docker.try_run(*TWO_GIB, *options, args=(PROBE,)).answer()
@@ -240,7 +240,7 @@ def test_user_namespace(image_root: Path, subordinate_ids: str) -> None:
         assert own["total_bytes"] == 2 * GIB
 
 
-def test_dockers_own_device_rules_do_not_start_python(hosts: Hosts, tmp_path: Path) -> None:
+def test_docker_s_default_device_rules_start_no_python(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.docker.start_with(args=SLEEP) as one:
         (path,) = hosts.docker.daemon.directory.glob(f"exec/containerd/**/moby/{one.id}/config.json")
         require_no_python(tmp_path / "installed", json.loads(path.read_text()))

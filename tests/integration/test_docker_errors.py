@@ -1,4 +1,4 @@
-"""What docker's user reads, and which exit code a script sees, when a container with a share does not start."""
+"""The message and exit code of docker when a container with a share does not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.engines.docker import IMAGE
 from tests.support.host import Node, write_config
 
 DAEMON_ERROR, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # `docker run --help`, "Exit status"
-# runtime of daemon.json -> the driver root, and further keys of its configuration
+# runtime of daemon.json -> the driver root, and other keys of its configuration
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("host", {"policy": {"max_memory": "4Gi"}}),
     "no-runc": ("host", {"runtime": {"path": "/usr/local/bin/no-runc"}}),
@@ -29,7 +29,7 @@ def _made(image_root: Path) -> Iterator[Hosts]:
         (directory / "empty").mkdir()
         for name, (root, config) in CONFIGURATIONS.items():
             nodes[name] = node = Node(directory / name, directory / "host")
-            assert node.cli("refresh").returncode == 0  # it worked once, and its state directory is mounted
+            assert node.cli("refresh").returncode == 0  # it worked before, and its state directory is mounted
             write_config(node.config, directory / root, **config)
         return {name: node.runtime() for name, node in nodes.items()}
 
@@ -44,7 +44,7 @@ def hosts(_made: Hosts) -> Iterator[Hosts]:
     assert _made.docker.daemon.must("ps", "-aq") == "", "docker kept a container"
 
 
-# runtime, options -> what the message has to quote
+# runtime, options -> strings that the message must quote
 REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "bad value": ("gpushare", ("-e", "GPUSHARE_MEMORY=lots"), ('GPUSHARE_MEMORY="lots"', "4Gi")),
     "two values": ("gpushare", ("-e", "GPUSHARE_MEMORY=1\n2"), ("GPUSHARE_MEMORY", r"1\x0a2")),
@@ -59,8 +59,8 @@ REFUSALS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(hosts: Hosts, name: str) -> None:
-    """One line of ours, whole, below docker's own; 125 is the daemon's "could not start it"."""
+def test_refusal_is_one_line_with_exit_code_125(hosts: Hosts, name: str) -> None:
+    """One complete line of gpushare below docker's own; 125 is the daemon's "could not start it"."""
     runtime, options, quoted = REFUSALS[name]
     done = hosts.docker.try_run(*options, args=("true",), runtime=runtime)
     assert (done.code, done.out) == (DAEMON_ERROR, ""), done
@@ -71,7 +71,7 @@ def test_refusal(hosts: Hosts, name: str) -> None:
     assert "Traceback" not in done.err and "internal error" not in done.err
 
 
-def test_no_room(hosts: Hosts) -> None:
+def test_refusal_for_lack_of_memory_quotes_the_request(hosts: Hosts) -> None:
     docker = hosts.docker
     first = ("-e", "GPUSHARE_DEVICES=0")
     with (
@@ -87,17 +87,17 @@ def test_no_room(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("program", "code"), [("/no/such/program", NOT_FOUND), ("/etc/passwd", NOT_EXECUTABLE), ("no-such", NOT_FOUND)]
 )
-def test_docker_s_own_codes_are_as_without_us(hosts: Hosts, program: str, code: int) -> None:
+def test_docker_s_exit_codes_are_unchanged(hosts: Hosts, program: str, code: int) -> None:
     for options in ((), TWO_GIB):
         assert hosts.docker.try_run(*options, args=(program,)).code == code
 
 
-def test_program_s_code_and_signal(hosts: Hosts) -> None:
+def test_program_s_exit_code_and_signal_are_passed_on(hosts: Hosts) -> None:
     assert hosts.docker.try_run(*TWO_GIB, args=("sh", "-c", "exit 42")).code == 42
     assert hosts.docker.try_run(*TWO_GIB, "--init", args=("sh", "-c", "kill -TERM $$")).code == 128 + 15
 
 
-def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
+def test_inspect_shows_the_last_refusal(hosts: Hosts) -> None:
     docker = hosts.docker
     created = docker.daemon.must("create", "--runtime", "gpushare", "-e", "GPUSHARE_MEMORY=lots", IMAGE, "true")
     try:
@@ -109,8 +109,8 @@ def test_refusal_is_kept_for_inspect(hosts: Hosts) -> None:
         docker.daemon.must("rm", created)
 
 
-def test_refusal_in_the_container_s_own_root(hosts: Hosts, tmp_path: Path) -> None:
-    """A name that must be a link is a directory in the image: our hook finds out, and runc shows what it said."""
+def test_refusal_for_the_image_s_content_is_shown(hosts: Hosts, tmp_path: Path) -> None:
+    """A link's name is a directory in the image: the hook detects it, and runc shows the hook's message."""
     docker = hosts.docker
     (tmp_path / "d").mkdir()
     made = docker.daemon.must("create", IMAGE, "true")

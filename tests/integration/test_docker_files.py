@@ -1,4 +1,4 @@
-"""What docker does with files: commit, cp, volumes, images that ask, builds; and daemon.json while the daemon runs."""
+"""docker and files: commit, cp, volumes, images with a request, builds; and daemon.json while the daemon runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LIBDIR = "/usr/lib/x86_64-linux-gnu"
 # Files
 
 
-def test_commit_and_run_again(docker: DockerHost) -> None:
-    """An image of a container that had a share has our empty mount points, links and ld.so.cache in it."""
+def test_committed_image_gets_a_new_share(docker: DockerHost) -> None:
+    """An image committed from a container with a share has gpushare's empty mount points, links and ld.so.cache."""
     daemon = docker.daemon
     with docker.start_with(*TWO_GIB, args=(PROBE,)) as one:
         assert one.wait() == 0
@@ -40,8 +40,8 @@ def test_commit_and_run_again(docker: DockerHost) -> None:
         daemon.docker("rmi", "-f", "committed")
 
 
-def test_copied_limits_do_not_count(docker: DockerHost, tmp_path: Path) -> None:
-    """docker cp writes below our mounts, into the container's own root: nobody sees it there, not in its next life."""
+def test_copied_limits_file_has_no_effect(docker: DockerHost, tmp_path: Path) -> None:
+    """docker cp writes below the mounts, into the container's own root: the file is invisible, also after a restart."""
     daemon = docker.daemon
     (tmp_path / "limits").write_text("everything")
     with docker.start_with(*TWO_GIB, args=SLEEP) as one:
@@ -49,15 +49,13 @@ def test_copied_limits_do_not_count(docker: DockerHost, tmp_path: Path) -> None:
         assert total(one) == 2 * GIB
         daemon.must("cp", f"{one.id}:/usr/lib/gpushare/limits", str(tmp_path / "back"))
         assert (tmp_path / "back").read_text() == "everything"
-        # Replacing a mount point takes the mount off it; the next start puts it there again.
+        # Replacing a mount point unmounts it; the next start mounts it again.
         daemon.must("cp", f"{tmp_path}/limits", f"{one.id}:{LIBDIR}/libcuda.so.535.261.03")
         daemon.must("restart", "--time", "0", one.id)
         assert total(one) == 2 * GIB
 
 
-def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
-    docker: DockerHost, image_root: Path, tmp_path: Path
-) -> None:
+def test_host_directory_over_usr_is_refused_and_unchanged(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
     for target in ("/usr", LIBDIR):
         host = tmp_path / target.rpartition("/")[2]
         run("cp", "-a", f"{image_root}{target}", host)
@@ -68,8 +66,8 @@ def test_host_directory_over_usr_is_refused_and_stays_as_it_is(
         assert sorted(path.relative_to(host) for path in host.rglob("*")) == before
 
 
-def test_host_directory_over_etc(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
-    """The loader's cache there is the host's: it stays as it is, and the share works without it."""
+def test_host_directory_over_etc_is_unchanged(docker: DockerHost, image_root: Path, tmp_path: Path) -> None:
+    """The loader's cache there is the host's: it stays unchanged, and the share works without it."""
     host = tmp_path / "etc"
     run("cp", "-a", image_root / "etc", host)
     before = (host / "ld.so.cache").read_bytes()
@@ -78,14 +76,14 @@ def test_host_directory_over_etc(docker: DockerHost, image_root: Path, tmp_path:
     assert (host / "ld.so.cache").read_bytes() == before
 
 
-def test_named_volume_over_our_own_directory(docker: DockerHost) -> None:
+def test_named_volume_over_our_directory_is_covered(docker: DockerHost) -> None:
     with docker.start_with(*TWO_GIB, "-v", "ours:/usr/lib/gpushare", args=SLEEP) as one:
         assert total(one) == 2 * GIB
     docker.daemon.must("volume", "rm", "ours")
 
 
-def test_shared_volume_would_show_the_share_on_the_host(docker: DockerHost, tmp_path: Path) -> None:
-    """A mount over a volume with propagation appears on the host, and stays there when the container is gone."""
+def test_target_in_a_shared_volume_is_refused(docker: DockerHost, tmp_path: Path) -> None:
+    """A mount over a propagating volume would appear on the host, and stay there after the container."""
     run("mount", "-t", "tmpfs", "gpushare-test", tmp_path)
     try:
         run("mount", "--make-shared", tmp_path)
@@ -108,12 +106,12 @@ def asking(_docker_host: DockerHost) -> str:
     return _docker_host.load("asking", "ENV GPUSHARE_MEMORY=1Gi", "USER 1000", f'CMD ["{PROBE}"]')
 
 
-def test_image_that_asks(docker: DockerHost, asking: str) -> None:
+def test_image_s_request_is_a_default(docker: DockerHost, asking: str) -> None:
     for options, expected in (((), GIB), (TWO_GIB, 2 * GIB)):
         assert docker.try_run(*options, image=asking, args=()).answer()["total_bytes"] == expected
 
 
-def test_image_that_asks_for_all(docker: DockerHost) -> None:
+def test_image_request_for_all_devices_is_granted(docker: DockerHost) -> None:
     image = docker.load("all", "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility")
     answer = docker.try_run(image=image, args=(PROBE,)).answer()
     assert (answer["devices"], answer["total_bytes"]) == (2, 16 * GIB)
@@ -125,8 +123,8 @@ def test_image_that_asks_for_all(docker: DockerHost) -> None:
     assert nothing.code != 0
 
 
-def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
-    """Whoever names no runtime: docker run, and the steps of docker build."""
+def test_default_runtime_serves_run_and_build(docker: DockerHost, tmp_path: Path) -> None:
+    """Without a --runtime option: docker run, and the steps of docker build."""
     answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
     assert answer["total_bytes"] == 2 * GIB
     step = f"{PROBE} | grep '\"total_bytes\": {GIB}'"
@@ -139,9 +137,9 @@ def test_default_runtime(docker: DockerHost, tmp_path: Path) -> None:
 # daemon.json
 
 
-def test_daemon_reads_our_entry_while_it_runs(image_root: Path) -> None:
-    """What `gpushare runtime configure` says to do next is enough: a reload. After --undo it takes a restart, since a
-    reload keeps what is gone from the file."""
+def test_daemon_reads_our_entry_on_reload(image_root: Path) -> None:
+    """The next step that `gpushare runtime configure` prints suffices: a reload. After --undo a restart is necessary,
+    because a reload keeps runtimes that were removed from the file."""
     with docker_host(image_root) as docker:
         daemon = docker.daemon
         configure(docker.node, daemon, "--undo")

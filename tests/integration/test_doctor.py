@@ -1,4 +1,4 @@
-"""gpushare doctor on a host with the simulated driver: its check of the library is a real process with a real share."""
+"""gpushare doctor with the simulated driver: its library check runs a real process with a real share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runc import Container, RuntimeFailed
 from tests.support.tenant import Tenant
 
 MakeNode = Callable[..., Node]
-# What depends on the machine that the tests run on
+# Rows that depend on the machine of the tests
 OF_THE_MACHINE = {"engines", "cgroup drivers", "NVIDIA hooks", "programs"}
 
 
@@ -32,10 +32,8 @@ def found(node: Node) -> dict[str, Any]:
     return {one["name"]: one for one in value["checks"]}
 
 
-def test_everything_is_well_beside_containers_and_nothing_is_left(
-    tenant: Callable[..., Tenant], node: Node, simhost: Path
-) -> None:
-    """Also while a container has all of the GPU: the share that it tries is nobody's."""
+def test_healthy_host_passes_all_checks(tenant: Callable[..., Tenant], node: Node, simhost: Path) -> None:
+    """Also while a container uses the whole GPU: the trial share belongs to no container."""
     one = tenant("a", {"GPUSHARE_MEMORY": "16Gi"})
     one.container.start()
     one.expect("seen")
@@ -50,22 +48,22 @@ def test_everything_is_well_beside_containers_and_nothing_is_left(
     assert "\x1b" not in text and text.splitlines()[0].split() == ["CHECK", "RESULT", "DETAIL", "WHAT", "TO", "DO"]
 
 
-def test_a_share_that_is_only_tried_is_no_decision(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
-    """Also where policy would refuse it: that is not what is asked."""
+def test_trial_share_is_not_logged_as_a_decision(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
+    """Also where policy would refuse it: the check does not test policy."""
     node = make_node(simhost, log={"decisions": str(tmp_path / "log")}, policy={"max_memory": "1Mi"})
     assert found(node)["library loads"]["result"] == "ok"
     assert not (tmp_path / "log").exists()
 
 
-def test_without_a_state_directory_it_makes_none(node: Node) -> None:
+def test_doctor_creates_no_state_directory(node: Node) -> None:
     node.state.rmdir()
     rows = found(node)
     assert rows["state"]["result"] == "ok" and rows["library loads"]["result"] == "ok"
     assert not node.state.exists()
 
 
-def test_library_that_does_not_load_over_the_driver(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
-    """A library that is there and whole, but is none of ours: the driver itself, which holds no limit."""
+def test_wrong_shim_library_is_reported(make_node: MakeNode, simhost: Path, tmp_path: Path) -> None:
+    """A complete library that is not the shim: the driver itself, which enforces no limit."""
     for name in ("libcuda.so", "libnvidia-ml.so"):
         source = simhost / "usr/lib/x86_64-linux-gnu" / name
         (tmp_path / "shim").mkdir(exist_ok=True)
@@ -81,7 +79,7 @@ def test_library_that_does_not_load_over_the_driver(make_node: MakeNode, simhost
     assert rows["library"]["result"] == "fail" and rows["library loads"]["result"] == "fail"
 
 
-def test_driver_that_is_half_upgraded(node: Node, simhost: Path) -> None:
+def test_half_upgraded_driver_is_reported(node: Node, simhost: Path) -> None:
     (simhost / "sys/module/nvidia/version").write_text("550.90.07\n")
     (simhost / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07\n")
     rows = found(node)
@@ -90,7 +88,7 @@ def test_driver_that_is_half_upgraded(node: Node, simhost: Path) -> None:
     assert "upgrade" in rows["driver files"]["hint"] and rows["library loads"]["result"] == "fail"
 
 
-def test_device_node_that_is_missing_and_a_refused_container(
+def test_missing_device_node_and_refused_container_are_reported(
     container: Callable[..., Container], node: Node, simhost: Path
 ) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "64Gi"}, hook=node.hook())
@@ -102,8 +100,8 @@ def test_device_node_that_is_missing_and_a_refused_container(
     assert rows["refusals"]["result"] == "warn" and rows["refusals"]["hint"] == f"gpushare inspect {one.id}"
 
 
-def test_a_user_without_rights_gets_answers_too(node: Node) -> None:
-    """Rows that need root are skipped; nothing is an error of ours."""
+def test_unprivileged_user_gets_a_report(node: Node) -> None:
+    """Rows that need root are skipped, without an internal error."""
     command = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "doctor", "--format", "json"]
     done = subprocess.run(
         ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", *map(str, command)],

@@ -1,4 +1,4 @@
-"""The same request gives the same container, whichever engine starts it and whichever way our part gets in."""
+"""The same request gives the same container with every engine, through hook or runtime."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(_made: Engine) -> Iterator[Engine]:
     assert _made.node.leases() == [], "a lease was left behind"
 
 
-def test_limit_is_seen_reached_and_kept(engine: Engine) -> None:
+def test_limit_is_visible_reached_and_enforced(engine: Engine) -> None:
     answer = engine.run(Want(env=TWO_GIB)).answer()
     assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
     assert answer["refused"] == OUT_OF_MEMORY
@@ -56,7 +56,7 @@ def test_exec_has_the_same_limit(engine: Engine) -> None:
         assert one.exec(PROBE, user="1000:1000").answer()["total_bytes"] == 2 * GIB
 
 
-def test_two_together_do_not_get_more_than_there_is(engine: Engine) -> None:
+def test_two_shares_do_not_exceed_the_device(engine: Engine) -> None:
     with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
         with pytest.raises(Refused) as refused:
             engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
@@ -67,7 +67,7 @@ def test_two_together_do_not_get_more_than_there_is(engine: Engine) -> None:
     assert engine.run(Want(env=WHOLE)).answer()["total_bytes"] == 16 * GIB
 
 
-def test_asks_for_nothing_and_gets_nothing(engine: Engine) -> None:
+def test_container_without_request_gets_no_gpu(engine: Engine) -> None:
     result = engine.run(Want(("ls", "-d", "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/gpushare")))
     assert result.code != 0
     assert result.out == ""
@@ -84,20 +84,20 @@ def test_refusal_is_shown(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("want", [{"read_only": True}, {"user": "1000:1000"}, {"tmpfs": ("/run",)}], ids=str)
-def test_kinds_of_containers(engine: Engine, want: dict[str, object]) -> None:
+def test_limit_holds_with_each_option(engine: Engine, want: dict[str, object]) -> None:
     answer = engine.run(Want(env=TWO_GIB)._replace(**want)).answer()
     assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, OUT_OF_MEMORY)
 
 
-def test_volume_over_our_place(engine: Engine, tmp_path: Path) -> None:
-    """A user's volume there could hold any limits: ours stand over it, and nothing is created in it."""
+def test_volume_over_our_directory_is_covered(engine: Engine, tmp_path: Path) -> None:
+    """A user's volume there could contain any limits: gpushare mounts its own over it and creates nothing in it."""
     (tmp_path / "limits").write_text("all of it")
     want = Want(env=TWO_GIB, mounts=(Mount(tmp_path, "/usr/lib/gpushare", ("rw",)),))
     assert engine.run(want).answer()["total_bytes"] == 2 * GIB
     assert [path.name for path in tmp_path.iterdir()] == ["limits"]
 
 
-def test_stopped_and_started_again(engine: Engine) -> None:
+def test_restarted_container_gets_its_share_again(engine: Engine) -> None:
     if not engine.restarts:
         return
     with engine.start(Want(SLEEP, TWO_GIB)) as one:
@@ -107,13 +107,13 @@ def test_stopped_and_started_again(engine: Engine) -> None:
         assert engine.node.leases() == [one.id]
 
 
-def test_request_by_annotation(engine: Engine) -> None:
+def test_annotation_is_a_request(engine: Engine) -> None:
     if not engine.annotates:
         return
     answer = engine.run(Want(annotations={"gpushare.io/memory": "1Gi"})).answer()
     assert answer["total_bytes"] == GIB
 
 
-def test_program_that_ends_gives_its_share_back(engine: Engine) -> None:
+def test_ended_program_releases_its_share(engine: Engine) -> None:
     for _ in range(3):
         assert engine.run(Want(env=WHOLE)).answer()["total_bytes"] == 16 * GIB

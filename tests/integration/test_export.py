@@ -1,5 +1,5 @@
-"""`gpushare export` beside real containers: what it serves, that it catches a program that goes round the shim, and
-how it ends."""
+"""`gpushare export` beside real containers: its metrics, its detection of a program that bypasses the shim, and its
+exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEADLINE_S = 60
 
 
 class Exporter:
-    """The program, from its first line on."""
+    """The running program, from its first line on."""
 
     def __init__(self, node: Node, *arguments: str) -> None:
         command = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "export", *arguments]
@@ -60,7 +60,7 @@ class Exporter:
         return parsed(self.text())
 
     def until(self, true: Callable[[Samples], bool]) -> Samples:
-        """The first scrape of which it is true."""
+        """Return the first scrape for which the condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             now = self.samples()
@@ -100,7 +100,7 @@ def exporter(node: Node) -> Iterator[Callable[..., Exporter]]:
 
 @pytest.fixture
 def full(tenant: Callable[..., Tenant]) -> Tenant:
-    """Somebody who takes all of a limit, as he may."""
+    """A tenant that uses all of its limit, as allowed."""
     one = tenant("honest", {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "30%"})
     one.container.start()
     one.expect("seen")
@@ -110,7 +110,7 @@ def full(tenant: Callable[..., Tenant]) -> Tenant:
 
 
 def bypass(container: MakeContainer, node: Node) -> Container:
-    """Five GiB with a limit of one."""
+    """A container that uses five GiB with a limit of one."""
     command = [PYTHON, f"/opt/{BYPASS.name}", constants.REAL_CUDA, str(5 * GIB)]
     return container(command, env={"GPUSHARE_MEMORY": "1Gi"}, mounts=python_mounts(BYPASS), **node.way("hook")).start()
 
@@ -119,7 +119,7 @@ def exceeded(node: Node) -> list[dict[str, str]]:
     return [line for line in node.decisions() if line["decision"] == "exceeded"]
 
 
-def test_bypass_is_reported_once_and_the_honest_are_left_alone(
+def test_only_a_bypassing_container_is_reported_once(
     container: MakeContainer, node: Node, full: Tenant, exporter: Callable[..., Exporter]
 ) -> None:
     wrong = bypass(container, node).id
@@ -135,14 +135,14 @@ def test_bypass_is_reported_once_and_the_honest_are_left_alone(
     assert seen["gpushare_device_memory_unshared_bytes", ""] == 0
     assert seen["gpushare_device_memory_used_bytes", ""] >= 9 * GIB
     looked = "gpushare_reconcile_timestamp_seconds", ""
-    one.until(lambda now: now[looked] > seen[looked] + 0.5)  # several looks later
+    one.until(lambda now: now[looked] > seen[looked] + 0.5)  # after several measurements
     (line,) = exceeded(node)
     assert (line["id"], line["memory"], line["action"]) == (wrong, str(GIB), "report")
     assert int(line["used"]) == seen["gpushare_memory_physical_bytes", wrong]
     assert one.end() == (0, "")
 
 
-def test_bypass_is_stopped_where_that_is_configured(
+def test_bypassing_container_is_stopped_where_configured(
     container: MakeContainer, node: Node, full: Tenant, exporter: Callable[..., Exporter]
 ) -> None:
     host.write_config(node.config, node.driver_root, reconcile={"action": "stop"})
@@ -159,7 +159,9 @@ def test_bypass_is_stopped_where_that_is_configured(
     assert full.container.wait() == 0
 
 
-def test_place_that_is_taken_and_how_it_ends(node: Node, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
+def test_address_in_use_is_refused_and_exit_is_clean(
+    node: Node, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
     path = tmp_path / "metrics.sock"
     first = exporter("--port", "0")
     assert first.line == f"serving metrics at http://127.0.0.1:{first.port}/metrics\n"
@@ -175,7 +177,7 @@ def test_place_that_is_taken_and_how_it_ends(node: Node, exporter: Callable[...,
         client.connect(str(path))
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert b"gpushare_state_up 1.0" in b"".join(iter(lambda: client.recv(1 << 16), b""))
-    silent = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(8)]  # who never ask hold nobody up
+    silent = [socket.create_connection(("127.0.0.1", first.port)) for _ in range(8)]  # idle clients must not block
     assert first.samples()["gpushare_driver_up", ""] == 1
     asker = subprocess.run(["ps", "--ppid", str(first.process.pid), "-o", "pid="], capture_output=True, text=True)
     assert second.end() == (0, "") and not path.exists()
@@ -183,7 +185,7 @@ def test_place_that_is_taken_and_how_it_ends(node: Node, exporter: Callable[...,
     assert not os.path.exists(f"/proc/{int(asker.stdout)}")
     for one in silent:
         one.close()
-    left = tmp_path / "left.sock"  # of a server that was killed
+    left = tmp_path / "left.sock"  # of a killed server
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(left))
     third = exporter("--socket", str(left))

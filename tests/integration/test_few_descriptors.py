@@ -1,4 +1,4 @@
-"""Starts that may open few files: each ends, in one line when it is refused, and leaves nothing."""
+"""Starts that may open few files: each ends, a refusal is one line, and nothing is left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def outcome(one: Container, command: str, files: int) -> tuple[int, str]:
-    """(exit code, all that was printed) of a start whose limit is `files`. runc alone hangs with 12 and 18."""
+    """(exit code, all output) of a start that may open `files` files. runc alone hangs with 12 and 18."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -37,7 +37,7 @@ def outcome(one: Container, command: str, files: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("files", [8, 12, 18, 63])
 @pytest.mark.parametrize("command", ["create", "run"])
-def test_runtime_refuses_before_anything_is_reserved(
+def test_runtime_with_few_descriptors_is_refused_before_any_reservation(
     container: Callable[..., Container], node: Node, files: int, command: str
 ) -> None:
     one = container(["true"], env=ONE_GIB, runtime=node.runtime())
@@ -50,7 +50,7 @@ def test_runtime_refuses_before_anything_is_reserved(
 
 
 @pytest.mark.parametrize(("way", "files"), [("runtime", 64), ("runtime", 67), ("hook", 24), ("hook", 32), ("hook", 40)])
-def test_table_of_files_that_is_full_later_is_no_internal_error(
+def test_later_lack_of_descriptors_is_no_internal_error(
     container: Callable[..., Container], node: Node, way: str, files: int
 ) -> None:
     one = container(["true"], env=ONE_GIB, **node.way(way))
@@ -61,7 +61,7 @@ def test_table_of_files_that_is_full_later_is_no_internal_error(
     assert node.leases() == [] and node.left() == []
 
 
-def test_error_that_something_has_run_out_names_what_to_do(tmp_path: Path) -> None:
+def test_exhaustion_error_names_the_remedy(tmp_path: Path) -> None:
     from gpushare.core import errors
     from gpushare.state import log
 

@@ -1,4 +1,4 @@
-"""What looks like a share after the state directory was lost: who could have made it, and what comes of it."""
+"""Directories that resemble a share after the state directory was lost: which ones are accepted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gpushare.state import storage
 
-from tests.integration.apart import hand_over, open_way, with_user_namespace
+from tests.integration.apart import allow_traversal, chown_root, with_user_namespace
 from tests.integration.test_host_user import USER
 from tests.integration.test_lost_state import listed, unmounted
 from tests.support.host import PYTHON, TREE, Node, python_mounts
@@ -23,7 +23,7 @@ FORGE, FORGE_FROM_TWO = PROGRAMS / "forge.py", PROGRAMS / "forge_from_two.py"
 
 @pytest.fixture
 def limits(container: MakeContainer, node: Node, way: str) -> bytes:
-    """A limits file of the whole device."""
+    """A limits file that grants the whole device."""
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "16Gi"}, **node.way(way)).start()
     data = (node.state / "containers" / one.id / "share" / "limits").read_bytes()
     one.kill()
@@ -60,10 +60,10 @@ def test_forged_share_is_ignored(
 def test_container_with_a_user_namespace_keeps_its_share(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, old: bool
 ) -> None:
-    """Also one of a gpushare that did not mark its shares, after an upgrade."""
-    open_way(tmp_path)
+    """Also after an upgrade, with a share of a version that did not mark its shares."""
+    allow_traversal(tmp_path)
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "10Gi"}, edit=with_user_namespace, **node.way(way))
-    hand_over(one)
+    chown_root(one)
     one.start()
     if old:
         os.removexattr(node.state / "containers" / one.id / "share", storage.SHARE_MARK)
@@ -76,7 +76,7 @@ def test_container_with_a_user_namespace_keeps_its_share(
 
 
 @pytest.mark.parametrize("forge", [f"unshare -Urm {PYTHON} /opt/{FORGE.name}", f"{PYTHON} /opt/{FORGE_FROM_TWO.name}"])
-def test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored(
+def test_share_forged_in_a_container_s_user_namespace_is_ignored(
     container: MakeContainer, node: Node, way: str, limits: bytes, forge: str
 ) -> None:
     mounts = python_mounts(FORGE, FORGE_FROM_TWO)

@@ -1,5 +1,5 @@
-"""A tenant without privileges can make a mount namespace of its own and hide or replace our files there: then there is
-no GPU in it, and never one without a limit."""
+"""An unprivileged tenant can hide or replace gpushare's files in its own mount namespace: then it has no GPU, and never
+one without a limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HIDE = {
 
 
 def own_namespace(tenant: Tenant, script: str) -> list[str]:
-    """Words printed by `script` and the probe in user and mount namespaces that the tenant makes itself."""
+    """Run `script` and the probe in user and mount namespaces that the tenant makes, and return the output's fields."""
     command = f'set -e; {script}; exec {PYTHON} -c "{PROBE}"'
     done = tenant.container.exec("unshare", "-Urm", "sh", "-c", command, options=("--user", "1000:1000"))
     assert done.returncode == 0, done.stderr
@@ -50,17 +50,17 @@ def running(tenant: Callable[..., Tenant]) -> Tenant:
     return one
 
 
-def test_nothing_hidden_works(running: Tenant) -> None:
-    """The probe itself: in such a namespace the share is there as long as the files are."""
+def test_own_namespace_without_hidden_files_has_the_share(running: Tenant) -> None:
+    """The probe itself works: in such a namespace the share exists as long as its files do."""
     assert own_namespace(running, "true") == ["0", "0"]
 
 
 @pytest.mark.parametrize("way", HIDE)
-def test_without_the_limits_there_is_no_gpu(running: Tenant, way: str) -> None:
+def test_hidden_limits_file_gives_no_gpu(running: Tenant, way: str) -> None:
     assert own_namespace(running, HIDE[way]) == [NOT_PERMITTED, NO_PERMISSION]
 
 
-def test_without_the_whole_directory_nothing_loads(running: Tenant) -> None:
+def test_hidden_directory_loads_no_driver(running: Tenant) -> None:
     command = f'mount -t tmpfs none {PRIVATE} && {PYTHON} -c "{PROBE}"'
     done = running.container.exec("unshare", "-Urm", "sh", "-c", command, options=("--user", "1000:1000"))
     assert done.returncode != 0

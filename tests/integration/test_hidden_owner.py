@@ -1,4 +1,4 @@
-"""Mounts that hide the owner of what they show, where a file system cannot, and after an upgrade."""
+"""Mounts that hide the owner of their files: on a file system without that feature, and after an upgrade."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ ENV = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def leased(one: Container) -> list[str]:
-    """What the container's root can lease of what it is shown."""
+    """Return the mounted files on which the container's root can take a lease."""
     done = one.exec(PYTHON, "-c", textwrap.dedent(owners.LEASES))
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found
 
 
-def test_driver_on_a_file_system_that_cannot_hide_owners(
+def test_driver_without_id_mapped_mounts_starts_and_doctor_warns(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, tmp_path: Path
 ) -> None:
-    """Containers start all the same, what can be protected is, and doctor says what cannot."""
+    """Containers still start, all supported files are protected, and doctor names the others."""
     (tmp_path / "disk").mkdir()
     root = overlay(tmp_path / "disk")
     try:
@@ -56,8 +56,8 @@ def test_driver_on_a_file_system_that_cannot_hide_owners(
         subprocess.run(["umount", "-l", root], check=True)
 
 
-def test_state_directory_of_a_gpushare_without_it_is_completed(container: MakeContainer, node: Node, way: str) -> None:
-    """As an upgrade finds it: containers live, and their directories are root's."""
+def test_state_directory_of_an_earlier_version_is_completed(container: MakeContainer, node: Node, way: str) -> None:
+    """After an upgrade, containers run and their directories belong to root."""
     old = container(["sleep", "inf"], env=ENV, mounts=python_mounts(), **node.way(way)).start()
     unmount_below(node.state / "idmap")
     shutil.rmtree(node.state / "idmap")

@@ -1,4 +1,4 @@
-"""How a start fails: one line where a person sees it, the same line on the host, and nothing left behind."""
+"""Failed starts: one line for the user, the same line on the host, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assert_nothing_left(node: Node) -> None:
 
 
 def changed_hook(tmp_path: Path, change: str) -> Path:
-    """The hook with statements of a test before main()."""
+    """Return a hook that runs a test's statements before main()."""
     site = next((BUILD / "venv" / "lib").glob("python3*/site-packages"))
     program = tmp_path / "changed-hook"
     program.write_text(
@@ -46,7 +46,7 @@ def changed_hook(tmp_path: Path, change: str) -> Path:
     return program
 
 
-def test_refusal_reaches_runtime_file_and_inspect_and_goes_with_success(container: MakeContainer, node: Node) -> None:
+def test_refusal_is_kept_until_the_next_success(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook())
     line = refused(one)
     assert "17Gi asked, 16 GiB free of 16 GiB" in line
@@ -63,10 +63,10 @@ def test_refusal_reaches_runtime_file_and_inspect_and_goes_with_success(containe
     assert not (node.state / "errors" / one.id).exists()
 
 
-def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
+def test_internal_error_is_one_line_and_its_traceback_stays_on_the_host(
     container: MakeContainer, node: Node, tmp_path: Path
 ) -> None:
-    """Raised after the lease exists: that is undone."""
+    """The error is raised after the lease exists, which is then removed."""
     program = changed_hook(tmp_path, "from gpushare.inject import plan\nplan.make_plan = lambda *a: 1 / 0")
     one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
     line = refused(one)
@@ -77,8 +77,8 @@ def test_bug_of_ours_is_one_line_and_its_trace_stays_on_the_host(
     assert_nothing_left(node)
 
 
-def test_hook_that_hangs_meets_its_own_deadline(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    """Somebody holds the lease lock for ever: the start fails by itself and leaves nothing."""
+def test_hanging_hook_ends_at_its_deadline(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+    """A process holds the lease lock forever: the start fails by itself and leaves nothing."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
     program = changed_hook(
         tmp_path, "from gpushare.programs import deadline; deadline.DEADLINE_S = deadline.UNDO_DEADLINE_S = 1"
@@ -94,8 +94,8 @@ def test_hook_that_hangs_meets_its_own_deadline(container: MakeContainer, node: 
     assert_nothing_left(node)
 
 
-def test_environment_and_directory_of_the_hook_are_not_believed(tmp_path: Path) -> None:
-    """Modules, startup files and interpreter settings that an image or a bundle could plant are never used."""
+def test_hook_ignores_python_settings_of_environment_and_directory(tmp_path: Path) -> None:
+    """Modules, startup files and interpreter settings from an image or a bundle are never used."""
     trap = tmp_path / "trap"
     trap.mkdir()
     for name in ("json", "gpushare", "os", "struct", "sitecustomize", "usercustomize", "startup"):
@@ -145,13 +145,13 @@ EXIT_CODES: dict[int, tuple[dict[str, str], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("code", EXIT_CODES)
-def test_exit_code_says_whose_turn_it_is(
+def test_exit_code_names_the_cause(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, code: int
 ) -> None:
     env, config, quoted = EXIT_CODES[code]
     node = make_node(simhost, f"node{code}", **config)
     one = container(["sleep", "inf"], env=env)
-    one.create()  # without hooks: it is only a process with a mount namespace
+    one.create()  # without hooks it is only a process with a mount namespace
     done = run_hook(node, "prestart", of_bundle(one, one.pid))
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith("gpushare: ") and quoted in done.stderr and done.stderr.count("\n") == 1
@@ -161,7 +161,7 @@ def test_exit_code_says_whose_turn_it_is(
 
 
 def test_process_without_a_mount_namespace_is_refused(container: MakeContainer, node: Node) -> None:
-    """A wrong pid must never end in mounts on the host."""
+    """A wrong pid must never cause mounts on the host."""
     one = container(["sleep", "inf"], env=SHARE)
     one.create()
     before = rootfs.mount_points()
@@ -181,23 +181,23 @@ def test_damaged_node_file_is_compiled_again(container: MakeContainer, node: Nod
     assert json.loads((node.state / "node.json").read_text())["inventory"]["devices"]
 
 
-def test_damaged_lease_refuses_new_ones_until_a_person_decides(container: MakeContainer, node: Node) -> None:
+def test_damaged_lease_blocks_the_device_until_it_is_removed(container: MakeContainer, node: Node) -> None:
     first = container(["sleep", "inf"], env=SHARE, hook=node.hook()).start()
     (node.state / "containers" / first.id / "lease.json").write_text('{"id":')
     second = container(["true"], env=SHARE, hook=node.hook())
     assert "gpushare prune --assume-free" in refused(second)
     assert "damaged" in node.cli("list").stdout
     assert "--assume-free" in node.cli("prune").stderr
-    second.id = first.id  # of another runc root; its create fails, and runc calls poststop
+    second.id = first.id  # from another runc root; its create fails, and runc calls poststop
     assert "make sure that it does not run" in refused(second)
     assert node.leases() == [first.id]
     first.kill()
     first.wait()
-    first.delete()  # poststop: the runtime says that it is gone, so no decision is needed
+    first.delete()  # poststop: the runtime reports its end, so the lease is released
     assert second.run() == 0
 
 
-def test_state_directory_that_cannot_be(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_impossible_state_directory_is_refused(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     one = container(["true"], env=SHARE, hook=node.hook()._replace(state=tmp_path / "file" / "state"))
     assert "Not a directory" in refused(one) or "File exists" in refused(one)
@@ -209,7 +209,7 @@ def test_poststop_never_fails(node: Node) -> None:
         assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
-def test_no_state_to_read_is_one_clear_line(node: Node, tmp_path: Path) -> None:
+def test_missing_container_state_is_refused_in_one_line(node: Node, tmp_path: Path) -> None:
     words = f"{HOOK} --config {node.config} --state {node.state} prestart"
     for redirection in ("<&-", f"<{tmp_path}"):
         done = subprocess.run(["sh", "-c", f"exec {words} {redirection}"], capture_output=True, text=True, timeout=60)
@@ -218,7 +218,7 @@ def test_no_state_to_read_is_one_clear_line(node: Node, tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1 and "internal" not in done.stderr
 
 
-def test_driver_files_alone_are_mounted_once_by_the_hook_in_two_stages(container: MakeContainer, node: Node) -> None:
+def test_hook_in_two_stages_mounts_driver_files_once(container: MakeContainer, node: Node) -> None:
     def twice(spec: dict[str, Any]) -> None:
         spec["hooks"]["createRuntime"] = spec["hooks"]["prestart"]
 
@@ -230,7 +230,7 @@ def test_driver_files_alone_are_mounted_once_by_the_hook_in_two_stages(container
     assert len(targets) == len(set(targets))
 
 
-def test_refusal_of_an_id_that_ends_like_a_trace(container: MakeContainer, node: Node) -> None:
+def test_refusal_of_an_id_with_the_traceback_suffix_is_found(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook(), id=f".{os.getpid()}.trace")
     refused(one)
-    assert "17Gi asked" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its beginning
+    assert "17Gi asked" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its prefix

@@ -1,4 +1,4 @@
-"""An image names files of the host in crun's annotations for what hooks print: nothing of ours gets there."""
+"""An image's annotations name host files for crun's hook output: gpushare must write nothing there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINKED = f"/opt/{COMMAND}"
 
 @pytest.fixture(params=["runc", "crun"])
 def low_level(request: pytest.FixtureRequest) -> str:
-    """The program below gpushare-runtime."""
+    """The low-level runtime."""
     return "/usr/bin/crun" if request.param == "crun" else "/usr/sbin/runc"
 
 
 def outputs(directory: Path) -> dict[str, str]:
-    """Annotations of an image, each with a file that is not there."""
+    """Annotations of an image, each naming a missing file."""
     return {key: str(directory / f"{key}.sh") for key in constants.HOOK_OUTPUT_ANNOTATIONS}
 
 
@@ -40,7 +40,7 @@ def made(annotations: dict[str, str]) -> list[Path]:
 
 @pytest.mark.parametrize("env", [HOSTILE, ONE_GIB, {}], ids=["a command", "a share", "nothing"])
 @pytest.mark.parametrize("more", [{}, SANDBOX], ids=["container", "sandbox"])
-def test_runtime_names_no_file_for_what_hooks_print(
+def test_runtime_drops_image_annotations_for_hook_output(
     container: MakeContainer,
     make_node: Callable[..., Node],
     simhost: Path,
@@ -64,10 +64,10 @@ def test_runtime_names_no_file_for_what_hooks_print(
     assert made(files) == []
 
 
-def test_runtime_removes_them_from_its_own_config_json(
+def test_restart_drops_annotations_from_the_edited_config_json(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
-    """An engine starts a container again from the config.json that an earlier start changed."""
+    """An engine restarts a container from the config.json that an earlier start edited."""
     node, files = make_node(simhost, runtime={"path": "/usr/bin/crun"}), outputs(tmp_path)
     one = container(["true"], env=ONE_GIB, runtime=node.runtime())
     assert one.run() == 0
@@ -83,7 +83,7 @@ def test_runtime_removes_them_from_its_own_config_json(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_link_of_an_image_is_quoted_and_printed_nowhere_else(
+def test_image_s_link_text_is_quoted_in_the_refusal_alone(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     node, files = make_node(simhost, runtime={"path": "/usr/bin/crun"}), outputs(tmp_path)
@@ -97,7 +97,7 @@ def test_link_of_an_image_is_quoted_and_printed_nowhere_else(
         one.create()
     told = node.cli("inspect", one.id).stdout
     assert r'is a link to "/opt/\x24(touch made)"' in told and COMMAND not in told
-    assert [path.read_bytes() for path in made(files)] == ([b"", b""] if way == "hook" else [])  # crun made them
+    assert [path.read_bytes() for path in made(files)] == ([b"", b""] if way == "hook" else [])  # crun creates them
 
 
 @pytest.mark.parametrize("env", [HOSTILE, ONE_GIB, {}], ids=["a command", "a share", "nothing"])
@@ -105,7 +105,7 @@ def test_link_of_an_image_is_quoted_and_printed_nowhere_else(
 def test_hook_prints_nothing_under_crun(
     container: MakeContainer, node: Node, tmp_path: Path, env: dict[str, str], stage: str
 ) -> None:
-    """crun makes the files before it runs a hook. They stay empty."""
+    """crun creates the files before it runs a hook. They stay empty."""
     files = outputs(tmp_path)
     one = container(["true"], env=env, annotations=files, runtime="/usr/bin/crun", hook=node.hook(stage))
     if env == HOSTILE:

@@ -1,5 +1,5 @@
-"""An ordinary user of the host, without rights over it, beside the containers of others: what they hold is closed to
-him, and nothing that he may open delays a start or an end."""
+"""An unprivileged user of the host beside the containers of other users: their shares are closed to the user, and no
+file that the user may open delays a start or an end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.runc import RuntimeFailed
 MakeContainer = Callable[..., Any]
 USER = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--")
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
-# Opens all that it can below a directory, locks it, says what that was, and holds on until its input ends
+# Open and lock everything accessible below a directory, list it, and wait for the end of input
 GRABBER = """
 import fcntl, json, os, sys
 said = {"readable": [], "writable": [], "closed": []}
@@ -38,10 +38,10 @@ sys.stdin.read()
 """
 
 
-def test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start(
+def test_user_s_lock_below_the_mount_does_not_block_the_first_start(
     container: MakeContainer, node: Node, way: str
 ) -> None:
-    """An administrator, or systemd, may have made it, open to all as /run is."""
+    """An administrator or systemd may have created it, accessible to all like /run."""
     node.state.mkdir(exist_ok=True)
     for directory in (node.state, *node.state.parents):
         if str(directory).startswith("/tmp/"):
@@ -68,19 +68,24 @@ def test_state_directory_of_another_user_is_refused(container: MakeContainer, no
     (node.state / ".lock").unlink()
 
 
-def test_another_user_sees_no_share_and_holds_up_no_start(container: MakeContainer, node: Node, way: str) -> None:
-    for directory in (node.state, *node.state.parents):  # in a place that everybody gets to, as /run/gpushare is
+def test_another_user_cannot_read_shares_or_block_starts(container: MakeContainer, node: Node, way: str) -> None:
+    for directory in (node.state, *node.state.parents):  # accessible to all users, like /run/gpushare
         if str(directory).startswith("/tmp/"):
             directory.chmod(directory.stat().st_mode | 0o055)
     one = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
     command = [*USER, "/usr/bin/python3", "-Ic", GRABBER, str(node.state)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as grabber:
         assert grabber.stdin and grabber.stdout
-        said = json.loads(grabber.stdout.readline())
-        assert "." in said["readable"], "the premise: the state directory is open to him"
-        assert set(said["readable"]) <= {".", "errors", "launcher", "node.json"} and said["writable"] == []
-        assert sorted(path.rpartition("/")[2] for path in said["closed"]) == ["containers", "devices", "idmap", "trash"]
-        node.config.write_text(node.config.read_text() + "\n")  # all of it is read and compiled again
+        report = json.loads(grabber.stdout.readline())
+        assert "." in report["readable"], "the premise: the state directory is open to the user"
+        assert set(report["readable"]) <= {".", "errors", "launcher", "node.json"} and report["writable"] == []
+        assert sorted(path.rpartition("/")[2] for path in report["closed"]) == [
+            "containers",
+            "devices",
+            "idmap",
+            "trash",
+        ]
+        node.config.write_text(node.config.read_text() + "\n")  # forces a complete new compilation
         other = container(["true"], env=SHARE, **node.way(way))
         assert other.run() == 0
         other.delete()

@@ -1,5 +1,5 @@
-"""Images of every layout: where the driver goes, that the limit is seen there, and that the image's own copies of the
-driver never get around it."""
+"""Images of every layout: the driver's place, the limit's effect, and that driver files in the image cannot bypass
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RO = ("ro", "nosuid", "nodev")
 
 
 def store_image(root: Path) -> list[str]:
-    """A Nix-like image: no library outside the store, no cache. The command that runs nvidia-smi in it."""
+    """Make a Nix-like image: no library outside the store, no cache. Return the command that runs nvidia-smi in it."""
     ns_util.make_image(root)
     libraries = root / STORE[1:]
     libraries.mkdir(parents=True)
@@ -67,7 +67,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_limit_is_seen_in_every_layout(
+def test_limit_is_visible_in_each_image_layout(
     container: MakeContainer, node: Node, tmp_path: Path, layout: str, way: str
 ) -> None:
     make, libdir = LAYOUTS[layout]
@@ -80,7 +80,7 @@ def test_the_limit_is_seen_in_every_layout(
 
 
 def musl_image(root: Path) -> Path:
-    """No glibc where anybody looks; the shell of the test runs with libraries of its own."""
+    """No glibc in a library directory; the test's shell runs with private libraries."""
     ns_util.make_image(root)
     private = root / "opt/private"
     private.mkdir(parents=True)
@@ -91,7 +91,9 @@ def musl_image(root: Path) -> Path:
     return root
 
 
-def test_musl_gets_devices_and_no_promise(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+def test_musl_image_gets_devices_and_limits_are_refused(
+    container: MakeContainer, node: Node, tmp_path: Path, way: str
+) -> None:
     root = musl_image(tmp_path / "rootfs")
     shell = ["/opt/private/ld-linux-x86-64.so.2", "--library-path", "/opt/private", "/usr/bin/ls", "/dev"]
     one = container(shell, env={"NVIDIA_VISIBLE_DEVICES": "0"}, rootfs=root, **node.way(way))
@@ -103,8 +105,8 @@ def test_musl_gets_devices_and_no_promise(container: MakeContainer, node: Node, 
     assert "this image has no glibc (libc.so.6)" in failed.value.last_line
 
 
-def test_driver_files_that_were_baked_into_the_image(container: MakeContainer, node: Node, way: str) -> None:
-    """An image made on a host with another driver: files, links and programs of that one are all there."""
+def test_driver_files_baked_into_the_image_are_covered(container: MakeContainer, node: Node, way: str) -> None:
+    """An image made on a host with another driver, with all of that driver's files, links and programs."""
     script = f"ldconfig && {PYTHON} /opt/grab.py && nvidia-smi && readlink -f {ns_util.LIBDIR}/libnvidia-nvvm.so.4"
     one = container(["sh", "-c", script], env=LIMIT, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     libdir = one.rootfs / ns_util.LIBDIR[1:]
@@ -123,10 +125,10 @@ def test_driver_files_that_were_baked_into_the_image(container: MakeContainer, n
 
 
 def compat(one: Container, directory: str = "compat", version: str = NEWER) -> Path:
-    """A newer driver in the image, as CUDA images have it. Its libcuda works, and can be told from the host's."""
+    """Add a newer driver to the image, as in CUDA images. Its libcuda works and differs from the host's."""
     path = one.rootfs / "usr/local/cuda-12.4" / directory
     path.mkdir(parents=True)
-    link = one.rootfs / "usr/local/cuda"  # of the host, where it has CUDA
+    link = one.rootfs / "usr/local/cuda"  # of the host, if it has CUDA
     link.unlink(missing_ok=True)
     link.symlink_to("cuda-12.4")
     newer = (simhost.BUILT / f"libcuda.so.{V}").read_bytes() + b"from the image"
@@ -150,8 +152,10 @@ ls {ns_util.LIBDIR}
 
 @pytest.mark.parametrize("directory", ["compat", "compat/lib.real"])
 @pytest.mark.parametrize("path", ["", "/usr/local/cuda/compat:/usr/local/cuda/compat/lib"])
-def test_a_newer_driver_in_the_image(container: MakeContainer, node: Node, directory: str, path: str, way: str) -> None:
-    """It is used, through the shim, by whichever way a program finds it, and nothing of the older one beside it."""
+def test_newer_driver_in_the_image_runs_behind_the_shim(
+    container: MakeContainer, node: Node, directory: str, path: str, way: str
+) -> None:
+    """The newer driver runs behind the shim however a program finds it, without files of the older one."""
     env = {**LIMIT, **({"LD_LIBRARY_PATH": path} if path else {})}
     script = LOOK if directory == "compat" else f"ln -s lib.real /usr/local/cuda/compat/lib\n{LOOK}"
     one = container(["sh", "-c", script], env=env, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
@@ -165,7 +169,7 @@ def test_a_newer_driver_in_the_image(container: MakeContainer, node: Node, direc
     assert f"libnvidia-ml.so.{V}" in names
 
 
-def test_an_older_driver_in_the_image_is_covered(container: MakeContainer, node: Node, way: str) -> None:
+def test_older_driver_in_the_image_is_covered(container: MakeContainer, node: Node, way: str) -> None:
     env = {**LIMIT, "LD_LIBRARY_PATH": "/usr/local/cuda/compat"}
     one = container(["sh", "-c", LOOK], env=env, mounts=python_mounts(PROGRAM, GRAB), **node.way(way))
     compat(one, version="525.60.13")
@@ -188,7 +192,7 @@ COMPAT = f"/usr/local/cuda-12.4/compat/libcuda.so.{NEWER}"
 TARGET = f"{ns_util.LIBDIR}/libcuda.so.{NEWER}"
 
 
-def test_a_file_of_the_image_is_shown_elsewhere_before_it_is_covered(image: Path, tmp_path: Path) -> None:
+def test_image_file_is_mounted_elsewhere_before_it_is_covered(image: Path, tmp_path: Path) -> None:
     shim = tmp_path / "shim"
     shim.write_text("the shim")
     from gpushare.core.ops import Plan
@@ -206,8 +210,8 @@ def test_a_file_of_the_image_is_shown_elsewhere_before_it_is_covered(image: Path
 
 
 @pytest.mark.parametrize("swap", ["link", "absolute link", "parent", "gone", "fifo", "magic"])
-def test_a_source_that_was_swapped_is_refused(image: Path, swap: str) -> None:
-    """Between the look and the use: whatever it leads to now is never shown, least of all a file of the host."""
+def test_swapped_source_is_refused(image: Path, swap: str) -> None:
+    """A source that changes between check and use is never mounted, least of all a host file."""
     path = image / COMPAT[1:]
     if swap == "parent":
         path.parent.rename(image / "elsewhere")
@@ -223,7 +227,7 @@ def test_a_source_that_was_swapped_is_refused(image: Path, swap: str) -> None:
     assert "was changed while the container was being started" in message
 
 
-def test_a_covered_source_is_not_taken_for_the_images_own(image: Path, tmp_path: Path) -> None:
+def test_covered_source_is_not_used_as_the_image_s_file(image: Path, tmp_path: Path) -> None:
     shim = tmp_path / "shim"
     shim.write_text("the shim")
     with ns_util.sandbox(image) as box:
@@ -234,10 +238,10 @@ def test_a_covered_source_is_not_taken_for_the_images_own(image: Path, tmp_path:
 # The real driver
 
 
-def test_the_real_driver_in_a_container(
+def test_real_driver_answers_through_the_shim(
     container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node], userland: Userland
 ) -> None:
-    """Its files as the driver root: everything of every capability is there, and libcuda answers through the shim."""
+    """The driver root has NVIDIA's real files: all capabilities work, and libcuda answers through the shim."""
     root = make_host("real")
     shutil.rmtree(root / "usr")
     for name in ("usr", "etc", "lib"):

@@ -1,5 +1,4 @@
-"""The image that installs gpushare on nodes, as its entry point runs in a pod: the node's root at /host, and no tool of
-an image but what is in it."""
+"""The image that installs gpushare on nodes, run as in a pod: the node's root at /host, and only the image's tools."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.support.runc import Container
 FOLDER = TREE / "packaging" / "kubernetes" / "installer"
 DROP_IN = "etc/containerd/conf.d/gpushare.toml"
 FEATURES = labels.FILE[1:]
-# systemctl and containerd of the node: they write down how they were called.
+# systemctl and containerd of the node write down their arguments.
 PROGRAM = """
 #include <stdio.h>
 #include <string.h>
@@ -42,7 +41,7 @@ class Pod:
         dockerfile = (FOLDER / "Dockerfile").read_text()
         (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
         words = json.loads(entry[len("ENTRYPOINT ") :])
-        # A mount namespace, as a pod's: the node is seen at /host and nowhere else.
+        # Like a pod's mount namespace: the node is visible only at /host.
         alone = 'mount --make-rprivate "$0"; umount --lazy "$0"; exec /usr/sbin/chroot "$@"'
         own = ["/usr/bin/unshare", "--mount", "--propagation", "unchanged", "/bin/sh", "-ec", alone]
         pipe = subprocess.PIPE
@@ -71,7 +70,7 @@ class Pod:
 
 @pytest.fixture
 def bundle() -> Path:
-    """build/dist/gpushare; `make test` has made it."""
+    """build/dist/gpushare, made by `make test`."""
     made = BUILD / "dist" / "gpushare"
     assert (made / "bin" / "gpushare").exists(), "make dist"
     return made
@@ -79,7 +78,7 @@ def bundle() -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Path]:
-    """A node's root: a simulated driver, an engine, systemd. What the kernel shows is the machine's."""
+    """A node's root: a simulated driver, an engine, systemd. The kernel's file systems are the machine's."""
     root = make_simhost(tmp_path / "node")
     driver = tmp_path / "driver"
     (root / "proc" / "driver").rename(driver)
@@ -93,7 +92,7 @@ def node(tmp_path: Path) -> Iterator[Path]:
     try:
         run("mount", "--bind", root, root)
         run("mount", "--make-private", root)
-        run("mount", "--make-shared", root)  # as a pod with mountPropagation: Bidirectional sees it
+        run("mount", "--make-shared", root)  # visible to a pod with mountPropagation: Bidirectional
         run("mount", "--bind", "/dev/null", root / "dev" / "null")
         run("mount", "--rbind", "/proc", root / "proc")
         run("mount", "--bind", driver, root / "proc" / "driver")
@@ -138,7 +137,7 @@ def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
 
 
 def called(node: Path) -> list[str]:
-    """How programs of the node were called, but for questions."""
+    """Arguments of the node's programs, except queries."""
     lines = (node / "called").read_text().splitlines()
     return [line for line in lines if line.startswith("systemctl")]
 
@@ -148,7 +147,7 @@ def tree(node: Path) -> set[str]:
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
 
 
-def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
+def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]) -> None:
     before = tree(node)
     early = start("run", "export")
     early.until("gpushare: gpushare is not on this node yet")
@@ -159,18 +158,18 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     program = f"/opt/gpushare/{home.name}/bin/gpushare-runtime-cri"
     assert f'BinaryName = "{program}"' in (node / DROP_IN).read_text()
     assert (node / program[1:]).stat().st_mode & 0o777 == 0o755
-    assert "require_limits: true" in (node / "etc/gpushare/config.yaml").read_text()  # of a cluster
+    assert "require_limits: true" in (node / "etc/gpushare/config.yaml").read_text()  # the cluster's default
     assert "gpushare.io/present=true\n" in (node / FEATURES).read_text()
     assert called(node) == ["systemctl restart containerd"]
     assert pod.process.poll() is None
-    assert (node / "run/gpushare/node.json").is_file()  # which the device plugin reads
+    assert (node / "run/gpushare/node.json").is_file()  # the device plugin reads it
 
-    # What other pods of the image do is done by the node's program, in its root.
+    # Other pods of the image run the node's program, in its root.
     exporter = start("run", "export", "--port", "0")
     exporter.until("serving metrics at http://127.0.0.1:")
     assert exporter.stop() == 0, exporter.lines
 
-    # A pod that is started again finds all as it should be.
+    # A restarted pod finds everything in place.
     pod.process.kill()
     pod.process.wait(timeout=60)
     again = start("install")
@@ -179,7 +178,7 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     again.process.kill()
     again.process.wait(timeout=60)
 
-    # One that finds the entry of a version without gpushare-runtime-cri writes it again.
+    # A pod that finds the entry of a version without gpushare-runtime-cri rewrites it.
     entry = (node / DROP_IN).read_text()
     (node / DROP_IN).write_text(entry.replace(program, program.removesuffix("-cri")))
     upgraded = start("install")
@@ -193,14 +192,14 @@ def test_installs_and_takes_away(node: Path, start: Callable[..., Pod]) -> None:
     assert not (node / FEATURES).exists()
 
 
-def test_stays_while_a_container_has_a_share(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
-    """The pod of an older version ends, the next one finds its node as it was; its `remove` goes on nevertheless."""
+def test_removal_waits_for_containers_with_shares(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
+    """A pod of an older version ends, and the next one finds its node unchanged; its `remove` still proceeds."""
     own = {"version": 1, "log": {"decisions": "/tmp/decisions"}}
     (node / "etc/gpushare").mkdir()
     (node / "etc/gpushare/config.yaml").write_text(json.dumps(own))
     pod = start("install")
     pod.until("ready")
-    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's stays
+    assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's file stays
     program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
     state = {"run": ["gpushare-hook", "prestart"], "end": ["gpushare-hook", "poststop"]}
     entries = {
@@ -221,6 +220,6 @@ def test_stays_while_a_container_has_a_share(node: Path, start: Callable[..., Po
         gone = start("remove")
         gone.until("gpushare is no longer used on this node")
         assert not (node / DROP_IN).exists() and (node / program.relative_to("/")).is_dir()
-        assert gone.process.poll() is None  # or its DaemonSet would start it again and again
+        assert gone.process.poll() is None  # or its DaemonSet would restart it in a loop
         assert gone.stop() == 0
     assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own

@@ -1,4 +1,4 @@
-"""`gpushare k8s-plugin` beside a kubelet that speaks the real protocol, on a simulated host with two devices."""
+"""`gpushare k8s-plugin` with a kubelet that uses the real protocol, on a simulated host with two devices."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.support.kubelet import Kubelet, Refused
 
 MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
 GIB, MIB = 1 << 30, 1 << 20
-EACH = 64  # MiB of a simulated device: as many ids as a test can read
+EACH = 64  # MiB of a simulated device: few enough ids for a test to read
 DEADLINE_S = 60
 
 
 def program() -> Path:
-    """Of the bundle that is tested, where it was made with gRPC (WITH=kubernetes); else of the source tree."""
+    """The bundle's program, if the bundle was made with gRPC (WITH=kubernetes); else the source tree's."""
     has_grpc = any(host.BIN.parent.glob("libexec/_internal/lib/*/grpc"))
     return (host.BIN if has_grpc else host.BUILD / "bin") / "gpushare"
 
 
 class Plugin:
-    """The program; `lines` are what it has said so far."""
+    """The running program; `lines` are its output so far."""
 
-    def __init__(self, node: Node, folder: Path, *words: str) -> None:
+    def __init__(self, node: Node, folder: Path, *args: str) -> None:
         command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
         self.process = subprocess.Popen(
-            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *words],
+            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -56,7 +56,7 @@ class Plugin:
                 self._said.notify_all()
 
     def expect(self, pattern: str) -> None:
-        """Waits for such a line; what came before it counts no more."""
+        """Wait for a line that matches; skip earlier lines."""
 
         def found() -> bool:
             at = next((at for at, line in enumerate(self.lines) if re.search(pattern, line)), None)
@@ -78,14 +78,14 @@ class Plugin:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """kubelet's; the path of a socket must be short."""
+    """kubelet's directory; the path of a socket must be short."""
     with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp") as path:
         yield Path(path)
 
 
 @pytest.fixture
 def two(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Callable[..., Node]:
-    """two(memory of each device, **configuration) -> a node whose node.json is written, as the installer has it."""
+    """two(memory of each device, **configuration) -> a node with node.json, as after the installer."""
 
     def make(memory_bytes: int = EACH * MIB, **config: Any) -> Node:
         node = make_node(make_host(gpus=2, memory_bytes=memory_bytes), **config)
@@ -99,8 +99,8 @@ def two(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Calla
 def plugin(folder: Path) -> Iterator[Callable[..., Plugin]]:
     made: list[Plugin] = []
 
-    def start(node: Node, *words: str) -> Plugin:
-        made.append(Plugin(node, folder, *words))
+    def start(node: Node, *args: str) -> Plugin:
+        made.append(Plugin(node, folder, *args))
         return made[-1]
 
     yield start
@@ -118,13 +118,15 @@ def sockets(folder: Path) -> list[str]:
 
 
 def units(kubelet: Kubelet, name: str, *uuids: str) -> tuple[int, ...]:
-    """How many healthy ids each device has; an id begins as its uuid does, or with all of it."""
+    """Count each device's healthy ids; an id begins with the device's uuid, or with a prefix of it."""
     ids = kubelet.healthy(name)
     return tuple(sum(unit.startswith((uuid, uuid[4:12] + "-")) for unit in ids) for uuid in uuids)
 
 
-def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
-    """Registered, asked, kubelet restarts, devices go and come, and a clean end."""
+def test_plugin_registers_allocates_and_follows_kubelet(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """Registration, allocation, a kubelet restart, device changes, and a clean exit."""
     node = two()
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
@@ -138,7 +140,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
             assert not endpoint.options.pre_start_required
             endpoint.call("PreStartContainer", devices_ids=["x"])
 
-        # of the fuller device what it has, and then of the other
+        # first all free ids of the fuller device, then of the other
         name = constants.ENV_ALLOCATED_MEMORY
         assert kubelet.allocate(MEMORY, 40) == {name: f"{first}=40Mi"}
         one.expect(re.escape(f"{MEMORY}: {name}={first}=40Mi"))
@@ -148,7 +150,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
             kubelet.endpoints[MEMORY].call("Allocate", container_requests=[{"devices_ids": ["nobodys-1"]}])
         assert caught.value.args == ('gpushare: no device "nobodys-1" is offered on this node', "INVALID_ARGUMENT")
 
-        # kubelet restarts: it remembers what it gave, and empties its directory
+        # kubelet restarts: it keeps its allocations and empties its directory
         before = sockets(folder)
         kubelet.stop()
         (folder / "kubelet.sock").unlink(missing_ok=True)
@@ -157,7 +159,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(sockets(folder)) == 2 and not set(sockets(folder)) & set(before)
         assert kubelet.allocate(MEMORY, 39) == {name: f"{second}=39Mi"}
-        # quicker than anybody looks, and somebody who removes sockets
+        # a quick restart, and a process that removes sockets
         kubelet.stop()
         kubelet.start()
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
@@ -167,7 +169,7 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         kubelet.stop()
-        shutil.rmtree(folder)  # a node that is set up anew
+        shutil.rmtree(folder)  # a node that is set up again
         folder.mkdir()
         kubelet.start()
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
@@ -195,14 +197,16 @@ def test_a_plugins_life(two: Callable[..., Node], folder: Path, plugin: Callable
         kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == 2 * EACH)
         one.expect("device 1 .*: is back")
 
-        # the end
+        # exit
         ended = kubelet.endpoints
         assert one.end() == (0, "")
         kubelet.wait(lambda: all(endpoint.ended for endpoint in ended.values()))
         assert sockets(folder) == []
 
 
-def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
+def test_equal_shares_and_whole_devices_are_advertised(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
     node = two(sharing={"split_count": 4})
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
@@ -214,15 +218,17 @@ def test_equal_shares_and_whole_devices(two: Callable[..., Node], folder: Path, 
         assert kubelet.allocate(GPU, 1) == {name: first}
         with pytest.raises(Refused, match="2 GPUs are asked for, and kubelet chose from 1"):
             kubelet.allocate(GPU, 2)
-        kubelet.stop()  # nobody looks for an hour, but the directory tells
+        kubelet.stop()  # the poll interval is an hour; the directory watch reacts
         kubelet.start()
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert len(kubelet.healthy(GPU)) == 5
 
 
-def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
-    """Bytes that are no HTTP, methods that are not there, messages that are none, a second stream: none of it ends the
-    plugin, and it says no more than a line about each."""
+def test_malformed_requests_do_not_end_the_plugin(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """Bytes that are not HTTP, missing methods, malformed messages, a second stream: the plugin survives each and logs
+    at most one line."""
     node = two()
     with Kubelet(folder) as kubelet:
         one = plugin(node)
@@ -234,7 +240,7 @@ def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., P
         for method, request in (
             ("Allocate", b"\xff\xff\xff"),
             ("Allocate", b"\x0a\x03\x0a\x01\xff"),  # an id that is not UTF-8
-            ("GetPreferredAllocation", b"\x0a\x0b\x18" + b"\xff" * 9 + b"\x01"),  # -1 of them, and of nothing
+            ("GetPreferredAllocation", b"\x0a\x0b\x18" + b"\xff" * 9 + b"\x01"),  # -1 of them, from no ids
             ("Nothing", b""),
         ):
             call = endpoint.channel.unary_unary(f"/v1beta1.DevicePlugin/{method}")
@@ -246,7 +252,7 @@ def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., P
                 assert (method, answer) == ("GetPreferredAllocation", b"\x0a\x00")
         more = endpoint.channel.unary_stream("/v1beta1.DevicePlugin/ListAndWatch")(b"", timeout=DEADLINE_S)
         assert len(next(more)) > 2 * EACH
-        kubelet.wait(lambda: endpoint.ended)  # kubelet has one stream, and this is it now
+        kubelet.wait(lambda: endpoint.ended)  # kubelet has one stream, now this one
         assert endpoint.why == ""
         assert kubelet.allocate(MEMORY, 64)
         more.cancel()
@@ -254,7 +260,7 @@ def test_garbage(two: Callable[..., Node], folder: Path, plugin: Callable[..., P
         assert all(len(line) < 500 and "Traceback" not in line for line in one.lines)
 
 
-def test_one_that_was_killed_and_two_at_once(
+def test_plugin_replaces_a_killed_or_older_plugin(
     two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
 ) -> None:
     node = two()
@@ -266,15 +272,17 @@ def test_one_that_was_killed_and_two_at_once(
         old = plugin(node)
         old.expect(f"registered {GPU}")
         assert len(left) == 2 and not set(left) & set(sockets(folder))
-        new = plugin(node)  # as an update that begins with the new one
+        new = plugin(node)  # as in an update that starts the new plugin first
         new.expect(f"registered {GPU}")
         assert old.end() == (0, "")
         kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == 2 * EACH)
         assert kubelet.allocate(MEMORY, 1) and len(sockets(folder)) == 2
 
 
-def test_a_kubelet_that_refuses(two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]) -> None:
-    """At the start that is the end. Later it is said once, and tried again."""
+def test_refusal_by_kubelet_ends_the_start_and_is_retried_later(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """A refusal at the start ends the plugin. A later one is logged once and retried."""
     node = two()
     with Kubelet(folder, refuse="no such resource here") as kubelet:
         code, error = plugin(node).end(0)

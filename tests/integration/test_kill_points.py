@@ -1,5 +1,5 @@
-"""Whatever is killed, and whenever: no device before its limits, no lease lost or granted twice, and also a state
-directory that is full, or of another boot, comes clean."""
+"""Kills at any point: no device appears before its limits, and no lease is lost or granted twice. A full state
+directory, and one of another boot, recover."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ HALF = {"GPUSHARE_MEMORY": "8Gi"}
 OURS = f"points{os.getpid()}-"
 
 
-def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
-    """At each point where a start can be killed: if the container had the device, it had all that limits it."""
-    assert node.cli("refresh").returncode == 0  # makes the state directory
+def test_device_appears_after_its_limits(container: MakeContainer, node: Node, way: str, tmp_path: Path) -> None:
+    """At each kill point: a container with the device already has all of its limits."""
+    assert node.cli("refresh").returncode == 0  # creates the state directory
     if way == "hook":
         program = watched_start.write_hook(tmp_path, node.state)
         one = container(["true"], env=ALL, hook=node.hook()._replace(program=program))
@@ -44,12 +44,12 @@ def test_no_device_before_its_limits(container: MakeContainer, node: Node, way: 
     assert one.wait() == 0, one.stderr
 
 
-def test_bundle_of_a_killed_create_has_limits_whoever_starts_it(
+def test_bundle_of_a_killed_create_keeps_its_limits_under_plain_runc(
     container: MakeContainer, node: Node, tmp_path: Path
 ) -> None:
-    """config.json is edited, gpushare-runtime is dead, and an engine goes on with plain runc: a container with its
-    limits and its lease, or, when another start had taken the share, none."""
-    for _ in range(2):  # the first start on a host has more to do
+    """config.json is edited, gpushare-runtime is dead, and an engine continues with plain runc: the container has its
+    limits and its lease, or no share if another start took it."""
+    for _ in range(2):  # the first start on a host does more work
         probe = container(["true"], env=ALL, runtime=node.runtime(interrupted_hook.write_runtime(tmp_path)))
         assert probe.run() == 0, probe.stderr
         probe.delete()
@@ -76,7 +76,7 @@ def test_bundle_of_a_killed_create_has_limits_whoever_starts_it(
 
 
 def own_cgroups() -> list[str]:
-    """Below that of this process, where `gpushare run` makes those of its programs."""
+    """Cgroups below this process's own, where `gpushare run` makes those of its programs."""
     v1, v2 = cgroup.find_cgroups(os.getpid())
     return sorted(name for path in (v1, v2) if path for name in os.listdir(path) if name.startswith(f"gpushare-{OURS}"))
 
@@ -84,7 +84,7 @@ def own_cgroups() -> list[str]:
 def test_gpushare_run_killed_at_any_point_leaves_nothing(
     make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
-    """The third way in, without an engine: the next program gets the whole device, and prune finds the rest."""
+    """`gpushare run`, without an engine: the next program gets the whole device, and prune removes the leftovers."""
     node = make_node(simhost)
 
     def run(program: Path, name: str) -> int:
@@ -92,7 +92,7 @@ def test_gpushare_run_killed_at_any_point_leaves_nothing(
         return subprocess.run(command, stdin=subprocess.DEVNULL, env=programs.ENVIRONMENT, timeout=60).returncode
 
     whole = interrupted_hook.write_cli(tmp_path)
-    for name in ("first", "second"):  # the first start on a host has more to do, as has one that finds a dead lease
+    for name in ("first", "second"):  # a first start, and one that finds a dead lease, do more work
         assert run(whole, name) == 0
         assert node.cli("prune").returncode == 0
     total = interrupted_hook.points(tmp_path)
@@ -109,13 +109,15 @@ def test_gpushare_run_killed_at_any_point_leaves_nothing(
 
 
 def killed(one: Container) -> None:
-    """Without a delete, as when the engine died with it."""
+    """Kill it without a delete, as when the engine died with it."""
     os.kill(one.pid, signal.SIGKILL)
     one.wait()
 
 
-def test_full_state_directory_lets_go_and_refuses(container: MakeContainer, node: Node, way: str) -> None:
-    """The tmpfs has no room: what ends is released, what starts is refused in one line, and all is well afterwards."""
+def test_full_state_directory_allows_releases_and_refuses_starts(
+    container: MakeContainer, node: Node, way: str
+) -> None:
+    """The tmpfs is full: ended containers are released, starts are refused in one line, and later starts work."""
     gone, lives = (container(["sleep", "inf"], env=HALF, **node.way(way)).start() for _ in range(2))
     filler = node.state / "filler"
     with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
@@ -141,8 +143,8 @@ def test_full_state_directory_lets_go_and_refuses(container: MakeContainer, node
     assert again.run() == 0, again.stderr
 
 
-def test_lease_of_another_boot_holds_nothing(container: MakeContainer, node: Node, way: str) -> None:
-    """Its pids mean nothing now, also where they are somebody's."""
+def test_lease_of_another_boot_is_ignored(container: MakeContainer, node: Node, way: str) -> None:
+    """Its pids are meaningless now, even if they exist."""
     old = container(["sleep", "inf"], env=ALL, **node.way(way)).start()
     lease = node.state / "containers" / old.id / "lease.json"
     lease.write_text(lease.read_text().replace(procs.boot_id(), "00000000-0000-4000-8000-000000000000"))

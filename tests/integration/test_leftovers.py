@@ -1,4 +1,4 @@
-"""What keeps a share when a container's init is gone, and that no start or end walks over processes or mounts."""
+"""What keeps a share after a container's init has ended, with no scan of all processes or mounts at start and end."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def host_pids(spec: dict[str, Any]) -> None:
 
 
 def to_top(pid: int) -> None:
-    """Out of the container's cgroups, as a process could that may write there."""
+    """Move the process out of the container's cgroups, as a process with write access there could."""
     for table in Path("/sys/fs/cgroup").glob("*/cgroup.procs"):
         table.write_text(str(pid))
 
 
 def has_ended(pid: int) -> None:
-    """Wait until the kernel has given back all that a killed process held."""
+    """Wait until the kernel has released all resources of a killed process."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
 
 @pytest.fixture
 def leftover(container: MakeContainer, node: Node, way: str) -> Iterator[tuple[Container, int]]:
-    """A container in the host's pid namespace whose init has ended, and a process of it with a CUDA context that has
-    left its root and its cgroups."""
+    """A container in the host's pid namespace whose init has ended, and one of its processes with a CUDA context, which
+    has left its root and its cgroups."""
     one = container(
         ["sh", "-c", f"setsid unshare -Urm {PYTHON} /opt/leave.py >/dev/null 2>/errors & echo $! >/pid; read go </end"],
         env={**ALL, **CLEAN},
@@ -74,7 +74,7 @@ def leftover(container: MakeContainer, node: Node, way: str) -> Iterator[tuple[C
     has_ended(pid)
 
 
-def test_context_of_a_process_that_pivoted_away_keeps_the_lease(
+def test_cuda_context_in_another_root_keeps_the_lease(
     leftover: tuple[Container, int], container: MakeContainer, node: Node, way: str
 ) -> None:
     one, pid = leftover
@@ -91,10 +91,10 @@ def test_context_of_a_process_that_pivoted_away_keeps_the_lease(
 
 
 @pytest.mark.parametrize("lock", ["read", "write", "lease"])
-def test_passed_descriptor_keeps_no_share(
+def test_passed_descriptor_does_not_keep_the_share(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, lock: str
 ) -> None:
-    """The kernel ends all processes of a pid namespace with its first: no lock on a usage file can mean anything."""
+    """The kernel ends all processes of a pid namespace with its init: a lock on a usage file must not count."""
     program = tmp_path / "pass.py"
     program.write_text(
         "import fcntl, os, socket, struct, sys\n"
@@ -137,7 +137,7 @@ def test_passed_descriptor_keeps_no_share(
 
 
 def as_of_0_1_0(node: Node, one: Container) -> None:
-    """The lease as 0.1.0 wrote it."""
+    """Rewrite the lease in the format of 0.1.0."""
     folder = node.state / "containers" / one.id
     lease = json.loads((folder / "lease.json").read_text())
     for name in ("first", "cgroup_dir", "cgroup_id"):
@@ -150,7 +150,7 @@ def as_of_0_1_0(node: Node, one: Container) -> None:
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["something is left", "nothing is left"])
-def test_container_of_0_1_0_keeps_its_share_as_long_as_its_cgroup_is_populated(
+def test_0_1_0_container_keeps_its_share_while_its_cgroup_is_populated(
     container: MakeContainer, node: Node, way: str, left: bool
 ) -> None:
     command = ["sh", "-c", "setsid sleep inf & read go </end"] if left else ["sh", "-c", "read go </end"]
@@ -171,8 +171,8 @@ def test_container_of_0_1_0_keeps_its_share_as_long_as_its_cgroup_is_populated(
     assert node.leases() == [] and node.left() == []
 
 
-def test_cgroup_made_again_under_its_path_keeps_no_lease(container: MakeContainer, node: Node, way: str) -> None:
-    """A cgroup is known by its inode number."""
+def test_recreated_cgroup_does_not_keep_the_lease(container: MakeContainer, node: Node, way: str) -> None:
+    """A cgroup is identified by its inode number."""
     one = container(["sleep", "inf"], env=ALL, edit=host_pids, **node.way(way)).start()
     lease = leases.find(str(node.state), one.id)
     assert lease is not None and not lease.first and lease.cgroup_id > 0
@@ -191,10 +191,10 @@ def test_cgroup_made_again_under_its_path_keeps_no_lease(container: MakeContaine
 
 
 @pytest.mark.parametrize("who", ["a user of the host", "a container's root"])
-def test_no_end_and_no_start_looks_at_mounts_or_processes_of_others(
+def test_start_and_end_read_no_foreign_mounts_or_processes(
     container: MakeContainer, node: Node, way: str, tmp_path: Path, who: str
 ) -> None:
-    """However many there are: the calls are counted, not the time."""
+    """With any number of them: the test counts system calls, not time."""
     if who == "a user of the host":
         program = tmp_path / "crowd.py"
         program.write_text((PROGRAMS / "crowd.py").read_text())

@@ -1,5 +1,5 @@
-"""A tenant that corrupts, all the time, the memory that it can write and its peers and the host read: nobody else
-crashes, hangs or divides by zero, and it gains no more than docs/compute.md says ("Trust")."""
+"""A tenant that constantly corrupts its writable memory, which its peers and the host read: no other process crashes,
+hangs or divides by zero, and the tenant gains no more than docs/compute.md states ("Trust")."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
 TENANT = TREE / "demo" / "tenant.py"
 SCRIBBLE = TREE / "tests" / "integration" / "programs" / "scribble.c"
 LIMIT = 50
-LOOKS = 3  # of a second each
-# What the honest one has where the liar's work leaves it no moment alone: whose that was, it has to guess.
+SAMPLES = 3  # measurements of a second each
+# The intact container's minimum while the corrupting one is always busy: it must guess which time was used by which.
 LEAST = {"garbage": 45, "noise": 35, "idle": 35, "crowd": LIMIT}
 COMMANDS = (["list"], ["devices"], ["inspect"])
 
@@ -41,12 +41,13 @@ def scribble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(container: MakeContainer, node: Node, scribble: Path) -> Callable[..., Container]:
-    """start(lie="", limit=LIMIT) -> a container that keeps the device busy; with a lie it tells that all the time."""
+    """start(pattern="", limit=LIMIT) -> a container that keeps the device busy, and constantly corrupts its files with
+    `pattern`."""
 
-    def make(lie: str = "", limit: int = LIMIT, **options: Any) -> Container:
+    def make(pattern: str = "", limit: int = LIMIT, **options: Any) -> Container:
         work = " ".join(["/opt/busy", *words(seconds=1000, kernel=200, **options)])
-        scribbles = f"/opt/scribble {lie} /usr/lib/gpushare/rw/usage /usr/lib/gpushare/pages/*"
-        script = f"{work} & exec {scribbles}" if lie else f"exec {work}"
+        scribbles = f"/opt/scribble {pattern} /usr/lib/gpushare/rw/usage /usr/lib/gpushare/pages/*"
+        script = f"{work} & exec {scribbles}" if pattern else f"exec {work}"
         env = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": f"{limit}%"}
         mounts = [Mount(build(), "/opt/busy"), Mount(scribble, "/opt/scribble"), *python_mounts(TENANT, GRAB)]
         return container(["sh", "-c", script], env=env, mounts=mounts, runtime=node.runtime()).start()
@@ -58,41 +59,41 @@ def namespace(one: Container) -> int:
     return os.stat(f"/proc/{one.pid}/ns/pid").st_ino
 
 
-def look_at_everything(node: Node, simhost: Path, honest: Container, liar: Container) -> None:
-    """As the host does; what it says of the honest one is true."""
-    for command in (*COMMANDS, ["inspect", liar.id]):
-        done = node.cli(*command, *([honest.id] if command == ["inspect"] else []), timeout_s=20)
+def run_all_commands(node: Node, simhost: Path, peer: Container, attacker: Container) -> None:
+    """Run all host commands; their output about the intact container is correct."""
+    for command in (*COMMANDS, ["inspect", attacker.id]):
+        done = node.cli(*command, *([peer.id] if command == ["inspect"] else []), timeout_s=20)
         assert "Traceback" not in done.stderr and "internal error" not in done.stderr, (command, done.stderr)
         assert done.returncode == 0 or command == ["doctor"], (command, done.stderr)
     listed = {one["id"]: one for one in json.loads(node.cli("list", "--format", "json").stdout)}
-    (share,) = listed[honest.id]["shares"]
-    assert share["memory_used_bytes"] == taken(simhost, namespace(honest)).current_bytes
-    assert listed[honest.id]["note"] == ""
+    (share,) = listed[peer.id]["shares"]
+    assert share["memory_used_bytes"] == taken(simhost, namespace(peer)).current_bytes
+    assert listed[peer.id]["note"] == ""
 
 
-@pytest.mark.parametrize("lie", ["garbage", "noise", "idle", "crowd"])
-def test_liar_hurts_nobody(
-    start: Callable[..., Container], container: MakeContainer, node: Node, simhost: Path, lie: str
+@pytest.mark.parametrize("pattern", ["garbage", "noise", "idle", "crowd"])
+def test_corrupt_activity_files_leave_peers_and_host_working(
+    start: Callable[..., Container], container: MakeContainer, node: Node, simhost: Path, pattern: str
 ) -> None:
-    honest, liar = start(), start(lie)
-    shares(simhost, (honest, liar))  # until both have a context
+    peer, attacker = start(), start(pattern)
+    shares(simhost, (peer, attacker))  # until both have a context
     seen: list[tuple[float, float]] = []
-    for _ in range(TRIES):  # while others take the processors, the honest one does not keep the device busy
-        look_at_everything(node, simhost, honest, liar)
-        got = shares(simhost, (honest, liar))
-        seen.append((got.get(namespace(honest), 0.0), got.get(namespace(liar), 0.0)))
-        if len(seen) >= LOOKS and sum(had for had, _ in seen[-LOOKS:]) / LOOKS > LEAST[lie] - POINTS:
+    for _ in range(TRIES):  # when other processes use the CPUs, the intact container does not keep the device busy
+        run_all_commands(node, simhost, peer, attacker)
+        got = shares(simhost, (peer, attacker))
+        seen.append((got.get(namespace(peer), 0.0), got.get(namespace(attacker), 0.0)))
+        if len(seen) >= SAMPLES and sum(had for had, _ in seen[-SAMPLES:]) / SAMPLES > LEAST[pattern] - POINTS:
             break
     else:
-        raise AssertionError(f"{lie}: {seen}")
-    grab = honest.exec(PYTHON, f"/opt/{GRAB.name}")
+        raise AssertionError(f"{pattern}: {seen}")
+    grab = peer.exec(PYTHON, f"/opt/{GRAB.name}")
     assert grab.returncode == 0, grab
     grabbed = json.loads(grab.stdout)
     assert grabbed["total_bytes"] == 4 * GIB and grabbed["got_bytes"] > 3 * GIB, seen
     late = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime())
     assert late.run() == 0, late.stderr
-    for one in (honest, liar):
-        assert one.state()["status"] == "running", (one is liar, one.wait(5), one.stdout, one.stderr)
+    for one in (peer, attacker):
+        assert one.state()["status"] == "running", (one is attacker, one.wait(5), one.stdout, one.stderr)
         one.kill()
         one.wait()
         one.delete()
@@ -100,23 +101,23 @@ def test_liar_hurts_nobody(
     assert node.left() == []
 
 
-@pytest.mark.parametrize("lie", ["crowd", "idle", "noise", "most"])
-def test_others_keep_their_shares_and_the_liar_its_own(
-    start: Callable[..., Container], simhost: Path, lie: str
+@pytest.mark.parametrize("pattern", ["crowd", "idle", "noise", "most"])
+def test_corrupt_activity_files_do_not_change_compute_shares(
+    start: Callable[..., Container], simhost: Path, pattern: str
 ) -> None:
-    """Each is held to what the host granted, and what of the device the liar has is not theirs to pay."""
+    """Each container is held to the host's limit, and does not pay for the corrupting container's use."""
     limits = (40, 20, 30)
-    everybody = (start(limit=40), start(limit=20), start(lie, limit=30))
-    shares(simhost, everybody)  # until all have a context
+    containers = (start(limit=40), start(limit=20), start(pattern, limit=30))
+    shares(simhost, containers)  # until all have a context
     seen: list[list[float]] = []
     for _ in range(TRIES):
-        got = shares(simhost, everybody)
-        seen.append([got.get(namespace(one), 0.0) for one in everybody])
+        got = shares(simhost, containers)
+        seen.append([got.get(namespace(one), 0.0) for one in containers])
         assert all(had < limit + POINTS for had, limit in zip(seen[-1], limits)), seen
-        *honest, liar = (sum(had) / LOOKS for had in zip(*seen[-LOOKS:]))
-        if len(seen) < LOOKS:
+        *peers, attacker = (sum(had) / SAMPLES for had in zip(*seen[-SAMPLES:]))
+        if len(seen) < SAMPLES:
             continue
-        if all(abs(had - limit) < POINTS for had, limit in zip(honest, limits)) and liar < limits[-1] + 1:
+        if all(abs(had - limit) < POINTS for had, limit in zip(peers, limits)) and attacker < limits[-1] + 1:
             break
     else:
-        raise AssertionError(f"{lie}: {seen} instead of {limits}")
+        raise AssertionError(f"{pattern}: {seen} instead of {limits}")

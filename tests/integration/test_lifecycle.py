@@ -1,4 +1,4 @@
-"""A lease lives exactly as long as its container, whatever ends it: a kill at any point, a lost poststop, an attack."""
+"""A lease exists exactly as long as its container, however it ends: kills at any point, a lost poststop, attacks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def left(node: Node) -> list[str]:
 
 
 def use_hook(one: Container, hooks: dict[str, Any]) -> None:
-    """Another set of hooks for the next create."""
+    """Use other hooks for the next create."""
     one.spec["hooks"] = hooks
     (one.bundle / "config.json").write_text(json.dumps(one.spec))
 
 
 def points_of_a_start(container: MakeContainer, node: Node, tmp_path: Path) -> int:
-    """How many points an ordinary start passes: not the first one on a host, which has more to do."""
+    """Count the kill points of an ordinary start. The first start on a host does more work and does not count."""
     for _ in range(2):
         probe = container(["true"], env=ALL, hook=node.hook()._replace(program=write_hook(tmp_path)))
         assert probe.run() == 0
@@ -43,7 +43,7 @@ def points_of_a_start(container: MakeContainer, node: Node, tmp_path: Path) -> i
     return points(tmp_path)
 
 
-def test_lease_page_and_limits_live_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
+def test_lease_and_files_exist_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ALL, hook=node.hook())
     one.create()
     lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
@@ -59,7 +59,7 @@ def test_lease_page_and_limits_live_as_long_as_the_container(container: MakeCont
     assert left(node) == []
 
 
-def test_container_cannot_touch_what_is_not_its_own(container: MakeContainer, node: Node) -> None:
+def test_container_cannot_change_foreign_files(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ALL, hook=node.hook()).start()
     for attempt in (
         "echo x > /usr/lib/gpushare/limits",
@@ -75,7 +75,7 @@ def test_container_cannot_touch_what_is_not_its_own(container: MakeContainer, no
 
 
 def test_container_that_dies_without_poststop_frees_its_share(container: MakeContainer, node: Node) -> None:
-    """As with `runc run --keep`, or an engine that is killed."""
+    """As with `runc run --keep`, or when the engine is killed."""
     first = container(["sleep", "inf"], env=ALL, hook=node.hook()).start()
     second = container(["true"], env=ALL, hook=node.hook())
     with pytest.raises(RuntimeFailed, match=first.id):
@@ -90,8 +90,8 @@ def test_container_that_dies_without_poststop_frees_its_share(container: MakeCon
     assert left(node) == []
 
 
-def test_share_lasts_as_long_as_what_a_container_left_running(container: MakeContainer, node: Node) -> None:
-    """In the host's pid namespace nothing ends with a container's init."""
+def test_leftover_processes_keep_the_share(container: MakeContainer, node: Node) -> None:
+    """In the host's pid namespace, processes survive a container's init."""
 
     def host_pids(spec: dict[str, Any]) -> None:
         spec["linux"]["namespaces"] = [item for item in spec["linux"]["namespaces"] if item["type"] != "pid"]
@@ -101,14 +101,14 @@ def test_share_lasts_as_long_as_what_a_container_left_running(container: MakeCon
     second = container(["true"], env=ALL, hook=node.hook())
     with pytest.raises(RuntimeFailed, match=first.id):
         second.start()
-    first.delete()  # the runtime kills what is left
+    first.delete()  # the runtime kills the leftover processes
     assert left(node) == []
     third = container(["true"], env=ALL, hook=node.hook())
     assert third.run() == 0
 
 
-def test_refused_create_of_a_taken_id_frees_nothing(container: MakeContainer, node: Node) -> None:
-    """Another runc root knows nothing of the first container, takes its id, and runs poststop when it is refused."""
+def test_refused_create_of_a_taken_id_keeps_the_lease(container: MakeContainer, node: Node) -> None:
+    """Another runc root does not know the first container, uses its id, and runs poststop when refused."""
     first = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
     second = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
     second.id = first.id
@@ -118,7 +118,7 @@ def test_refused_create_of_a_taken_id_frees_nothing(container: MakeContainer, no
     assert first.exec("test", "-s", PAGE).returncode == 0
 
 
-def test_both_stages_give_one_lease(container: MakeContainer, node: Node) -> None:
+def test_hook_in_both_stages_makes_one_lease(container: MakeContainer, node: Node) -> None:
     hooks = {**node.hook("createRuntime").entries(), **node.hook("prestart").entries()}
     one = container(["true"], env=ALL)
     use_hook(one, hooks)
@@ -128,8 +128,8 @@ def test_both_stages_give_one_lease(container: MakeContainer, node: Node) -> Non
     assert left(node) == []
 
 
-def test_containers_that_start_together_never_get_more_than_there_is(container: MakeContainer, node: Node) -> None:
-    """8 at once, 4 GiB each, on a device of 16 GiB, also as the very first starts on this host."""
+def test_concurrent_starts_do_not_exceed_the_device(container: MakeContainer, node: Node) -> None:
+    """8 concurrent starts of 4 GiB on a device of 16 GiB, also as the first starts on this host."""
     several = [container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "4Gi"}, hook=node.hook()) for _ in range(8)]
 
     def start(one: Container) -> str:
@@ -152,8 +152,8 @@ def test_containers_that_start_together_never_get_more_than_there_is(container: 
 def test_start_killed_at_any_point_leaves_nothing(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 between any two system calls. With poststop (runc) it cleans up; without one (crun calls none after a
-    failed create) the next start of the same id does, in the same bundle, and gets the whole device."""
+    """kill -9 between any two system calls. With poststop (runc) it cleans up. Without one (crun runs none after a
+    failed create) the next start of the same id in the same bundle does, and gets the whole device."""
     node = make_node(simhost)
     total = points_of_a_start(container, node, tmp_path)
     assert total > 100
@@ -177,7 +177,7 @@ def test_start_killed_at_any_point_leaves_nothing(
     kills.some_left_something()
 
 
-def test_very_first_start_killed_at_any_point_leaves_a_host_that_works(
+def test_first_start_killed_at_any_point_leaves_a_working_host(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, kills: Kills
 ) -> None:
     """The first start on a host also mounts the state directory and compiles node.json."""
@@ -221,10 +221,10 @@ def test_prune_cleans_up_after_a_killed_start(
     assert node.cli("prune").stdout == "nothing to remove\n"
 
 
-def test_start_that_is_told_to_end_undoes_itself(
+def test_terminated_start_undoes_its_changes(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM at points all over the start; no poststop, no later start: the hook itself leaves nothing."""
+    """SIGTERM at points throughout the start; without poststop or a later start, the hook itself leaves nothing."""
     node = make_node(simhost)
     total = points_of_a_start(container, node, tmp_path)
     refused = 0
@@ -238,7 +238,7 @@ def test_start_that_is_told_to_end_undoes_itself(
             refused += 1
             assert "ended by signal 15" in error.last_line, f"point {at}: {error.message}"
             assert left(node) == [], f"point {at} of {total}"
-        else:  # it came after all was done: then all of it must be there
+        else:  # it came after the end of the work: then everything must be there
             assert node.leases() == [one.id], f"point {at} of {total}"
             use_hook(one, node.hook().entries())
             one.delete()
@@ -263,7 +263,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_on_its_own_page_hurts_nobody_else(container: MakeContainer, node: Node, name: str) -> None:
+def test_corrupt_usage_file_affects_only_its_container(container: MakeContainer, node: Node, name: str) -> None:
     attacker, other = (
         container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "4Gi"}, hook=node.hook()).start() for _ in range(2)
     )

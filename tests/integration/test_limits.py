@@ -1,4 +1,4 @@
-"""Real containers on one simulated 16 GiB GPU: limits are seen, reached and kept, whichever way a program comes in."""
+"""Real containers on one simulated 16 GiB GPU: limits are visible, reached and enforced for every kind of program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps([n.nvmlDeviceGetMemoryInfo(h).total for h in handles]))
 
 
 def take_all(tenant: Tenant) -> dict[str, Any]:
-    """The tenant takes memory until refused; its report."""
+    """Make the tenant allocate until refused, and return its report."""
     tenant.go()
     return tenant.expect("full")
 
@@ -67,7 +67,9 @@ TRICKS = {
 
 @pytest.mark.parametrize("user", ["0:0", "1000:1000"])
 @pytest.mark.parametrize("trick", TRICKS)
-def test_no_trick_gets_more(tenant: Callable[..., Tenant], simhost: Path, trick: str, user: str, way: str) -> None:
+def test_bypass_attempts_get_no_more_than_the_limit(
+    tenant: Callable[..., Tenant], simhost: Path, trick: str, user: str, way: str
+) -> None:
     first = tenant("first", {"GPUSHARE_MEMORY": "2Gi"}, extra_mounts=python_mounts(GRAB)[1:], way=way)
     first.container.start()
     first.expect("seen")
@@ -78,7 +80,7 @@ def test_no_trick_gets_more(tenant: Callable[..., Tenant], simhost: Path, trick:
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
-    beside = grab()  # the first process has no more than its context yet
+    beside = grab()  # the first process has only its context yet
     assert beside["total_bytes"] == beside["nvml_total_bytes"] == 2 * GIB
     assert GIB < beside["got_bytes"] < 2 * GIB
     take_all(first)
@@ -86,7 +88,7 @@ def test_no_trick_gets_more(tenant: Callable[..., Tenant], simhost: Path, trick:
     assert peak_bytes(simhost, first.pid_namespace()) <= 2 * GIB
 
 
-def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
+def test_unprivileged_container_keeps_its_limit(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
     one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000), way=way)
     one.container.start()
     assert one.expect("seen")["cuda_total_bytes"] == GIB
@@ -94,16 +96,14 @@ def test_unprivileged_container(tenant: Callable[..., Tenant], simhost: Path, wa
     assert peak_bytes(simhost, one.pid_namespace()) <= GIB
 
 
-def test_container_that_asks_for_nothing_gets_nothing(
-    container: Callable[..., Container], node: Node, way: str
-) -> None:
+def test_container_without_request_gets_no_gpu(container: Callable[..., Container], node: Node, way: str) -> None:
     one = container(["sh", "-c", "ls -d /dev/nvidia* /usr/lib/gpushare"], **node.way(way))
     assert one.run() != 0
     assert one.stdout == ""
     assert node.leases() == []
 
 
-def test_request_by_annotation(container: Callable[..., Container], node: Node, way: str) -> None:
+def test_annotation_is_a_request(container: Callable[..., Container], node: Node, way: str) -> None:
     annotations = {"gpushare.io/memory": "1Gi"}
     one = container(
         [PYTHON, GRAB_IN_CONTAINER], annotations=annotations, mounts=python_mounts(PROGRAM, GRAB), **node.way(way)
@@ -112,7 +112,7 @@ def test_request_by_annotation(container: Callable[..., Container], node: Node, 
     assert json.loads(one.stdout)["total_bytes"] == GIB
 
 
-def test_create_runtime_stage(container: Callable[..., Container], node: Node) -> None:
+def test_hook_works_in_the_create_runtime_stage(container: Callable[..., Container], node: Node) -> None:
     one = container(
         [PYTHON, GRAB_IN_CONTAINER],
         env={"GPUSHARE_MEMORY": "1Gi"},
@@ -127,10 +127,10 @@ def test_create_runtime_stage(container: Callable[..., Container], node: Node) -
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime", ""])
-def test_under_crun(
+def test_limit_holds_under_crun(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, stage: str
 ) -> None:
-    """By the hook, and (no stage) by gpushare-runtime."""
+    """With the hook, and (no stage) with gpushare-runtime."""
     node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
     way = {"hook": node.hook(stage), "runtime": "crun"} if stage else node.way("runtime")
     one = container(
@@ -143,7 +143,7 @@ def test_under_crun(
     assert node.leases() == []
 
 
-def test_two_devices_with_a_limit_each(
+def test_two_devices_have_separate_limits(
     container: Callable[..., Container], make_host: Callable[..., Path], make_node: Callable[..., Node], way: str
 ) -> None:
     node = make_node(make_host("two", gpus=2, memory_bytes=16 * GIB))

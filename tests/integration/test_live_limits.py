@@ -1,4 +1,4 @@
-"""Limits that change while four processes allocate and launch, and pauses, in real containers; judged by the simulated
+"""Limit changes and pauses while four processes in real containers allocate and launch, judged by the simulated
 device's own ledger."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grower() -> Path:
 
 @pytest.fixture
 def grown(container: MakeContainer, node: Node, simhost: Path, grower: Path) -> Callable[..., Grown]:
-    """grown(way, mode, memory, compute) -> the program at work in a container."""
+    """grown(way, mode, memory, compute) -> the program running in a container."""
 
     def start(way: str, mode: str, memory: str = "4Gi", compute: str = "", processes: int = PROCESSES) -> Grown:
         env = {"GPUSHARE_MEMORY": memory, **({"GPUSHARE_COMPUTE": compute} if compute else {})}
@@ -56,8 +56,8 @@ def grown(container: MakeContainer, node: Node, simhost: Path, grower: Path) -> 
     return start
 
 
-def test_no_process_gets_more_than_the_limit_that_is_in_force(grown: Callable[..., Grown], way: str) -> None:
-    """Back and forth while all four allocate and free: what the larger limit granted drains, nothing is added."""
+def test_allocations_stay_within_the_current_limit(grown: Callable[..., Grown], way: str) -> None:
+    """The limit alternates while all four allocate and free: memory above the smaller limit only shrinks."""
     one = grown(way, "churn", "5Gi", "40%")
     for turn in range(12):
         low = turn % 2 == 0
@@ -69,13 +69,13 @@ def test_no_process_gets_more_than_the_limit_that_is_in_force(grown: Callable[..
         while time.monotonic() < end:
             had = one.group().current_bytes
             assert had <= most, (turn, had, most)
-            most = max(limit, min(most, had + GIB))  # reserved, and not yet taken: less than a piece for each process
+            most = max(limit, min(most, had + GIB))  # reserved but not yet allocated: less than a piece per process
             one.wait(0.005)
     assert 3 * GIB < one.group().peak_bytes <= 5 * GIB
     assert len(one.clients()) == PROCESSES
 
 
-def test_shrinking_below_use_refuses_what_is_new(grown: Callable[..., Grown], node: Node, way: str) -> None:
+def test_limit_below_use_refuses_new_allocations(grown: Callable[..., Grown], node: Node, way: str) -> None:
     one = grown(way, "hold", "6Gi")
     one.until(lambda: one.group().current_bytes > 5.9 * GIB)
     done = node.cli("limit", "set", one.container.id, "--memory", "4Gi")
@@ -90,7 +90,7 @@ def test_shrinking_below_use_refuses_what_is_new(grown: Callable[..., Grown], no
         (row,) = json.loads(node.cli("devices", "--format", "json").stdout)
         return int(row["free_bytes"])
 
-    assert free_bytes() <= 16 * GIB - had  # what is not given back is not granted to anybody
+    assert free_bytes() <= 16 * GIB - had  # memory not freed is granted to no container
     for client in one.clients():
         os.kill(client.host_pid, signal.SIGUSR1)
     one.until(lambda: one.group().current_bytes <= 4 * GIB)
@@ -101,17 +101,17 @@ def test_shrinking_below_use_refuses_what_is_new(grown: Callable[..., Grown], no
         one.wait(0.005)
 
 
-def test_memory_that_is_given_back_is_granted_to_the_next(
+def test_freed_memory_is_granted_to_the_next_container(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, way: str
 ) -> None:
-    """And not before: a container that was shrunk below its use leaves the others what is really there."""
+    """Not before: a container whose limit fell below its use still occupies that memory."""
     one = grown(way, "hold", "10Gi")
     one.until(lambda: one.group().current_bytes > 9.9 * GIB)
     one.set("--memory", "4Gi")
     with pytest.raises(RuntimeFailed) as refused:
         container(["true"], env={"GPUSHARE_MEMORY": "12Gi"}, **node.way(way)).create()
     assert "free of 16 GiB" in refused.value.last_line
-    assert node.cli("limit", "set", one.container.id, "--memory", "+6Gi").returncode == 0  # it has not left
+    assert node.cli("limit", "set", one.container.id, "--memory", "+6Gi").returncode == 0  # its memory is not freed yet
     one.set("--memory", "4Gi")
     for client in one.clients():
         os.kill(client.host_pid, signal.SIGUSR1)
@@ -121,7 +121,7 @@ def test_memory_that_is_given_back_is_granted_to_the_next(
     assert done.returncode == 75 and "0 B free" not in done.stdout and "5Gi asked" in done.stderr
 
 
-def test_compute_follows_within_a_second(grown: Callable[..., Grown], way: str) -> None:
+def test_changed_compute_limit_applies_within_a_second(grown: Callable[..., Grown], way: str) -> None:
     one = grown(way, "churn", compute="60%")
     for percent in (20, 70, 40):
         one.set("--compute", f"{percent}%")
@@ -134,7 +134,7 @@ def test_compute_follows_within_a_second(grown: Callable[..., Grown], way: str) 
         assert len(windows) > 2 and max(windows) < (percent + 2 * POINTS) / 100, (percent, windows)
 
 
-def test_a_container_without_a_compute_limit_gets_one(grown: Callable[..., Grown]) -> None:
+def test_container_without_compute_limit_can_get_one(grown: Callable[..., Grown]) -> None:
     one = grown("hook", "churn")
     assert one.percent(0.5) > 50
     before = one.set("--compute", "30")["before"]
@@ -145,7 +145,7 @@ def test_a_container_without_a_compute_limit_gets_one(grown: Callable[..., Grown
     one.until(lambda: one.percent(0.5) > 60)
 
 
-def test_a_pause_holds_launches_and_nothing_else(
+def test_pause_blocks_only_launches(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, simhost: Path, way: str
 ) -> None:
     one = grown(way, "churn", compute="50%")
@@ -157,7 +157,7 @@ def test_a_pause_holds_launches_and_nothing_else(
     soft = container(command, env=env, mounts=[Mount(build(), "/opt/busy")], **node.way(way)).start()
     other = Grown(soft, node, simhost / "dev" / "nvidia0")
     other.until(lambda: any(c.pidns == other.pidns for c in other.clients()))
-    other.until(lambda: other.percent(0.5) > 75)  # the other one's time is free to borrow
+    other.until(lambda: other.percent(0.5) > 75)  # the other container's time is free to borrow
     assert one.group().busy_ns == busy
     assert sum(client.allocations for client in one.clients()) > allocations
     for command in (["prune"], ["refresh"]):
@@ -174,7 +174,7 @@ def test_a_pause_holds_launches_and_nothing_else(
     one.holds(50)
 
 
-def test_a_paused_container_can_be_killed(grown: Callable[..., Grown], node: Node) -> None:
+def test_paused_container_can_be_killed(grown: Callable[..., Grown], node: Node) -> None:
     one = grown("runtime", "churn")
     assert node.cli("pause", one.container.id).returncode == 0
     one.container.kill(signal.SIGKILL)
@@ -183,10 +183,10 @@ def test_a_paused_container_can_be_killed(grown: Callable[..., Grown], node: Nod
     assert node.left() == []
 
 
-def test_changes_and_a_pause_outlive_the_state_directory(
+def test_changes_and_pause_survive_a_lost_state_directory(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, way: str
 ) -> None:
-    """Also what was not finished, and there is a way back: limits are set where the container has them."""
+    """Also unfinished changes, and they can be reverted: limits are set in the container's own files."""
     one = grown(way, "churn", "4Gi", "50%")
     one.set("--memory", "8Gi", "--compute", "20", "--priority", "high")
     assert node.cli("pause", one.container.id).returncode == 0
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused_and_changes_nothing(sleeper: Container, node: Node, what: str) -> None:
+def test_impossible_change_is_refused_and_changes_nothing(sleeper: Container, node: Node, what: str) -> None:
     options, code, text = REFUSED[what]
     folder = node.state / "containers" / sleeper.id
     before = [(folder / name).read_bytes() for name in ("lease.json", "share/limits")]
@@ -234,11 +234,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(sleeper: Container, node:
 
 
 def contents(state: Path) -> dict[Path, bytes]:
-    """Of all files that are not shown a second time."""
+    """Contents of all files, each once."""
     return {path: path.read_bytes() for path in state.rglob("*") if path.is_file() and "idmap" not in path.parts}
 
 
-def test_a_dry_run_says_and_does_not(sleeper: Container, node: Node) -> None:
+def test_dry_run_reports_and_changes_nothing(sleeper: Container, node: Node) -> None:
     before = contents(node.state)
     done = node.cli("limit", "set", sleeper.id[:-1], "--memory", "50%", "--dry-run")
     assert done.returncode == 0 and "4 GiB -> 8 GiB" in done.stdout
@@ -246,7 +246,7 @@ def test_a_dry_run_says_and_does_not(sleeper: Container, node: Node) -> None:
 
 
 def killed_cli(node: Node, number: int, *words_: str) -> int:
-    """`gpushare`, killed before the `number`th line that it runs of what changes limits; its exit code."""
+    """Run `gpushare`, killed before its `number`th line of code that changes limits; return its exit code."""
     site = str(TREE / "build" / "venv" / "bin" / "python")
     program = f"""
 import os, signal, sys
@@ -277,10 +277,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("then", ["start", "prune"])
-def test_a_killed_command_changes_all_or_nothing(
+def test_killed_command_changes_all_or_nothing(
     grown: Callable[..., Grown], container: MakeContainer, node: Node, then: str
 ) -> None:
-    """Wherever kill -9 meets it, while the container works: what it sees is whole, and what comes next agrees."""
+    """kill -9 at any point, while the container works: it sees a consistent state, and the next command completes
+    it."""
     one = grown("runtime", "churn", "5Gi", "40%")
     both = (5 * GIB, 40), (3 * GIB, 20)
     had, number, code, points = both[0], 0, -9, {}
@@ -306,7 +307,7 @@ def test_a_killed_command_changes_all_or_nothing(
     assert one.group().peak_bytes <= 5 * GIB and len(one.clients()) == PROCESSES
 
 
-def test_a_program_without_a_container_is_changed_and_paused(node: Node, simhost: Path, grower: Path) -> None:
+def test_gpushare_run_can_be_changed_and_paused(node: Node, simhost: Path, grower: Path) -> None:
     words_ = programs.words(node, "--memory", "4Gi", "--name", "prog", "--", str(grower), "2", "churn")
     process = subprocess.Popen(words_, stdout=subprocess.PIPE, text=True, env=programs.ENVIRONMENT)
     try:

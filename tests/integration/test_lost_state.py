@@ -1,4 +1,4 @@
-"""The state directory is lost under living containers: what they hold stays granted to them, and to nobody else."""
+"""The state directory is lost under running containers: their grants stay theirs and are granted to no other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unmounted(node: Node) -> None:
 
 
 def emptied(node: Node) -> None:
-    """As by somebody's `rm -rf`: what is mounted somewhere stays."""
+    """As with `rm -rf`: mount points stay."""
     subprocess.run(["rm", "-rf", *map(str, node.state.iterdir())], stderr=subprocess.DEVNULL, check=False)
 
 
@@ -53,7 +53,7 @@ def sleeper(container: MakeContainer, node: Node) -> Callable[..., Container]:
 
 
 @pytest.mark.parametrize("lose", [unmounted, only_marker], ids=lambda lose: lose.__name__)
-def test_what_lives_keeps_its_share(
+def test_living_containers_keep_their_shares(
     sleeper: Callable[..., Container], node: Node, way: str, lose: Callable[[Node], None]
 ) -> None:
     first = sleeper("10Gi", way)
@@ -71,10 +71,10 @@ def test_what_lives_keeps_its_share(
     sleeper("10Gi", way)
 
 
-def test_what_lives_keeps_its_host_memory(
+def test_living_containers_keep_their_host_memory(
     make_node: Callable[..., Node], simhost: Path, container: MakeContainer
 ) -> None:
-    """Two shares of 6 GiB on a device of 16, 9 GiB in all of each, in a budget of 20: both sums are those of before."""
+    """Two shares of 6 GiB on a device of 16, with 9 GiB in total each, in a budget of 20: both sums stay as before."""
     node = make_node(simhost, oversubscription={"host_memory": "20Gi", "scaling": 1.5})
 
     def start(memory: str) -> Container:
@@ -98,7 +98,7 @@ def test_what_lives_keeps_its_host_memory(
 
 
 def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node: Node, way: str) -> None:
-    """Nobody knows any more what the living one may use; nothing that it starts now gets anything."""
+    """The running container's limit is unknown; nothing that it starts now gets any memory."""
     first = sleeper("1Gi", way)
     emptied(node)
     with pytest.raises(RuntimeFailed) as refused:
@@ -110,7 +110,9 @@ def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node
     sleeper("16Gi", way)
 
 
-def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) -> None:
+def test_lost_state_without_containers_frees_the_device(
+    sleeper: Callable[..., Container], node: Node, way: str
+) -> None:
     one = sleeper("16Gi", way)
     one.kill()
     one.wait()
@@ -118,7 +120,7 @@ def test_nothing_lived(sleeper: Callable[..., Container], node: Node, way: str) 
     sleeper("16Gi", way)
 
 
-def test_refresh_says_what_it_found(sleeper: Callable[..., Container], node: Node) -> None:
+def test_refresh_reports_the_recovered_shares(sleeper: Callable[..., Container], node: Node) -> None:
     one = sleeper("1Gi", "runtime")
     unmounted(node)
     said = node.cli("refresh")
@@ -129,7 +131,7 @@ def test_refresh_says_what_it_found(sleeper: Callable[..., Container], node: Nod
 
 @pytest.fixture
 def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
-    """stranger(limits) -> a container that has something like a share mounted where ours have it."""
+    """stranger(limits) -> a container with a forged share mounted in the usual place."""
     fake = tmp_path / "fake"
 
     def start(limits: bytes) -> None:
@@ -145,10 +147,10 @@ def stranger(container: MakeContainer, node: Node, tmp_path: Path) -> Iterator[C
 
 
 @pytest.mark.parametrize("source", ["", "plain"])
-def test_tenant_cannot_make_his_share_look_smaller(
+def test_tenant_cannot_understate_its_share(
     container: MakeContainer, sleeper: Callable[..., Container], node: Node, source: str
 ) -> None:
-    """With user namespaces even a container's init can mount over its share, in a mount namespace of its own."""
+    """With user namespaces even a container's init can mount over its share in its own mount namespace."""
     forge = "read id </go && mount -t tmpfs $1 /forged && mkdir -p /forged/containers/$id/share && "
     forge += "cp /limits /forged/containers/$id/share/ && "
     forge += "mount --bind /forged/containers/$id/share /usr/lib/gpushare && echo >/done && exec sleep inf"
@@ -169,7 +171,7 @@ def test_tenant_cannot_make_his_share_look_smaller(
     (first.rootfs / "done").read_text()
     unmounted(node)
     node.cli("refresh")
-    assert first.id not in listed(node)  # its processes have left the real one behind, and nothing says what it has
+    assert first.id not in listed(node)  # its processes have left the real share, and no file shows its use
     following = sleeper("16Gi", "runtime")
     assert listed(node).keys() == {following.id}
 

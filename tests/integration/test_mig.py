@@ -1,4 +1,4 @@
-"""Shares inside of MIG devices, in real containers: limits, NVML, pages and leases, judged by each device's ledger."""
+"""Shares of MIG devices in real containers: limits, NVML, activity files and leases, judged by each device's ledger."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def peaks(part: Path) -> dict[int, int]:
         return {group.pidns: group.peak_bytes for group in ledger.groups()}
 
 
-def test_containers_share_a_mig_device_and_leave_the_other_alone(
+def test_containers_share_one_mig_device(
     container: MakeContainer, node: Node, simhost: Path, parts: tuple[Path, Path], way: str
 ) -> None:
-    """A percentage is of the MIG device; each sees its own part of it, and nothing of the GPU or its other parts."""
+    """A percentage is of the MIG device; each container sees only its share, not the GPU or its other MIG devices."""
     half = start(container, node, way, "0:1", memory="50%")
     quarter = start(container, node, way, MIG_UUIDS[1], memory="1Gi", compute="20%")
     for one, limit in ((half, 2 * GIB), (quarter, GIB)):
@@ -73,7 +73,7 @@ def test_containers_share_a_mig_device_and_leave_the_other_alone(
     assert seen(other)["uuid"] == MIG_UUIDS[0] and peaks(parts[0])
 
 
-def test_each_name_of_a_mig_device_opens_that_one(
+def test_each_selector_of_a_mig_device_opens_that_device(
     container: MakeContainer, node: Node, parts: tuple[Path, Path]
 ) -> None:
     gpu = default_uuid(0)
@@ -96,10 +96,10 @@ def test_each_name_of_a_mig_device_opens_that_one(
     assert len(peaks(parts[1])) == len(names) and not peaks(parts[0])
 
 
-def test_a_mig_device_that_others_put_there_is_the_one_that_is_given(
+def test_injected_mig_device_is_granted(
     container: MakeContainer, node: Node, simhost: Path, parts: tuple[Path, Path]
 ) -> None:
-    """As NVIDIA's device plugin does with MIG strategy `mixed`: the GPU's node and two capabilities, by CDI."""
+    """As NVIDIA's device plugin does with MIG strategy `mixed`: CDI adds the GPU's node and two capabilities."""
 
     def injected(spec: dict[str, Any]) -> None:
         for name in ("nvidia0", "nvidiactl", "nvidia-caps/nvidia-cap21", "nvidia-caps/nvidia-cap22"):
@@ -117,10 +117,10 @@ def test_a_mig_device_that_others_put_there_is_the_one_that_is_given(
     assert not peaks(parts[0])
 
 
-def test_a_mig_device_has_memory_beyond_it_too(
+def test_mig_device_can_be_oversubscribed(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, parts: tuple[Path, Path]
 ) -> None:
-    """Half of a MIG device, and half as much again on the host, beside one that has the other half, and fills it."""
+    """Half of a MIG device, plus half as much on the host, beside a container that fills the other half."""
     node = make_node(simhost, oversubscription={"host_memory": "3Gi", "scaling": 1.5})
     beside = start(container, node, "runtime", "0:1", memory="50%")
     one = start(container, node, "runtime", "0:1", memory="50%", oversubscribe="true")
@@ -135,7 +135,7 @@ def test_a_mig_device_has_memory_beyond_it_too(
         start(container, node, "runtime", "0:0", memory="1Gi", oversubscribe="true")
 
 
-def test_all_of_a_mig_device_is_the_hardware_s_to_hold(
+def test_whole_mig_device_is_enforced_by_the_hardware(
     container: MakeContainer, node: Node, parts: tuple[Path, Path]
 ) -> None:
     way = "hook"
@@ -160,7 +160,7 @@ def test_limits_change_inside_a_mig_device(container: MakeContainer, node: Node,
 
 
 @pytest.mark.parametrize("name", ["0", "GPU-"])
-def test_a_divided_gpu_names_its_parts(
+def test_gpu_with_mig_devices_lists_them(
     container: MakeContainer, node: Node, parts: tuple[Path, Path], name: str
 ) -> None:
     """CUDA uses one of them, NVML shows both."""

@@ -1,5 +1,5 @@
-"""Containers whose compute MPS holds, over the simulated driver and a simulated daemon: what reaches a client, whatever
-its environment; who does not get it; what is left when the daemon dies. The real daemon: test_mps_daemon.py."""
+"""Containers with compute limits enforced by MPS, with simulated driver and daemon: a client's settings in any
+environment, containers that are refused, and the daemon's death. Real daemon: test_mps_daemon.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
     yield from make_mps_containers(tmp_path, host)
 
 
-def test_unequal_shares_reach_clients_whatever_their_environment(
+def test_clients_get_their_shares_whatever_their_environment(
     host: Node, container: Callable[..., Container], way: str
 ) -> None:
     start(host)
@@ -53,7 +53,7 @@ def test_unequal_shares_reach_clients_whatever_their_environment(
     said = client(one, str(3 * GIB), str(1 * GIB), env=RAISED)
     assert (said["cuInit"], said["multiprocessors"], said["PIPE_DIRECTORY"]) == (0, 15, PIPE)  # 30% of 48
     assert (said["ACTIVE_THREAD_PERCENTAGE"], said["PINNED_DEVICE_MEM_LIMIT"]) == ("30", "0=4096M")
-    assert said["allocations"] == [0, OUT_OF_MEMORY]  # a context takes some
+    assert said["allocations"] == [0, OUT_OF_MEMORY]  # a context uses some
     said = client(two, str(GIB), str(2 * GIB))
     assert (said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (24, "0=2048M")
     assert said["allocations"] == [0, OUT_OF_MEMORY]
@@ -62,8 +62,8 @@ def test_unequal_shares_reach_clients_whatever_their_environment(
     assert sorted(status(host)["containers"]) == sorted((one.id, two.id))
 
 
-def test_the_sum_over_processes_is_held(host: Node, container: Callable[..., Container]) -> None:
-    """MPS limits each process; the container's total stays with the shim."""
+def test_sum_over_processes_stays_within_the_limit(host: Node, container: Callable[..., Container]) -> None:
+    """MPS limits each process; the shim still enforces the container's total."""
     start(host)
     one = container("runtime", "4Gi").start()
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "hold", str(2 * GIB)]
@@ -76,7 +76,7 @@ def test_the_sum_over_processes_is_held(host: Node, container: Callable[..., Con
     assert client(one, str(2 * GIB))["allocations"] == [0]
 
 
-def test_death_is_an_error_and_never_a_client_without_a_limit(
+def test_daemon_death_is_an_error_and_gives_no_unlimited_client(
     host: Node, container: Callable[..., Container], way: str
 ) -> None:
     pid = start(host)
@@ -102,9 +102,9 @@ def test_death_is_an_error_and_never_a_client_without_a_limit(
     assert finding(host, "MPS").detail == "runs on GPU 0, at most 100%, for 0 containers"
 
 
-def test_a_driver_that_began_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
-    """It dies between the shim's look and the driver's, which goes on without and never looks again. A daemon that is
-    there when the program tries once more changes nothing about that."""
+def test_driver_initialised_without_the_daemon_stays_refused(host: Node, container: Callable[..., Container]) -> None:
+    """The daemon dies between the shim's check and the driver's. The driver continues without it and never checks
+    again, so a daemon that is there at the next attempt changes nothing."""
     pid = start(host)
     one = container("runtime").start()
     os.kill(pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_a_driver_that_began_without_the_daemon_stays_refused(host: Node, contai
     control.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(control))
-    listener.listen(0)  # room for the shim, who looks first; the driver waits outside
+    listener.listen(0)  # room for the shim, which checks first; the driver waits outside
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "again"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin and program.stdout
@@ -131,9 +131,7 @@ WORDLESS = ("0x1E", "1e1", " 12", "12 ", "12.", "nan", "inf", "-1", "0", "0.5", 
 SPELLINGS = {**dict.fromkeys(WORDLESS, "30"), "30.0": "30.0", "12.5": "12.5"}
 
 
-def test_a_percentage_that_can_be_read_in_two_ways_is_not_passed_on(
-    host: Node, container: Callable[..., Container]
-) -> None:
+def test_ambiguous_percentage_is_not_passed_on(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("hook").start()
     script = 'for own in "$@"; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$own ' + " ".join(CLIENT) + "; done"
@@ -142,10 +140,10 @@ def test_a_percentage_that_can_be_read_in_two_ways_is_not_passed_on(
     assert dict(zip(SPELLINGS, said)) == SPELLINGS
 
 
-def test_tenants_cannot_keep_a_daemon_from_starting(
+def test_leftovers_of_tenants_do_not_block_the_daemon_s_start(
     host: Node, container: Callable[..., Container], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they left in the /dev/shm that stays, who they say they are; and a person's shell has the variable, too."""
+    """Leftovers in the /dev/shm that stays, forged identities, and the variable in an administrator's shell."""
     pid, folder = start(host), host.state / "mps" / UUID
     one = container("hook").start()
     assert one.exec("mkdir", "-p", "/dev/shm/a/b", "/dev/shm/empty").returncode == 0
@@ -156,19 +154,19 @@ def test_tenants_cannot_keep_a_daemon_from_starting(
     words = ["runc", "--root", str(one.bundle / "runtime"), "exec", "--env", f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"]
     name = "/tmp/nvidia-cuda-mps-control"
     words += [one.id, "sh", "-c", f"ln -s /bin/sh {name}; exec {name} -c 'echo; read line' -d"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as liar:
-        assert liar.stdin and liar.stdout
-        assert liar.stdout.readline() == b"\n"
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forger:
+        assert forger.stdin and forger.stdout
+        assert forger.stdout.readline() == b"\n"
         start(host)
-        assert liar.poll() is None
-        liar.stdin.close()
-        assert liar.wait(30) == 1  # end of file, and not a signal
+        assert forger.poll() is None
+        forger.stdin.close()
+        assert forger.wait(30) == 1  # end of file, not a signal
     assert [name for name in os.listdir(folder / "shm") if not name.startswith("cuda.shm.")] == []
     assert client(one)["multiprocessors"] == 15
 
 
-def test_other_users_of_the_host_do_not_reach_it(host: Node, container: Callable[..., Container]) -> None:
-    """Whoever connects can set the daemon's defaults. And a tight umask does not keep a container's user out."""
+def test_other_users_of_the_host_cannot_connect_to_the_daemon(host: Node, container: Callable[..., Container]) -> None:
+    """A user that connects could set the daemon's defaults. A strict umask must not exclude a container's user."""
     folder = host.state / "mps" / UUID
     code = "import socket, sys; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
 
@@ -188,8 +186,10 @@ def test_other_users_of_the_host_do_not_reach_it(host: Node, container: Callable
     assert client(container("hook", user=(1000, 1000)).start())["multiprocessors"] == 15
 
 
-def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Container], way: str) -> None:
-    """The pipe of GPU 0 is nothing to a container of GPU 1; to those that have it, root's socket is nothing either."""
+def test_only_granted_containers_see_the_pipe_directory(
+    host: Node, container: Callable[..., Container], way: str
+) -> None:
+    """A container of GPU 1 cannot use GPU 0's pipe; containers with a pipe cannot use root's socket."""
     start(host)
     other = {"GPUSHARE_DEVICES": "1", "GPUSHARE_BACKEND": "shim", "CUDA_MPS_PIPE_DIRECTORY": PIPE}
     stranger = container(way, env=other).start()
@@ -202,8 +202,8 @@ def test_only_who_was_granted_it_sees_it(host: Node, container: Callable[..., Co
     assert len(files[0]) == 1 and files[0][0].startswith("cuda.shm.") and files[1] == []
 
 
-def test_one_user_at_a_time(host: Node, container: Callable[..., Container]) -> None:
-    """Clients of others would wait for this one's to end: they are told so instead."""
+def test_containers_of_a_second_user_are_refused(host: Node, container: Callable[..., Container]) -> None:
+    """Clients of another user would wait for this user's to end, so they get an error instead."""
     start(host, "--uid", "1000")
     with pytest.raises(RuntimeFailed, match="serves one user at a time, uid 1000, and this container runs as uid 0"):
         container("hook").create()
@@ -221,7 +221,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_the_reason(host: Node, container: Callable[..., Container], case: str) -> None:
+def test_impossible_request_is_refused_with_its_reason(
+    host: Node, container: Callable[..., Container], case: str
+) -> None:
     words, env, reason = REFUSED[case]
     if words:
         start(host, *words)
@@ -230,8 +232,8 @@ def test_refused_with_the_reason(host: Node, container: Callable[..., Container]
     assert host.leases() == []
 
 
-def test_one_more_than_it_serves_does_not_start(host: Node, container: Callable[..., Container]) -> None:
-    """48 or 60, by the driver (test_mps.py of unit): made 1 here."""
+def test_container_beyond_the_client_limit_is_refused(host: Node, container: Callable[..., Container]) -> None:
+    """The limit is 48 or 60, by the driver (tests/unit/test_mps.py): here it is 1."""
     start(host)
     ready = host.state / "mps" / UUID / "ready"
     known = json.loads(ready.read_text())
@@ -243,12 +245,12 @@ def test_one_more_than_it_serves_does_not_start(host: Node, container: Callable[
     assert list(host.leases()) == [one.id]
 
 
-def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..., Container]) -> None:
+def test_stop_with_containers_is_refused_unless_forced(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("runtime").start()
     ready = host.state / "mps" / UUID / "ready"
     for text in (ready.read_text(), '{"version": 2}', ""):
-        ready.write_text(text)  # whatever it says: the daemon is there, and serves
+        ready.write_text(text)  # with any content: the daemon runs and serves
         refused = host.cli("mps", "stop")
         assert refused.returncode == 75 and one.id in refused.stderr
         assert client(one)["cuInit"] == 0
@@ -258,8 +260,8 @@ def test_stop_waits_for_nobody_unless_told_to(host: Node, container: Callable[..
     assert client(one)["cuInit"] == 0
 
 
-def test_limit_of_a_living_container(host: Node, container: Callable[..., Container]) -> None:
-    """MPS reads a client's percentage once: programs that begin later have the new one."""
+def test_changed_limit_applies_to_new_programs(host: Node, container: Callable[..., Container]) -> None:
+    """MPS reads a client's percentage once: later programs have the new one."""
     start(host)
     one = container("hook").start()
     command = ["runc", "--root", str(one.bundle / "runtime"), "exec", one.id, *CLIENT, "child"]
@@ -268,6 +270,6 @@ def test_limit_of_a_living_container(host: Node, container: Callable[..., Contai
         assert host.cli("limit", "set", one.id, "--compute", "50").returncode == 0
         parent.stdin.write("\n")
         parent.stdin.close()
-        assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "what its parent was told is not its own"
+        assert json.loads(parent.stdout.readline())["multiprocessors"] == 24, "a child has its own percentage"
     assert client(one)["multiprocessors"] == 24
     assert host.cli("limit", "set", one.id, "--compute-mode", "soft").returncode != 0

@@ -1,5 +1,5 @@
-"""`gpushare mps` over the driver's own nvidia-cuda-mps-control, which runs without a GPU: what was set is read back
-with its own commands, and its own libcuda is what connects. The rest of the host is simulated."""
+"""`gpushare mps` with the driver's own nvidia-cuda-mps-control, which runs without a GPU: settings are read back with
+its own commands, and its own libcuda connects. The rest of the host is simulated."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ class Host:
         self.control.unlink()
         shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", self.control)
 
-    def mps(self, *words: str, code: int = 0) -> Any:
-        done = self.node.cli("mps", *words, "--format", "json")
+    def mps(self, *args: str, code: int = 0) -> Any:
+        done = self.node.cli("mps", *args, "--format", "json")
         assert done.returncode == code, done.stderr + done.stdout
         return json.loads(done.stdout) if done.stdout else done.stderr
 
-    def refused(self, *words: str) -> str:
-        done = self.node.cli("mps", *words)
+    def refused(self, *args: str) -> str:
+        done = self.node.cli("mps", *args)
         assert done.returncode not in (0, 1) and done.stdout == "" and done.stderr.count("\n") == 1
         return done.stderr
 
     def ask(self, command: str, pipe: str = "pipe") -> str:
-        """The daemon's own command, by its own program."""
+        """Send the daemon a command with its own program."""
         env = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / pipe)}
         done = subprocess.run([self.control], input=command + "\n", env=env, capture_output=True, text=True, timeout=20)
         return done.stdout.strip()
 
     def quit(self) -> None:
-        """Ends the daemons and waits until they are gone, which takes a busy machine seconds."""
+        """End the daemons and wait for their exit, which takes seconds on a busy machine."""
         daemons = [pid for pid, command in processes.children().items() if self.control.name in command]
         self.ask("quit")
         assert daemons and None not in [processes.wait_exit(pid, 30) for pid in daemons]
@@ -85,7 +85,7 @@ class Host:
 
 @pytest.fixture
 def host(node: Node, userland: Userland) -> Iterator[Host]:
-    """State is at a short path: a socket's has 107 bytes at most."""
+    """A node with a short state path: a socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:
         node.move(str(node.config), short)
         made = Host(node, userland)
@@ -95,7 +95,7 @@ def host(node: Node, userland: Userland) -> Iterator[Host]:
     reap_zombies()
 
 
-def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
+def test_daemon_reports_the_limits_that_were_set(host: Host) -> None:
     (started,) = host.mps("start", "--device", "0", "--compute", "40", "--memory", "6Gi")
     assert started["how"] == "started" and started["uuid"] == UUID
     assert host.ask("get_default_active_thread_percentage") == "40.0"
@@ -109,12 +109,12 @@ def test_limits_are_those_that_the_daemon_reads_back(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("asked", "said"), [("1536Mi", "2G"), ("512Mi", "512M")])
-def test_no_process_can_have_more_memory(host: Host, asked: str, said: str) -> None:
+def test_memory_limit_is_set_in_the_daemon(host: Host, asked: str, said: str) -> None:
     host.mps("start", "--memory", asked)
     assert host.ask("get_default_device_pinned_mem_limit 0") == said
 
 
-def test_policy_says_what_no_container_exceeds(host: Host) -> None:
+def test_policy_sets_the_maximum_of_each_container(host: Host) -> None:
     write_config(host.node.config, host.node.driver_root, policy={"max_memory": "25%", "max_compute": "60%"})
     host.mps("start")
     assert host.ask("get_default_active_thread_percentage") == "60.0"
@@ -126,7 +126,7 @@ def test_policy_says_what_no_container_exceeds(host: Host) -> None:
     assert hint not in host.node.cli("mps", "start").stdout
 
 
-def test_second_start_is_the_first(host: Host) -> None:
+def test_second_start_keeps_the_running_daemon(host: Host) -> None:
     (first,) = host.mps("start", "--compute", "40")
     (second,) = host.mps("start", "--compute", "40")
     assert (second["how"], second["pid"]) == ("running", first["pid"])
@@ -136,15 +136,15 @@ def test_second_start_is_the_first(host: Host) -> None:
 
 
 def _waits(pid: int, lock: str, events: int) -> bool:
-    """Whether the process has opened the lock, which it takes next; an event of `events` ends the wait for that."""
+    """Whether the process has opened the lock, which it takes next; the wait ends at an event of `events`."""
     with contextlib.suppress(OSError):
         if any(os.readlink(f"/proc/{pid}/fd/{name}") == lock for name in os.listdir(f"/proc/{pid}/fd")):
             return True
     return bool(select.select([events], [], [], 0.01)[0])
 
 
-def test_starts_at_the_same_moment_are_one(host: Host) -> None:
-    """The daemon comes up when the others have come as far as they get. One stop was before all of them."""
+def test_concurrent_starts_make_one_daemon(host: Host) -> None:
+    """The daemon becomes available when all starts are as far as they can get. One stop came before all of them."""
     real = host.control.rename(host.control.with_name("real"))
     began, go = (host.folder.parent.parent / name for name in ("began", "go"))
     host.control.write_text(f'#!/bin/sh\ncase $* in *-d) echo >{began}; read line <{go};; esac\nexec {real} "$@"\n')
@@ -187,7 +187,7 @@ def test_starts_at_the_same_moment_are_one(host: Host) -> None:
     assert third[1].count("\n") == 1 and host.ask("get_default_active_thread_percentage") == "40.0"
 
 
-def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
+def test_start_after_a_daemon_s_death_is_clean(host: Host) -> None:
     host.mps("start", "--compute", "40")
     before = host.kill()
     (row,) = host.mps("status", code=1)
@@ -196,13 +196,13 @@ def test_death_is_noticed_and_a_start_is_clean(host: Host) -> None:
     assert finding(host.node, "MPS").detail == f"stale {host.folder}/pipe: nobody listens there"
     (again,) = host.mps("start", "--compute", "70")
     assert again["how"] == "started" and again["pid"] != before
-    assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect, too
+    assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect
     assert host.ask("get_default_active_thread_percentage") == "70.0"
     assert host.mps("status")[0]["state"] == "running"
 
 
-def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: Host) -> None:
-    """Killed before it was offered: it listens, and nobody has set anything."""
+def test_daemon_of_a_killed_start_is_adopted_and_its_limits_are_set(host: Host) -> None:
+    """Killed before it was offered: the daemon listens without any limits."""
     host.mps("start", "--compute", "40")
     pid = host.pid()
     (host.folder / "ready").unlink()
@@ -215,8 +215,8 @@ def test_daemon_of_a_start_that_was_killed_is_adopted_with_its_limits_set(host: 
     assert host.ask("get_default_active_thread_percentage") == "30.0" and (host.folder / "share" / "control").exists()
 
 
-def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
-    """Root's own, in our directory, for all devices and with the host's /dev/shm."""
+def test_foreign_daemon_of_root_is_not_adopted(host: Host) -> None:
+    """A daemon that root started in our directory, for all devices and with the host's /dev/shm."""
     assert host.node.cli("refresh").returncode == 0
     for name in ("pipe", "log", "shm"):
         (host.folder / name).mkdir(parents=True)
@@ -227,8 +227,8 @@ def test_daemon_of_somebody_else_is_not_adopted(host: Host) -> None:
         host.quit()
 
 
-def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
-    """A program that takes a percentage and says another: no ready file, no socket for containers, no daemon."""
+def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
+    """A program that accepts a percentage and reports another: no ready file, no socket for containers, no daemon."""
     real = host.control.rename(host.control.with_name("real"))
     host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
     host.control.chmod(0o755)
@@ -239,15 +239,15 @@ def test_nothing_is_offered_when_a_limit_is_not_taken(host: Host) -> None:
     assert host.ask("get_server_list") == "" and host.mps("start")[0]["how"] == "started"
 
 
-def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
-    """Somebody's own daemon in our directory: its limits are his."""
-    assert host.node.cli("refresh").returncode == 0  # which makes the state directory
+def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
+    """A user's own daemon in our directory, with the user's own limits."""
+    assert host.node.cli("refresh").returncode == 0  # creates the state directory
     pipe = host.folder / "pipe"
     (host.folder / "log").mkdir(parents=True)
     pipe.mkdir()
     for path in (pipe, host.folder / "log"):
         os.chown(path, 1000, 1000)
-    program = shutil.copy(host.control, host.folder)  # which he can reach
+    program = shutil.copy(host.control, host.folder)  # at a path that the user can reach
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
@@ -256,8 +256,8 @@ def test_daemon_of_another_user_is_named_and_let_be(host: Host) -> None:
     host.quit()
 
 
-def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
-    """share/ is what containers have. The driver's own library connects by it, and asks for a server."""
+def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland: Userland, tmp_path: Path) -> None:
+    """Containers have share/. The driver's own library connects through it and requests a server."""
     host.mps("start")
     assert sorted(path.name for path in (host.folder / "share").iterdir()) == ["control", "log"]
     library = userland.library("libcuda")
@@ -278,8 +278,9 @@ def test_what_tenants_have_cannot_end_the_daemon(host: Host, userland: Userland,
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
 
 
-def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
-    """All but the GPU is real: the shim says where the daemon is, and the driver goes there, whatever else was said."""
+def test_shim_connects_the_real_driver_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
+    """Everything except the GPU is real: the shim names the daemon, and the driver connects to it with any other
+    setting."""
     host.mps("start")
     box = RealBox(tmp_path / "box", userland)
     (box.private / "mps" / UUID).mkdir(parents=True)
@@ -297,8 +298,8 @@ def test_shim_brings_the_drivers_own_library_to_the_daemon(host: Host, userland:
     assert "NEW CLIENT" in log.read_text()
 
 
-def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
-    """Its clients live, and it cannot be reached: a second one on the same GPU would be a mistake."""
+def test_daemon_without_its_directory_is_reported(host: Host) -> None:
+    """Its clients live, but it cannot be reached: a second daemon on the same GPU would be an error."""
     host.mps("start")
     pid = host.pid()
     hidden = Path(tempfile.mkdtemp(dir=host.node.state))
@@ -312,8 +313,8 @@ def test_a_daemon_whose_directory_was_lost_is_named(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
-def test_a_daemon_that_nobody_can_reach_is_ended_by_a_stop(host: Host) -> None:
-    """Somebody removed its sockets: it is known by its pid and start time."""
+def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
+    """Its sockets were removed: its pid and start time identify it."""
     host.mps("start")
     pid = host.pid()
     shutil.rmtree(host.folder / "pipe")
@@ -323,7 +324,7 @@ def test_a_daemon_that_nobody_can_reach_is_ended_by_a_stop(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
-def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
+def test_status_reports_changed_limits(host: Host) -> None:
     host.mps("start", "--compute", "40")
     host.ask("set_default_active_thread_percentage 90")
     (row,) = host.mps("status", code=1)
@@ -332,14 +333,14 @@ def test_status_says_when_somebody_changed_the_limits(host: Host) -> None:
     assert host.mps("start", "--compute", "40")[0]["how"] == "running" and host.mps("status")[0]["state"] == "running"
 
 
-def test_several_users_need_a_driver_that_has_that(host: Host) -> None:
+def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
     assert "serves one user at a time" in host.refused("start", "--uid", "any")
     assert "no number of a user" in host.refused("start", "--uid", "me")
     assert not (host.folder / "ready").exists()
 
 
-def test_this_driver_has_nothing_of_the_other_protocol(host: Host, tmp_path: Path) -> None:
-    """docs/mps.md says what of it 535 knows: no option, no variable, no named servers. So nothing of it is used."""
+def test_driver_535_lacks_the_new_protocol(host: Host, tmp_path: Path) -> None:
+    """docs/mps.md states what 535 lacks: the option, the variable and named servers. So none of it is used."""
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):
         done = subprocess.run(

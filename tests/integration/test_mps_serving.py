@@ -1,5 +1,5 @@
-"""Whom an MPS daemon serves, and how many, with which /dev/shm; and its limits when it was there before. The daemon is
-simulated."""
+"""The users and the number of clients that an MPS daemon serves, its /dev/shm, and the limits of an adopted daemon. The
+daemon is simulated."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def container(tmp_path: Path, host: Node) -> Iterator[Callable[..., Container]]:
 
 @pytest.fixture
 def host_shm() -> Iterator[Path]:
-    """The host's /dev/shm, as this run has it."""
+    """The host's /dev/shm, in this run's mount namespace."""
     path = Path("/dev/shm")
     run("mount", "-t", "tmpfs", "-o", "mode=1777", "gpushare-test", path)
     yield path
     run("umount", "--lazy", path)
 
 
-def test_several_users_where_the_driver_lets_them_in(host: Node, container: Callable[..., Container]) -> None:
+def test_several_users_are_served_where_the_driver_allows_it(host: Node, container: Callable[..., Container]) -> None:
     mpscontrol.install(host.driver_root, MULTIUSER=True)
     start(host)
     (host.state / "mps" / UUID / "ready").unlink()
@@ -65,18 +65,16 @@ def test_several_users_where_the_driver_lets_them_in(host: Node, container: Call
     assert [client(one)["cuInit"], client(two)["cuInit"], client(two, user="1001")["cuInit"]] == [0, 0, 0]
 
 
-def test_several_users_by_the_other_protocol_where_the_driver_has_it(
-    host: Node, container: Callable[..., Container]
-) -> None:
-    """A server of that protocol, for all users; on the host nobody but root gets to it."""
+def test_several_users_are_served_by_the_new_protocol(host: Node, container: Callable[..., Container]) -> None:
+    """A server of that protocol serves all users; on the host only root can reach it."""
     program = mpscontrol.install(host.driver_root, MULTIUSER=True, PROTOCOL_3=True)
     folder = host.state / "mps" / UUID
     pid = start(host, "--uid", "any", "--compute", "40", "--memory", "3Gi")
     assert {"--protocol", "3", "--multiuser"} <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
 
-    def ask(*words: str) -> str:
+    def ask(*args: str) -> str:
         env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe")}
-        return subprocess.run([program, *words], env=env, capture_output=True, text=True, timeout=20).stdout.strip()
+        return subprocess.run([program, *args], env=env, capture_output=True, text=True, timeout=20).stdout.strip()
 
     had = [
         ask(*f"namespace get default gpushare {key}".split())
@@ -101,10 +99,8 @@ def test_several_users_by_the_other_protocol_where_the_driver_has_it(
     assert host.cli("mps", "stop", "--force").returncode == 0 and not Path(f"/proc/{pid}/exe").exists()
 
 
-def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
-    host: Node, container: Callable[..., Container]
-) -> None:
-    """What it has by default counts for the next server only."""
+def test_adopted_daemon_s_server_gets_the_limits(host: Node, container: Callable[..., Container]) -> None:
+    """The daemon's default applies only to its next server."""
     pid = start(host)
     one = container("hook").start()
     assert client(one)["multiprocessors"] == 15, "a server is there from now on"
@@ -119,11 +115,11 @@ def test_limits_of_an_adopted_daemon_are_those_of_its_server_too(
     assert start(host, "--compute", "20", "--memory", "1Gi") == pid and status(host)["state"] == "running"
 
 
-def test_what_a_container_has_at_dev_shm(
+def test_daemon_s_shm_is_mounted_at_dev_shm(
     host: Node, container: Callable[..., Container], way: str, host_shm: Path
 ) -> None:
-    """The daemon's stands over its own. With --shm host nothing does, and who has another one is refused: its programs
-    would find no server."""
+    """The daemon's directory covers the container's own. With --shm host nothing is mounted, and a container with
+    another /dev/shm is refused: its programs would find no server."""
     (host_shm / "the host's").touch()
     theirs = [*MOUNTS, Mount(host_shm, "/dev/shm", ("nosuid", "nodev"))]
 
@@ -148,10 +144,11 @@ def test_what_a_container_has_at_dev_shm(
 
 
 @pytest.mark.parametrize("most", [48, 60])
-def test_a_process_more_than_the_server_takes_is_told_so(
+def test_process_beyond_the_server_s_limit_gets_an_error(
     host: Node, container: Callable[..., Container], most: int
 ) -> None:
-    """All of one container, one after the other; that it is 60 from driver 580 on, test_mps.py of unit."""
+    """All in one container, one after another; tests/unit/test_mps.py checks that the limit is 60 from driver 580
+    on."""
     mpscontrol.install(host.driver_root, MAX_CLIENTS=most)
     start(host)
     one = container("hook").start()
@@ -165,13 +162,13 @@ def test_a_process_more_than_the_server_takes_is_told_so(
 
 
 @pytest.mark.parametrize("shm", ["own", "host"])
-def test_program_without_a_container(host: Node, shm: str, host_shm: Path) -> None:
+def test_gpushare_run_is_served_with_either_shm(host: Node, shm: str, host_shm: Path) -> None:
     start(host, "--shm", shm)
     words = [str(BIN / "gpushare"), "--config", str(host.config), "--state", str(host.state), "run"]
     words += ["--devices", "0", "--memory", "2Gi", "--compute", "25%", "--", sys.executable, str(PROGRAM)]
     env = {"PATH": os.environ["PATH"], "GPUSHARE_BACKEND": "mps", **RAISED}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["cuInit"], said["multiprocessors"], said["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
+    report = json.loads(done.stdout)
+    assert (report["cuInit"], report["multiprocessors"], report["PINNED_DEVICE_MEM_LIMIT"]) == (0, 12, "0=2048M")
     assert len(list(host_shm.glob("cuda.shm.*"))) == (shm == "host")

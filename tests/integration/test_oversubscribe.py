@@ -1,5 +1,5 @@
-"""Real containers on one simulated 16 GiB GPU that hold more than the GPU has: each within its part of the device, all
-of them within the host's budget."""
+"""Real containers on one simulated 16 GiB GPU with more memory than the GPU has: each within its part of the device,
+all within the host's budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE, WHOLE = 8 * GIB, 12 * GIB
 
 @pytest.fixture
 def two(make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str) -> Iterator[tuple[Node, list[Tenant]]]:
-    """A node that promises 24 GiB of its memory, and two containers that fill it."""
+    """A node that offers 24 GiB of its memory, and two containers that use all of it."""
     node = make_node(simhost, oversubscription={"host_memory": "24Gi", "scaling": 1.5})
     made = []
     try:
@@ -63,7 +63,7 @@ def test_two_containers_hold_more_than_the_device(
     assert "4 GiB of 4 GiB" in node.cli("inspect", both[0].container.id).stdout
 
     third = container(["true"], env={"GPUSHARE_MEMORY": "1Gi", "GPUSHARE_OVERSUBSCRIBE": "1"}, **node.way(way))
-    with pytest.raises(RuntimeFailed):  # both device parts together are all of the device
+    with pytest.raises(RuntimeFailed):  # the two device parts are the whole device
         third.create()
     for one in both:
         one.go()
@@ -71,13 +71,13 @@ def test_two_containers_hold_more_than_the_device(
         assert one.container.wait() == 0
 
 
-def test_the_budget_is_given_back_and_limits_change_within_it(two: tuple[Node, list[Tenant]], way: str) -> None:
+def test_budget_is_released_and_limits_change_within_it(two: tuple[Node, list[Tenant]], way: str) -> None:
     node, both = two
     for one in both:
         one.expect("seen")
     identity = both[0].container.id
     assert node.cli("limit", "set", identity, "--memory", "4Gi").returncode == 0
-    both[1].close()  # or the device would have no room for more either
+    both[1].close()  # the device would be full as well
     refused = node.cli("limit", "set", identity, "--memory", "13Gi")
     assert refused.returncode != 0 and "12 GiB on device and host together" in refused.stderr
     both[0].go()
@@ -94,7 +94,7 @@ def test_the_budget_is_given_back_and_limits_change_within_it(two: tuple[Node, l
         ("50%", {"GPUSHARE_MEMORY": ""}, "GPUSHARE_MEMORY"),
     ],
 )
-def test_what_cannot_be_promised_does_not_start(
+def test_request_beyond_the_budget_is_refused(
     make_node: Callable[..., Node],
     simhost: Path,
     container: Callable[..., Container],
@@ -118,7 +118,7 @@ def test_what_cannot_be_promised_does_not_start(
     ],
     ids=["equal shares", "hami"],
 )
-def test_words_that_name_both_parts_together(
+def test_request_for_the_total_is_split_into_device_and_host(
     make_node: Callable[..., Node],
     simhost: Path,
     tmp_path: Path,
@@ -126,7 +126,7 @@ def test_words_that_name_both_parts_together(
     scaled: dict[str, Any],
     env: dict[str, str],
 ) -> None:
-    """Four shares with a `memory_scaling` of 1.5, a limit of HAMi's: a quarter of the device, and half as much again on
+    """Four shares with a `memory_scaling` of 1.5, and a limit of HAMi's: a quarter of the device, plus half as much on
     the host."""
     node = make_node(simhost, **scaled, oversubscription={"host_memory": "64Gi", "scaling": 1.5})
     one = Tenant(tmp_path / "tenants", "a", env, node, way=way)
@@ -139,7 +139,7 @@ def test_words_that_name_both_parts_together(
         one.close()
 
 
-def test_turns_are_in_the_limits_and_their_memory_is_no_share(
+def test_migration_slices_are_in_the_limits_and_their_reserve_is_no_share(
     make_node: Callable[..., Node], simhost: Path, container: Callable[..., Container], way: str
 ) -> None:
     node = make_node(simhost, oversubscription={"host_memory": "64Gi", "turn_ms": 500, "turn_memory": "25%"})

@@ -1,4 +1,4 @@
-"""What .deb and .rpm hold, made of the bundle as it is now. `make test-packages` installs them and builds all twice."""
+"""The contents of .deb and .rpm made of the current bundle. `make test-packages` installs them and builds all twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = version()
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Ending -> package, made with an umask that nobody else could read with."""
+    """Extension -> package, built with a restrictive umask."""
     directory = tmp_path_factory.mktemp("packages")
     packages = directory / "packages"
     packages.mkdir()
@@ -44,7 +44,7 @@ def test_shim_runs_on_old_distributions() -> None:
         assert str(TREE).encode() not in path.read_bytes()
 
 
-def test_deb(packages: dict[str, Path]) -> None:
+def test_deb_has_the_bundle_s_files(packages: dict[str, Path]) -> None:
     deb = packages[".deb"]
     fields = run("dpkg-deb", "--field", deb, "Package", "Version", "Architecture")
     assert fields.split() == ["Package:", "gpushare", "Version:", VERSION, "Architecture:", "amd64"]
@@ -71,7 +71,7 @@ def test_deb(packages: dict[str, Path]) -> None:
     assert [name for name in found if not name.endswith("/") and not name.startswith(ours)] == []
 
 
-def test_rpm_is_known_by_rpm(packages: dict[str, Path]) -> None:
+def test_rpm_can_be_read_by_rpm(packages: dict[str, Path]) -> None:
     query = ("rpm", "--query", "--package", "--nosignature", packages[".rpm"])
     assert run(*query, "--configfiles") == "/etc/gpushare/config.yaml\n"
     assert run(*query, "--queryformat", "%{name} %{version} %{license}") == f"gpushare {VERSION} Apache-2.0"
@@ -80,7 +80,7 @@ def test_rpm_is_known_by_rpm(packages: dict[str, Path]) -> None:
         assert path.read_text().strip() in scripts, path.name
 
 
-def test_nothing_is_configured_by_being_installed() -> None:
+def test_installation_configures_nothing() -> None:
     script = (TREE / "packaging/scripts/postinstall").read_text()
     commands = re.findall(r"^\s*(?:/usr/bin/)?((?:gpushare (?:runtime )?|systemctl )[a-z-]+)", script, re.MULTILINE)
     assert set(commands) == {

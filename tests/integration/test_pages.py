@@ -1,4 +1,4 @@
-"""Pages of containers on one device, in real containers: each sees all, writes its own, and touches nobody else's."""
+"""Activity files of containers on one device: each container reads all, writes its own, and no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gpushare.state import activity_files, shm_abi
 
-from tests.integration.apart import hand_over, open_way, with_user_namespace
+from tests.integration.apart import allow_traversal, chown_root, with_user_namespace
 from tests.support import programs
 from tests.support.host import Node
 from tests.support.runc import Container
@@ -21,7 +21,7 @@ from tests.support.runc import Container
 MakeContainer = Callable[..., Container]
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 PAGES, PEERS = "/usr/lib/gpushare/pages", "/usr/lib/gpushare/peers"
-SECRET = 4096 + 100  # where in a page a test writes; nothing else does
+SECRET = 4096 + 100  # offset in a file where only a test writes
 
 
 def shell(one: Container, script: str) -> str:
@@ -40,24 +40,24 @@ def share_of(node: Node, one: Container) -> dict[str, Any]:
     return share
 
 
-def own_page(node: Node, one: Container) -> tuple[str, int]:
-    """(uuid, number) from lease.json; the limits file must say the same."""
+def own_activity_file(node: Node, one: Container) -> tuple[str, int]:
+    """(uuid, number) from lease.json; asserts that the limits file agrees."""
     share = share_of(node, one)
     limits = shm_abi.read_limits((node.state / "containers" / one.id / "share" / "limits").read_bytes())
     assert limits.devices[0].page == share["page"]
     return share["device"]["uuid"], share["page"]
 
 
-def say(one: Container, uuid: str, word: str) -> None:
+def write_mark(one: Container, uuid: str, word: str) -> None:
     shell(one, f"printf {word} | dd of={PAGES}/{uuid} bs=1 seek={SECRET} conv=notrunc 2>/dev/null")
 
 
-def hear(one: Container, uuid: str, number: int) -> str:
+def read_mark(one: Container, uuid: str, number: int) -> str:
     return shell(one, f"dd if={PEERS}/{uuid}/{number} bs=1 skip={SECRET} count=5 2>/dev/null | tr -d '\\000'")
 
 
 def used(one: Container, uuid: str) -> int:
-    """The first word of the index, as the container sees it."""
+    """The first word of the index, from inside the container."""
     at = shm_abi.offset("gs_peers", "used")
     return int(shell(one, f"od -An -tu8 -j{at} -N8 {PEERS}/{uuid}/index"))
 
@@ -67,28 +67,28 @@ def libdirs(one: Container) -> list[Path]:
 
 
 @pytest.mark.parametrize("users", ["host", "own"])
-def test_containers_see_each_other_whoever_was_first(
+def test_containers_see_each_other_in_any_start_order(
     container: MakeContainer, node: Node, way: str, users: str, tmp_path: Path
 ) -> None:
-    open_way(tmp_path)
+    allow_traversal(tmp_path)
 
     def start() -> Container:
         edit = with_user_namespace if users == "own" else None
         one = container(["sleep", "inf"], env=ONE_GIB, edit=edit, **node.way(way))
         if edit:
-            hand_over(one)
+            chown_root(one)
         return one.start()
 
     first = start()
-    uuid, mine = own_page(node, first)
+    uuid, mine = own_activity_file(node, first)
     assert used(first, uuid) == 1 << mine
     second = start()
-    assert own_page(node, second) == (uuid, mine + 1)
+    assert own_activity_file(node, second) == (uuid, mine + 1)
     assert used(first, uuid) == used(second, uuid) == 0b11
-    say(first, uuid, "one")
-    say(second, uuid, "two")
+    write_mark(first, uuid, "one")
+    write_mark(second, uuid, "two")
     for one in (first, second):
-        assert (hear(one, uuid, mine), hear(one, uuid, mine + 1)) == ("one", "two")
+        assert (read_mark(one, uuid, mine), read_mark(one, uuid, mine + 1)) == ("one", "two")
         seen = shell(one, f"stat -c '%a %s' {PAGES}/{uuid} {PEERS}/{uuid}/index; ls {PEERS}/{uuid}; ls {PAGES}")
         assert seen.split() == ["666", str(activity_files.PAGE_SIZE), "444", "4096", "0", "1", "index", uuid]
     second.kill()
@@ -96,14 +96,14 @@ def test_containers_see_each_other_whoever_was_first(
     second.delete()
     assert used(first, uuid) == 1 and shell(first, f"ls {PEERS}/{uuid}").split() == ["0", "index"]
     third = start()
-    assert own_page(node, third) == (uuid, mine + 1)
-    assert hear(first, uuid, mine + 1) == "" and used(first, uuid) == 0b11  # nothing of the one before
+    assert own_activity_file(node, third) == (uuid, mine + 1)
+    assert read_mark(first, uuid, mine + 1) == "" and used(first, uuid) == 0b11  # nothing of the previous container
 
 
-def test_not_even_root_writes_what_is_not_its_own(container: MakeContainer, node: Node, way: str) -> None:
+def test_root_cannot_write_foreign_activity_files(container: MakeContainer, node: Node, way: str) -> None:
     first, second = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
-    uuid, number = own_page(node, first)
-    say(first, uuid, "mine")
+    uuid, number = own_activity_file(node, first)
+    write_mark(first, uuid, "mine")
     before = {path.name: path.stat().st_ino for path in Path(node.state, "devices", uuid).iterdir()}
     for attempt in (
         f"echo x > {PEERS}/{uuid}/{number}",
@@ -123,13 +123,13 @@ def test_not_even_root_writes_what_is_not_its_own(container: MakeContainer, node
         f"ls {PAGES}/{uuid}/../{number}",
     ):
         assert fails(second, attempt), attempt
-    assert hear(first, uuid, number) == "mine" and used(first, uuid) == 0b11
+    assert read_mark(first, uuid, number) == "mine" and used(first, uuid) == 0b11
     assert {path.name: path.stat().st_ino for path in Path(node.state, "devices", uuid).iterdir()} == before
 
 
-def test_mounts_are_few_and_have_no_more_rights_than_they_need(container: MakeContainer, node: Node, way: str) -> None:
+def test_mounts_are_few_and_have_minimal_rights(container: MakeContainer, node: Node, way: str) -> None:
     one = container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start()
-    uuid, _ = own_page(node, one)
+    uuid, _ = own_activity_file(node, one)
     lines = Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()
     found = {line.split(" ")[4]: set(line.split(" ")[5].split(",")) for line in lines if f"/{uuid}" in line}
     assert found.keys() == {f"{PAGES}/{uuid}", f"{PEERS}/{uuid}"}
@@ -151,31 +151,31 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_on_its_own_page_hurts_no_start_and_no_release(container: MakeContainer, node: Node, name: str) -> None:
-    """Also of those that come later: there is room for all of them, and the number of the attacker is good again."""
+def test_corrupt_activity_file_affects_no_start_or_release(container: MakeContainer, node: Node, name: str) -> None:
+    """Also for later containers: there is room for all, and the attacker's number can be reused."""
     attacker, other = (container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start() for _ in range(2))
-    uuid, number = own_page(node, attacker)
-    say(other, uuid, "kept")
+    uuid, number = own_activity_file(node, attacker)
+    write_mark(other, uuid, "kept")
     attack = ATTACKS[name].format(page=f"{PAGES}/{uuid}")
     done = attacker.exec("sh", "-c", f"{{ {attack}; }} >/dev/null 2>&1 </dev/null")
     assert done.returncode == 0, done.stderr
     late = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
-    assert own_page(node, late) == (uuid, 2)
+    assert own_activity_file(node, late) == (uuid, 2)
     status = os.stat(node.state / "devices" / uuid / "2")
     assert (status.st_size, status.st_blocks * 512) == (activity_files.PAGE_SIZE, activity_files.PAGE_SIZE)
-    assert hear(late, uuid, 1) == "kept" and node.cli("list").stderr == ""
+    assert read_mark(late, uuid, 1) == "kept" and node.cli("list").stderr == ""
     attacker.kill()
     attacker.wait()
     attacker.delete()
     again = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
-    assert own_page(node, again) == (uuid, number) and hear(other, uuid, number) == ""
+    assert own_activity_file(node, again) == (uuid, number) and read_mark(other, uuid, number) == ""
     assert shell(again, f"stat -c '%a %s' {PAGES}/{uuid}").split() == ["666", str(activity_files.PAGE_SIZE)]
 
 
-def test_programs_without_a_container_have_pages_too(container: MakeContainer, node: Node) -> None:
+def test_gpushare_run_has_an_activity_file(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
-    uuid, _ = own_page(node, one)
-    say(one, uuid, "hello")
+    uuid, _ = own_activity_file(node, one)
+    write_mark(one, uuid, "hello")
     script = (
         f"dd if={PEERS}/{uuid}/0 bs=1 skip={SECRET} count=5 2>/dev/null; echo; ls {PEERS}/{uuid}; "
         f"echo x >>{PAGES}/{uuid} && echo own; echo x >{PEERS}/{uuid}/0 || echo ro"
@@ -186,22 +186,22 @@ def test_programs_without_a_container_have_pages_too(container: MakeContainer, n
     assert used(one, uuid) == 1 and not (node.state / "devices" / uuid / "1").exists()
 
 
-def test_containers_before_and_after_a_lost_state_directory_see_each_other(
+def test_containers_see_each_other_across_a_lost_state_directory(
     container: MakeContainer, node: Node, way: str
 ) -> None:
     first, second = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
-    uuid, _ = own_page(node, first)
-    say(second, uuid, "old")
+    uuid, _ = own_activity_file(node, first)
+    write_mark(second, uuid, "old")
     first.kill()
     first.wait()
     first.delete()
     subprocess.run(["umount", "-l", node.state], check=True)
     third, fourth = (container(["sleep", "inf"], env=ONE_GIB, **node.way(way)).start() for _ in range(2))
-    assert [own_page(node, one)[1] for one in (third, fourth)] == [0, 2]
+    assert [own_activity_file(node, one)[1] for one in (third, fourth)] == [0, 2]
     assert share_of(node, second)["page"] == 1
-    say(fourth, uuid, "new")
+    write_mark(fourth, uuid, "new")
     for one in (second, third, fourth):
-        assert (used(one, uuid), hear(one, uuid, 1), hear(one, uuid, 2)) == (0b111, "old", "new")
+        assert (used(one, uuid), read_mark(one, uuid, 1), read_mark(one, uuid, 2)) == (0b111, "old", "new")
     assert fails(third, f"touch {PEERS}/{uuid}/more")
     place = f"{node.state}/devices/{uuid}"
     (line,) = (line for line in Path("/proc/self/mountinfo").read_text().splitlines() if line.split(" ")[4] == place)
@@ -211,8 +211,8 @@ def test_containers_before_and_after_a_lost_state_directory_see_each_other(
     assert node.left() == []
 
 
-def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, node: Node) -> None:
-    """In a user namespace he can mount a tmpfs over his peers; the index in it would be his to truncate."""
+def test_forged_activity_files_are_ignored(container: MakeContainer, node: Node) -> None:
+    """In a user namespace a tenant can mount a tmpfs over its peers' files; it could truncate the index there."""
     forge = "read uuid </go && mount -t tmpfs none /usr/lib/gpushare/peers && mkdir /usr/lib/gpushare/peers/$uuid && "
     forge += "mount -t tmpfs -o mode=755 none /usr/lib/gpushare/peers/$uuid && "
     forge += "cat /old >/usr/lib/gpushare/peers/$uuid/index && chown {0}:{0} /usr/lib/gpushare/peers/$uuid/index && "
@@ -226,7 +226,7 @@ def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, n
     for name in ("go", "done"):
         os.mkfifo(one.rootfs / name)
     one.start()
-    uuid, _ = own_page(node, one)
+    uuid, _ = own_activity_file(node, one)
     (one.rootfs / "old").write_bytes((node.state / "devices" / uuid / "index").read_bytes())
     with open(one.rootfs / "go", "w") as go:  # opened by both: it is in its user namespace
         for kind in ("uid", "gid"):
@@ -241,5 +241,5 @@ def test_pages_that_a_tenant_forged_are_not_taken_up(container: MakeContainer, n
     assert (forged.st_uid, forged.st_size) == (activity_files.OWNER, 4096)
     subprocess.run(["umount", "-l", node.state], check=True)
     second = container(["sleep", "inf"], env=ONE_GIB, hook=node.hook()).start()
-    assert own_page(node, second) == (uuid, 1)
+    assert own_activity_file(node, second) == (uuid, 1)
     assert not os.path.samestat(os.stat(node.state / "devices" / uuid / "index"), forged) and used(second, uuid) == 0b11

@@ -1,5 +1,5 @@
-"""More attacks on the paths that we touch as root in a tenant's file system: things that are not files, volumes of the
-user's, and what an image says of itself."""
+"""More attacks on paths that root uses in a tenant's file system: special files, the user's volumes, and the image's
+own metadata."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.integration.scene import LIBDIR, NAME, RO, read, shim
 base, image, source, host = scene.base, scene.image, scene.source, scene.host
 
 
-# Things that are not files
+# Special files
 
 
 @contextlib.contextmanager
-def laid(path: Path, kind: str) -> Iterator[None]:
+def special_file(path: Path, kind: str) -> Iterator[None]:
     if kind == "FIFO":
         os.mkfifo(path)
     elif kind == "directory":
@@ -49,35 +49,35 @@ KINDS = ("FIFO", "directory", "character device", "block device", "socket")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_special_file_at_a_mount_target(image: Path, source: Path, host: Path, kind: str) -> None:
-    with laid(image / NAME[1:], kind), ns_util.sandbox(image) as box:
+def test_special_file_at_a_mount_target_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
+    with special_file(image / NAME[1:], kind), ns_util.sandbox(image) as box:
         assert box.refuses(shim(source)) == f'"{NAME}" is a {kind} where a file must be; remove it from the image'
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_special_file_at_a_links_name(image: Path, source: Path, host: Path, kind: str) -> None:
+def test_special_file_at_a_link_s_name_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
     name = f"{LIBDIR}/libcuda.so.1"
-    with laid(image / name[1:], kind), ns_util.sandbox(image) as box:
+    with special_file(image / name[1:], kind), ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
     assert message == f'"{name}" is a {kind} where a link must be; remove it from the image'
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_special_file_behind_a_links_name(image: Path, source: Path, host: Path, kind: str) -> None:
+def test_special_file_behind_a_link_s_name_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
     name = f"{LIBDIR}/libcuda.so.1"
     os.symlink("libodd.so", image / name[1:])
-    with laid(image / LIBDIR[1:] / "libodd.so", kind), ns_util.sandbox(image) as box:
+    with special_file(image / LIBDIR[1:] / "libodd.so", kind), ns_util.sandbox(image) as box:
         assert f"is a {kind} where a " in box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "block device"])
-def test_a_special_file_at_a_device_target(image: Path, source: Path, host: Path, kind: str) -> None:
-    with laid(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
+def test_special_file_at_a_device_target_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
+    with special_file(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))
     assert message.startswith(f'"/dev/nvidia0" is a {kind} where a file must be')
 
 
-def test_a_file_where_a_directory_must_be(image: Path, source: Path, host: Path) -> None:
+def test_file_in_place_of_a_directory_is_refused(image: Path, source: Path, host: Path) -> None:
     (image / "usr/lib/gpushare").write_text("x")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Mount(str(source / "share"), "/usr/lib/gpushare", "dir", RO, "share"))
@@ -86,7 +86,7 @@ def test_a_file_where_a_directory_must_be(image: Path, source: Path, host: Path)
         assert "is not a directory" in message
 
 
-def test_a_hard_link_to_another_file_is_covered_not_changed(image: Path, source: Path, host: Path) -> None:
+def test_hard_link_is_covered_and_its_file_unchanged(image: Path, source: Path, host: Path) -> None:
     os.link(image / "etc/passwd", image / NAME[1:])
     before = (image / "etc/passwd").read_text()
     with ns_util.sandbox(image) as box:
@@ -95,7 +95,7 @@ def test_a_hard_link_to_another_file_is_covered_not_changed(image: Path, source:
     assert (image / "etc/passwd").read_text() == before
 
 
-def test_an_immutable_directory(image: Path, source: Path, host: Path) -> None:
+def test_immutable_directory_is_refused(image: Path, source: Path, host: Path) -> None:
     subprocess.run(["chattr", "+i", image / LIBDIR[1:]], check=True)
     try:
         with ns_util.sandbox(image) as box:
@@ -105,24 +105,24 @@ def test_an_immutable_directory(image: Path, source: Path, host: Path) -> None:
     assert message == f'create "{NAME}": Operation not permitted'
 
 
-# Volumes of the user's
+# The user's volumes
 
 
-def test_nothing_is_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
+def test_file_is_not_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
     with ns_util.sandbox(image, f"mount --bind {host}/lib {image}{LIBDIR}/") as box:
         message = box.refuses(shim(source))
     where = f'(on the host: "{host}/lib")'
     assert message.startswith(f'"{NAME}" would be created in the volume at "{LIBDIR}" {where}')
 
 
-def test_a_link_is_not_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
+def test_link_is_not_created_in_a_volume(image: Path, source: Path, host: Path) -> None:
     (image / "opt/v").mkdir(parents=True)
     with ns_util.sandbox(image, f"mount --bind {host}/lib {image}/opt/v") as box:
         message = box.refuses(Link("/opt/v/libcuda.so.1", "x", "name"))
     assert message.startswith('"/opt/v/libcuda.so.1" would be created in the volume at "/opt/v"')
 
 
-def test_a_volume_over_a_parent_is_a_share_when_the_file_is_there(image: Path, source: Path, tmp_path: Path) -> None:
+def test_file_in_a_volume_is_covered(image: Path, source: Path, tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
     (volume / "libcuda.so.535.1").write_text("the user's")
@@ -136,7 +136,7 @@ def test_a_volume_over_a_parent_is_a_share_when_the_file_is_there(image: Path, s
     assert (volume / "libcuda.so.535.1").read_text() == "the user's"
 
 
-def test_a_shared_volume_does_not_carry_our_mount_to_the_host(image: Path, source: Path, tmp_path: Path) -> None:
+def test_mount_in_a_shared_volume_does_not_propagate_to_the_host(image: Path, source: Path, tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
     (volume / "file").write_text("the user's")
@@ -157,15 +157,15 @@ def test_a_shared_volume_does_not_carry_our_mount_to_the_host(image: Path, sourc
             subprocess.run(["umount", path], check=True)
 
 
-def test_a_directory_that_the_runtime_made_may_be_written(image: Path, source: Path, host: Path) -> None:
-    """/dev and /run are fresh file systems of the container, although they are mounts of their own."""
+def test_runtime_s_own_file_systems_may_be_written(image: Path, source: Path, host: Path) -> None:
+    """/dev and /run are the container's own new file systems, although they are separate mounts."""
     with ns_util.sandbox(image, f"mount -t tmpfs none {image}/dev") as box:
         box.apply(Plan("test", (DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False),)))
         assert box.enter(lambda: os.stat("/dev/nvidia0").st_rdev) == os.makedev(195, 0)
 
 
-def test_devices_of_the_host_are_not_added_to(image: Path, source: Path, host: Path) -> None:
-    """`-v /dev:/dev`: what we made there would be a file in the host's /dev."""
+def test_no_node_is_created_in_the_host_s_dev(image: Path, source: Path, host: Path) -> None:
+    """`-v /dev:/dev`: a node made there would be in the host's /dev."""
     before = sorted(os.listdir("/dev"))
     with ns_util.sandbox(image, f"mount --rbind /dev {image}/dev") as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0-gpushare", 195, 0, False))
@@ -173,7 +173,7 @@ def test_devices_of_the_host_are_not_added_to(image: Path, source: Path, host: P
     assert sorted(os.listdir("/dev")) == before
 
 
-def test_a_read_only_parent(image: Path, source: Path, host: Path) -> None:
+def test_read_only_parent_is_refused(image: Path, source: Path, host: Path) -> None:
     setup = f"mount -t tmpfs none {image}/opt && mkdir {image}/opt/x && mount -o remount,ro {image}/opt"
     (image / "opt").mkdir()
     with ns_util.sandbox(image, setup) as box:
@@ -183,7 +183,7 @@ def test_a_read_only_parent(image: Path, source: Path, host: Path) -> None:
     )
 
 
-# What the image says of itself
+# The image's own metadata
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_read_only_parent(image: Path, source: Path, host: Path) -> None:
         "\x00:/",
     ],
 )
-def test_hostile_library_paths_lead_to_nothing_outside(image: Path, host: Path, source: Path, value: str) -> None:
+def test_hostile_library_paths_stay_inside_the_root(image: Path, host: Path, source: Path, value: str) -> None:
     shutil.copy(image / LIBDIR[1:] / "libc.so.6", host / "lib/libcuda.so.1")
     os.mkfifo(image / "fifo")
     os.symlink("loop", image / "loop")
@@ -213,7 +213,7 @@ def test_hostile_library_paths_lead_to_nothing_outside(image: Path, host: Path, 
 @pytest.mark.parametrize(
     "content", [b"\xff" * 5000, b"glibc-ld.so.cache1.1" + b"\xff" * 5000, b"", b"ld.so-1.7.0\0\xff\xff\xff\x7f"]
 )
-def test_a_malformed_cache_does_not_stop_the_share(image: Path, source: Path, host: Path, content: bytes) -> None:
+def test_malformed_cache_does_not_prevent_the_share(image: Path, source: Path, host: Path, content: bytes) -> None:
     (image / "etc/ld.so.cache").write_bytes(content)
     entry = LdCache((LdEntry("libcuda.so.1", NAME, 0x0303),))
     with ns_util.sandbox(image) as box:
@@ -223,8 +223,8 @@ def test_a_malformed_cache_does_not_stop_the_share(image: Path, source: Path, ho
     assert (image / "etc/ld.so.cache").read_bytes() == content
 
 
-def test_the_mount_table_does_not_grow(image: Path, source: Path, host: Path) -> None:
-    """Twenty starts and ends of one container leave the host's table as it was (see the fixture) and no process."""
+def test_mount_table_does_not_grow(image: Path, source: Path, host: Path) -> None:
+    """Twenty starts and ends of one container leave the host's table unchanged (see the fixture) and no process."""
     for _ in range(20):
         with ns_util.sandbox(image) as box:
             box.apply(Plan("test", (shim(source),)))

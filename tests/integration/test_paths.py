@@ -1,6 +1,5 @@
-"""Attacks on the paths that we touch as root in a tenant's file system. Each asserts that the host is unchanged, and
-either a refusal that names what is wrong (after which nothing of the plan is left) or a share that is right all the
-same."""
+"""Attacks on paths that root uses in a tenant's file system. Each test asserts that the host is unchanged. It also
+asserts either a refusal that names the cause and leaves nothing of the plan, or a correct share."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ base, image, source, host = scene.base, scene.image, scene.source, scene.host
         "{host}/passwd",
     ],
 )
-def test_a_leaf_link_out_of_the_library_directories(image: Path, source: Path, host: Path, text: str) -> None:
+def test_leaf_link_out_of_the_library_directories_is_refused(image: Path, source: Path, host: Path, text: str) -> None:
     (image / "dev/link").write_text("")
     (image / str(host)[1:]).mkdir(parents=True)
     (image / str(host)[1:] / "passwd").write_text("the container's")
@@ -47,16 +46,14 @@ def test_a_leaf_link_out_of_the_library_directories(image: Path, source: Path, h
 
 
 @pytest.mark.parametrize("text", ["../../host/passwd", "../../../../../../..{host}/passwd", "nothing"])
-def test_a_leaf_link_to_nothing_inside(image: Path, source: Path, host: Path, text: str) -> None:
+def test_dangling_leaf_link_is_refused(image: Path, source: Path, host: Path, text: str) -> None:
     os.symlink(text.format(host=host), image / NAME[1:])
     with ns_util.sandbox(image) as box:
         assert box.refuses(shim(source)) == f'"{NAME}" is a link to nothing; remove it from the image'
 
 
 @pytest.mark.parametrize("text", ["/usr/local/lib/a.so", "../../local/lib/a.so", "/../../lib/../local/lib/a.so"])
-def test_a_leaf_link_within_the_library_directories_is_a_share(
-    image: Path, source: Path, host: Path, text: str
-) -> None:
+def test_leaf_link_within_the_library_directories_is_followed(image: Path, source: Path, host: Path, text: str) -> None:
     (image / "usr/local/lib").mkdir(parents=True)
     (image / "usr/local/lib/a.so").write_text("another")
     os.symlink(text, image / NAME[1:])
@@ -68,7 +65,7 @@ def test_a_leaf_link_within_the_library_directories_is_a_share(
 
 
 @pytest.mark.parametrize("text", ["{host}", "../../../host", "../../../../../../../../..{host}"])
-def test_a_parent_link_towards_the_host_ends_in_the_container(image: Path, source: Path, host: Path, text: str) -> None:
+def test_parent_link_is_resolved_in_the_container(image: Path, source: Path, host: Path, text: str) -> None:
     text = text.format(host=host)
     os.symlink(text, image / "usr/lib/gpushare")
     inside = image / os.path.normpath("/usr/lib/" + text if not text.startswith("/") else text).lstrip("/")
@@ -82,14 +79,14 @@ def test_a_parent_link_towards_the_host_ends_in_the_container(image: Path, sourc
     assert not (host / "driver").exists()
 
 
-def test_a_parent_link_to_nothing(image: Path, source: Path, host: Path) -> None:
+def test_dangling_parent_link_is_refused(image: Path, source: Path, host: Path) -> None:
     os.symlink("nothing", image / "usr/lib/gpushare")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Mount(str(source / "share"), "/usr/lib/gpushare/driver", "dir", RO, "share"))
     assert message.startswith('"/usr/lib/gpushare" is a link to nothing')
 
 
-def test_loops(image: Path, source: Path, host: Path) -> None:
+def test_link_loops_are_refused(image: Path, source: Path, host: Path) -> None:
     os.symlink("gpushare", image / "usr/lib/gpushare")
     os.symlink(os.path.basename(NAME), image / NAME[1:])
     with ns_util.sandbox(image) as box:
@@ -99,22 +96,22 @@ def test_loops(image: Path, source: Path, host: Path) -> None:
 
 @pytest.mark.parametrize("where", ["leaf", "parent"])
 @pytest.mark.parametrize("magic", ["root", "cwd", "fd/0", "ns/mnt", "exe"])
-def test_magic_links(image: Path, source: Path, host: Path, where: str, magic: str) -> None:
+def test_magic_links_are_refused(image: Path, source: Path, host: Path, where: str, magic: str) -> None:
     target = NAME if where == "leaf" else "/usr/lib/gpushare/file"
     os.symlink(f"/proc/self/{magic}", image / (NAME if where == "leaf" else "/usr/lib/gpushare")[1:])
     with ns_util.sandbox(image, f"mount -t proc proc {image}/proc") as box:
         assert "magic link or a loop" in box.refuses(shim(source, target))
 
 
-def test_a_links_text_never_leads_us(image: Path, source: Path, host: Path) -> None:
-    """Our own links are names, not places: `Link` writes through no existing link."""
+def test_link_below_a_dangling_link_is_refused(image: Path, source: Path, host: Path) -> None:
+    """`Link` makes names only: it writes through no existing link."""
     os.symlink("../../../host/lib", image / "usr/lib/there")
     with ns_util.sandbox(image) as box:
         message = box.refuses(Link("/usr/lib/there/libcuda.so.1", f"{host}/passwd", "name"))
     assert message.startswith('"/usr/lib/there" is a link to nothing')
 
 
-def test_a_link_name_that_is_a_link_to_passwd(image: Path, source: Path, host: Path) -> None:
+def test_link_name_that_leads_to_passwd_is_refused(image: Path, source: Path, host: Path) -> None:
     os.symlink("/etc/passwd", image / LIBDIR[1:] / "libcuda.so.1")
     with ns_util.sandbox(image) as box:
         message = box.refuses(shim(source), Link(f"{LIBDIR}/libcuda.so.1", "libcuda.so.535.1", "name"))
@@ -139,7 +136,7 @@ def test_a_link_name_that_is_a_link_to_passwd(image: Path, source: Path, host: P
         ("", False),
     ],
 )
-def test_library_directories(path: str, is_one: bool) -> None:
+def test_library_directories_are_recognised(path: str, is_one: bool) -> None:
     assert is_library_path(path) == is_one
 
 
@@ -147,18 +144,18 @@ def test_library_directories(path: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize("target", ["/", "/usr/lib/..", "/usr/lib/.", ""])
-def test_targets_that_are_no_name(image: Path, source: Path, host: Path, target: str) -> None:
+def test_invalid_targets_are_refused(image: Path, source: Path, host: Path, target: str) -> None:
     with ns_util.sandbox(image) as box:
         box.refuses(shim(source, target))
 
 
-def test_a_target_with_dots_stays_inside(image: Path, source: Path, host: Path) -> None:
+def test_target_with_dots_stays_inside_the_root(image: Path, source: Path, host: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (shim(source, "/../../../../host-of-the-container/file"),)))
         assert box.enter(read("/host-of-the-container/file")) == "the shim"
 
 
-# Races: a second container that shares the directory swaps components while we work
+# Races: a second container that shares the directory swaps components meanwhile
 
 
 SWAPPER = """
@@ -175,10 +172,10 @@ while True:
 
 
 @pytest.mark.parametrize("where", ["leaf directory", "parent", "walk"])
-def test_a_component_swapped_in_a_loop(
+def test_component_swapped_in_a_loop_is_never_followed_out(
     image: Path, source: Path, host: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment the directory is a link to the host's, again and again; whatever we see, we never follow it out."""
+    """The directory repeatedly becomes a link to the host's for a moment; no operation follows it out."""
     if where == "walk":
         monkeypatch.setattr(inroot, "_kernel_has_openat2", False)
     directory, name = (image / "usr/lib", "swapped") if where != "parent" else (image / "usr", "lib.swapped")

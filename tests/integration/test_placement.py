@@ -1,5 +1,5 @@
-"""Containers that ask for any device, under real runc: a hundred at once, some of them killed on the way, on four
-simulated devices. Nothing is ever granted twice, nothing stays granted to nobody, and no room is left unused."""
+"""Containers that request any device, with real runc: a hundred concurrent starts, some killed, on four simulated
+devices. Nothing is granted twice, nothing stays granted to a dead container, and no memory stays unused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GIB = 1 << 30
 SHARE = 700 << 20
 DEVICES, STARTS = 4, 100
 FIT = 16 * GIB // SHARE  # on each device
-# The same where starts are killed, which takes twice as many
+# For killed starts, which take twice as long
 BIG_SHARE, KILLED_OF = 1400 << 20, 45
 BIG_FIT = 16 * GIB // BIG_SHARE
 
 
 def granted(node: Node) -> Counter[str]:
-    """Bytes on each device, by the leases of living starts and containers, at one moment."""
+    """Bytes on each device at one moment, from the leases of living starts and containers."""
     with leases.locked(str(node.state)):
         live = leases.view(str(node.state)).live
     sums: Counter[str] = Counter()
@@ -43,7 +43,7 @@ def granted(node: Node) -> Counter[str]:
 
 
 def limited(node: Node) -> Counter[str]:
-    """The same by the limits files, which are what holds in the containers."""
+    """The same from the limits files, which apply inside the containers."""
     sums: Counter[str] = Counter()
     for path in (node.state / "containers").glob("*/share/limits"):
         for device in storage.read_limits(str(path)).devices:
@@ -52,8 +52,8 @@ def limited(node: Node) -> Counter[str]:
 
 
 def create(one: Container, node: Node, started: Callable[[subprocess.Popen[bytes]], None] = lambda _: None) -> str:
-    """Create and start; "" or the line with which it was refused. A host that is too busy for one start is asked again:
-    that is said by another line."""
+    """Create and start; return "" or the line of the refusal. A start that fails because the host is busy, which
+    another line says, is retried."""
     while True:
         process = one.begin_create()
         started(process)
@@ -65,7 +65,7 @@ def create(one: Container, node: Node, started: Callable[[subprocess.Popen[bytes
             return ""
         line = (one.stderr.strip().splitlines() or ["nothing was said"])[-1]
         if "the start took longer than" not in line:
-            return line.replace("\\", "")  # runc quotes what hooks say
+            return line.replace("\\", "")  # runc quotes hook output
 
 
 def make_many(node: Node, way: str, container: MakeContainer, count: int, share: int = SHARE) -> list[Container]:
@@ -74,7 +74,7 @@ def make_many(node: Node, way: str, container: MakeContainer, count: int, share:
 
 
 @pytest.mark.parametrize(("way", "strategy"), [("hook", "binpack"), ("runtime", "spread")])
-def test_a_hundred_at_once_fill_four_devices_and_no_more(
+def test_hundred_concurrent_starts_fill_four_devices_exactly(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str, strategy: str
 ) -> None:
     node = make_node(make_host(gpus=DEVICES, memory_bytes=16 * GIB), placement={"strategy": strategy})
@@ -94,13 +94,13 @@ def test_a_hundred_at_once_fill_four_devices_and_no_more(
 
 
 class Killer:
-    """Kills one start whenever another has got as far as its process: alone, or with all that it has begun."""
+    """Kill one start whenever another has reached its process: the process alone, or with its descendants."""
 
     def __init__(self) -> None:
         self._lock, self._running, self.killed = Lock(), dict[int, subprocess.Popen[bytes]](), 0
         self._seen = 0
 
-    def saw(self, process: subprocess.Popen[bytes]) -> None:
+    def process_started(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._seen += 1
             running = [one for one in self._running.values() if one.poll() is None]
@@ -116,34 +116,34 @@ class Killer:
 
 def descendants(pid: int) -> list[int]:
     found = []
-    with contextlib.suppress(OSError):  # it may end any moment
+    with contextlib.suppress(OSError):  # it may end at any moment
         for task in os.listdir(f"/proc/{pid}/task"):
             found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found + [below for child in found for below in descendants(child)]
 
 
 def wait_for_orphans(known: set[int]) -> None:
-    """What killed starts left running, hooks and half-made containers, comes to its end by itself."""
+    """Wait until processes left by killed starts (hooks and half-made containers) have ended."""
     for pid, command in processes.children().items():
         if pid not in known:
             assert processes.wait_exit(pid, 60) is not None, f"{command} goes on without its start"
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_starts_that_are_killed_cost_no_room(
+def test_killed_starts_leave_no_memory_reserved(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str
 ) -> None:
-    """Of 45 starts at once a third is killed somewhere; then the devices are filled, and all is given back."""
+    """A third of 45 concurrent starts is killed; then the devices are filled, and everything is released."""
     node = make_node(make_host(gpus=DEVICES, memory_bytes=16 * GIB))
     assert node.cli("refresh").returncode == 0
     before, killer = set(processes.children()), Killer()
     first = make_many(node, way, container, KILLED_OF, BIG_SHARE)
     with ThreadPoolExecutor(KILLED_OF) as pool:
-        lines = list(pool.map(lambda one: create(one, node, killer.saw), first))
+        lines = list(pool.map(lambda one: create(one, node, killer.process_started), first))
     living = [one for one, line in zip(first, lines) if not line]
     assert killer.killed >= KILLED_OF // 4 and len(living) >= KILLED_OF // 3, lines
     dead = set(first) - set(living)
-    for one in dead:  # as engines do; where runc got far enough to know of it
+    for one in dead:  # as engines do, if runc knows the container
         with contextlib.suppress(RuntimeFailed):
             one.delete()
     wait_for_orphans(before | {one.pid for one in living})
@@ -164,10 +164,10 @@ def test_starts_that_are_killed_cost_no_room(
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_equal_shares_spread_and_told(
+def test_equal_shares_are_spread_and_reported(
     make_host: Callable[..., Path], make_node: Callable[..., Node], container: MakeContainer, way: str
 ) -> None:
-    """A container that names a device by its replica, as NVIDIA's device plugin does, and three that take any."""
+    """A container that names a device by its replica, as NVIDIA's device plugin does, and three that request any."""
     slicing = {"timeSlicing": {"resources": [{"name": "nvidia.com/gpu", "replicas": 2}]}}
     node = make_node(
         make_host(gpus=2, memory_bytes=16 * GIB), placement={"strategy": "spread"}, sharing=slicing, name=f"equal-{way}"

@@ -1,4 +1,4 @@
-"""What only podman has: images that speak through annotations, pods, lives of containers, its words for a refusal."""
+"""Features of podman alone: images with annotations, pods, the containers' lifecycle, messages of a refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.rootfs import run
 
 @pytest.fixture
 def build(podman: Podman, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """build(instructions, *options) -> the image made of ours by them, removed at the end."""
+    """build(instructions, *options) -> an image made of the test image by them, removed at the end."""
     made: list[str] = []
 
     def make(instructions: str = "", *options: str, tag: str = "") -> str:
@@ -38,7 +38,7 @@ def build(podman: Podman, tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def policy(podman: Podman) -> Iterator[Callable[..., None]]:
-    """policy(**keys of `policy` in the configuration), until the end of the test."""
+    """policy(**keys of `policy` in the configuration) sets them until the end of the test."""
     before = podman.node.config.read_text()
 
     def change(**keys: object) -> None:
@@ -54,7 +54,7 @@ def policy(podman: Podman) -> Iterator[Callable[..., None]]:
 def test_image_cannot_raise_its_own_limit(
     podman: Podman, build: Callable[..., str], policy: Callable[..., None]
 ) -> None:
-    """podman merges an image's annotations and environment into config.json: policy is the boundary, for both."""
+    """podman merges an image's annotations and environment into config.json: policy limits both."""
     for words in (("", "--annotation", "gpushare.io/memory=3Gi"), ("ENV GPUSHARE_MEMORY=3Gi",)):
         image = build(*words)
         assert podman.run(Want(), image=image).answer()["total_bytes"] == 3 * GIB
@@ -63,30 +63,30 @@ def test_image_cannot_raise_its_own_limit(
         policy()
 
 
-def test_image_annotation_and_the_users_word(podman: Podman, build: Callable[..., str]) -> None:
+def test_user_s_annotation_overrides_the_image_s(podman: Podman, build: Callable[..., str]) -> None:
     image = build("", "--annotation", "gpushare.io/memory=3Gi")
     mine = Want(annotations={"gpushare.io/memory": "1Gi"})
-    assert podman.run(mine, image=image).answer()["total_bytes"] == GIB  # podman lets the user's one win
+    assert podman.run(mine, image=image).answer()["total_bytes"] == GIB  # podman prefers the user's one
     said = refusal(podman, Want(SLEEP, TWO_GIB), image=image)
     assert "2Gi" in said
     assert "3Gi" in said
 
 
-def test_annotation_is_not_listened_to(podman: Podman, policy: Callable[..., None]) -> None:
+def test_annotation_is_refused_where_policy_accepts_none(podman: Podman, policy: Callable[..., None]) -> None:
     policy(accept={"annotations": "never"})
     assert "annotation" in refusal(podman, Want(SLEEP, annotations={"gpushare.io/memory": "1Gi"}))
 
 
-def test_image_claims_what_we_put_in(podman: Podman, build: Callable[..., str]) -> None:
-    """gpushare.io/applied would have mounts taken out, or a lease believed."""
+def test_image_cannot_forge_our_record(podman: Podman, build: Callable[..., str]) -> None:
+    """A forged gpushare.io/applied could remove mounts or fake a lease."""
     claim = {"version": 1, "nonce": "", "leased": True, "mounts": [["/etc/hosts", ""]]}
     image = build("", "--annotation", f"gpushare.io/applied={json.dumps(claim)}")
     assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
     assert podman.run(Want(("ls", OURS)), image=image).code != 0
 
 
-def test_committed_and_run_again(podman: Podman) -> None:
-    """The image then has our mount points, our links and our entries in its cache of libraries."""
+def test_committed_image_gets_a_new_share(podman: Podman) -> None:
+    """The image then has gpushare's mount points, links and library cache entries."""
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("commit", "--quiet", one.name, "localhost/again")
     try:
@@ -103,7 +103,7 @@ def test_committed_and_run_again(podman: Podman) -> None:
 
 
 def _pod(tmp_path: Path, annotations: dict[str, str], **memory: str) -> Path:
-    """A pod called `kube` with a container for each name."""
+    """A pod named `kube` with a container for each name."""
     containers = [
         {
             "name": name,
@@ -128,7 +128,7 @@ def _pod(tmp_path: Path, annotations: dict[str, str], **memory: str) -> Path:
 def play(
     podman: Podman, build: Callable[..., str], tmp_path: Path
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """play(annotations, name=limit, ...): `podman play kube` of that pod, which goes at the end."""
+    """play(annotations, name=limit, ...): `podman play kube` of that pod, which is removed at the end."""
     build('ENTRYPOINT ["/usr/bin/sleep", "inf"]', tag=PAUSE)
 
     def go(annotations: dict[str, str], **memory: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,9 @@ def play(
     podman.remove_pod("kube")
 
 
-def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_containers_of_a_pod_have_separate_shares(
+    podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     done = play({}, one="2Gi", two="3Gi")
     assert done.returncode == 0, done.stderr
     ids = [podman.inspect(f"kube-{name}")["Id"] for name in ("one", "two")]
@@ -148,10 +150,10 @@ def test_pod_of_two(podman: Podman, play: Callable[..., subprocess.CompletedProc
     assert totals == [2 * GIB, 3 * GIB]
 
 
-def test_pod_that_names_containers_in_annotations(
+def test_scoped_annotations_of_a_pod_are_refused(
     podman: Podman, play: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """podman does not tell the runtime which container of the pod it starts: nobody's limit is guessed."""
+    """podman does not tell the runtime which container of the pod it starts: no limit is guessed."""
     done = play({"one.gpushare.io/memory": "2Gi"}, one="2Gi")
     assert done.returncode != 0
     assert podman.node.leases() == []
@@ -159,10 +161,10 @@ def test_pod_that_names_containers_in_annotations(
         assert "the engine does not say which container this is" in done.stderr
 
 
-# Lives
+# Lifecycle
 
 
-def test_restart(podman: Podman) -> None:
+def test_restarted_container_gets_its_share_again(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         before = one.pid
         podman.command("restart", "--time", "0", one.name)
@@ -172,7 +174,7 @@ def test_restart(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
 
 
-def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
+def test_stopped_container_releases_its_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})) as one:
         one.stop()
         assert podman.node.leases() == []
@@ -182,7 +184,7 @@ def test_stopped_container_leaves_its_share_to_others(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 10 * GIB
 
 
-def test_pause(podman: Podman) -> None:
+def test_paused_container_keeps_its_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("pause", one.name)
         assert podman.node.leases() == [one.id]
@@ -190,8 +192,8 @@ def test_pause(podman: Podman) -> None:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
 
 
-def test_podman_is_killed(podman: Podman) -> None:
-    """conmon and the container live on with their share; when the program ends, conmon has podman clean up."""
+def test_share_survives_the_death_of_podman(podman: Podman) -> None:
+    """conmon and the container continue with their share; when the program ends, conmon runs podman's cleanup."""
     name = f"gpushare-{os.getpid()}-killed"
     words = podman.options(Want(env=TWO_GIB), name)
     command = podman.words("run", "--rm", *words, IMAGE, "sh", "-c", f"{PROBE}; exec sleep inf")
@@ -200,12 +202,12 @@ def test_podman_is_killed(podman: Podman) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=podman.environment()
         ) as one:
             assert one.stdout is not None
-            said = json.loads(one.stdout.readline())
+            report = json.loads(one.stdout.readline())
             one.kill()
         found = podman.inspect(name)
         assert found["State"]["Running"]
         assert podman.node.leases() == [found["Id"]]
-        assert GIB < peak_bytes(podman.node.driver_root, said["pidns"]) <= 2 * GIB
+        assert GIB < peak_bytes(podman.node.driver_root, report["pidns"]) <= 2 * GIB
         os.kill(found["State"]["Pid"], signal.SIGKILL)
         podman.wait_conmon(name)  # it ends after its podman has
         assert podman.node.leases() == []
@@ -214,8 +216,8 @@ def test_podman_is_killed(podman: Podman) -> None:
         podman.remove(name)
 
 
-def test_conmon_is_killed_too(podman: Podman) -> None:
-    """Nobody is left to clean up: a dead container's share goes to the next one."""
+def test_dead_container_without_conmon_releases_its_share(podman: Podman) -> None:
+    """No process cleans up: a dead container's share goes to the next one."""
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"})) as one:
         for pid in podman.conmons(one.name):
             processes.kill_and_reap(pid)
@@ -224,26 +226,26 @@ def test_conmon_is_killed_too(podman: Podman) -> None:
         os.kill(one.pid, signal.SIGKILL)
         processes.wait_exit(one.pid, 10)
         assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
-        run(podman.low_level, "delete", "--force", one.id)  # without a conmon podman forgets it without that
+        run(podman.low_level, "delete", "--force", one.id)  # without a conmon podman forgets it otherwise
     cgroups, top = Path("/sys/fs/cgroup"), os.stat("/sys/fs/cgroup").st_dev  # a plain file there is podman's own error
     found = cgroups.glob(f"*/libpod_parent/*{one.id}*/cgroup.procs")
     left = [path for path in (*found, *Path("/run").glob(f"[cr]*un*/{one.id}")) if path.stat().st_dev != top]
     assert left == []
 
 
-def test_removed_by_force(podman: Podman) -> None:
+def test_forced_removal_releases_the_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         podman.command("rm", "--force", "--time", "0", one.name)
         podman.wait_conmon(one.name)
         assert podman.node.leases() == []
 
 
-# Words
+# Messages
 
 
-def test_program_that_is_not_there(podman: Podman) -> None:
-    """Not our error: podman says it as ever. It runs no poststop hook of its directory then: the next start does that
-    work, and does not count what is dead."""
+def test_missing_program_releases_the_share(podman: Podman) -> None:
+    """podman reports this error itself. It runs no poststop hook of its directory then: the next start cleans up and
+    does not count the dead container."""
     whole = {"GPUSHARE_MEMORY": "16Gi"}
     result = podman.run(Want(("/usr/bin/nothing",), whole))
     assert result.code == 127
@@ -258,11 +260,11 @@ def test_refusal_is_one_line(podman: Podman) -> None:
 
 
 @pytest.mark.parametrize("asks", ["ENV GPUSHARE_MEMORY='$(touch made)'", "ENV GPUSHARE_MEMORY=1Gi", ""])
-def test_image_names_files_of_the_host_for_what_hooks_print(
+def test_image_cannot_redirect_hook_output_to_host_files(
     podman: Podman, build: Callable[..., str], tmp_path: Path, asks: str
 ) -> None:
-    """podman copies an image's annotations, and crun opens these files as root before any hook runs. With the hook
-    alone they stay empty; gpushare-runtime removes the annotations."""
+    """podman copies an image's annotations, and crun opens these files as root before any hook runs. With the hook they
+    stay empty; gpushare-runtime removes the annotations."""
     files = [tmp_path / f"{name}.sh" for name in ("stdout", "stderr")]
     options = [word for path in files for word in ("--annotation", f"run.oci.hooks.{path.stem}={path}")]
     image = build(asks, *options)
@@ -278,8 +280,8 @@ def test_image_names_files_of_the_host_for_what_hooks_print(
 
 
 @pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)
-def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
-    """Whatever stage the administrator chose, also both: one share."""
+def test_each_hook_stage_makes_one_share(podman: Podman, stages: tuple[str, ...]) -> None:
+    """With any stage that the administrator chose, or both: one share."""
     if podman.way != "hook":
         return
     before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
@@ -299,8 +301,8 @@ def test_stages_of_the_hook(podman: Podman, stages: tuple[str, ...]) -> None:
             path.write_text(text)
 
 
-def test_hook_beside_the_runtime(podman: Podman) -> None:
-    """Both are installed, as `runtime configure podman` does it: one share, and poststop twice."""
+def test_hook_and_runtime_together_make_one_share(podman: Podman) -> None:
+    """With both installed, as `runtime configure podman` does: one share, and poststop twice."""
     if podman.way != "runtime":
         return
     try:
@@ -314,8 +316,8 @@ def test_hook_beside_the_runtime(podman: Podman) -> None:
             path.unlink()
 
 
-def test_checkpoint_reaches_the_low_level_runtime(podman: Podman, tmp_path: Path) -> None:
-    """podman itself gives up without criu, so the runtime is asked as podman would ask it."""
+def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path: Path) -> None:
+    """podman itself refuses without criu, so the test calls the runtime as podman would."""
     if podman.way != "runtime":
         return
     with podman.start(Want(SLEEP, TWO_GIB)) as one:

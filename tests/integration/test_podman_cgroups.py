@@ -1,5 +1,5 @@
-"""Containers without a cgroup of their own: no rule for a device is written into the cgroup of the process that starts
-them, where it would stay, and none starts with a share."""
+"""Containers without their own cgroup: no start has a share, and no device rule is written into the caller's cgroup,
+where it would stay."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def view(request: pytest.FixtureRequest) -> Iterator[View]:
 
 
 def rules_of(v1: str, v2: str) -> Any:
-    """All that decides about devices in these two directories."""
+    """All device rules of these two directories."""
     ids: Any = bpf._attached(os.open(v2, os.O_RDONLY | os.O_CLOEXEC), v2)[0] if v2 else None
     return [Path(v1, "devices.list").read_text() if v1 else None, ids]
 
 
 @pytest.mark.parametrize("above", [False, True], ids=["its caller's", "one above its caller's"])
-def test_cgroup_of_the_caller_gets_no_rule(view: View, above: bool) -> None:
-    """The process is in the caller's cgroup, or the caller is in one below."""
+def test_caller_s_cgroup_gets_no_rule(view: View, above: bool) -> None:
+    """The process is in the caller's cgroup, or the caller is in a cgroup below it."""
 
     def body() -> list[Any]:
         v1, v2 = cgroup.find_cgroups(os.getpid())
@@ -89,7 +89,7 @@ def test_cgroup_of_the_caller_gets_no_rule(view: View, above: bool) -> None:
 
 @contextlib.contextmanager
 def caller(podman: Podman) -> Iterator[Path]:
-    """A cgroup that lets nobody open a GPU, as a session's or a service's may; what podman starts is in it."""
+    """A cgroup that allows no GPU, like a session's or a service's; podman starts containers in it."""
     directory = DEVICES / f"gs-caller-{os.getpid()}"
     directory.mkdir()
     try:
@@ -118,7 +118,7 @@ def run_in(directory: Path, podman: Podman, *options: str) -> Result:
 
 @pytest.fixture
 def without_cgroups(podman: Podman) -> Iterator[Podman]:
-    """A podman whose runtime is called crun: it starts no container of any other without a cgroup."""
+    """A podman whose runtime is named crun: podman starts containers without a cgroup with no other name."""
     file = podman._directory / "containers.conf"
     before = file.read_text()
     if podman.way == "runtime":
@@ -145,7 +145,7 @@ def test_podman_without_cgroups_is_refused(without_cgroups: Podman) -> None:
 
 @pytest.fixture
 def only_v1() -> Iterator[None]:
-    """crun refuses a host with cgroup v1 and v2 at once."""
+    """Hide cgroup v2: crun refuses a host with both versions."""
     unified = "/sys/fs/cgroup/unified"
     hybrid = os.path.ismount(unified)
     if hybrid:
@@ -156,10 +156,10 @@ def only_v1() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_container_that_stays_in_the_callers_cgroup_is_refused(
+def test_container_in_the_caller_s_cgroup_is_refused(
     only_v1: None, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
-    """crun makes none when it is told so, by either way in."""
+    """crun makes no cgroup when told so, with hook or runtime."""
     node = make_node(simhost, runtime=runtime_path("crun"))
     words = node.way(way)
     low = words.pop("runtime", ("crun",))

@@ -1,4 +1,4 @@
-"""Images that claim, by annotations of a CRI, to be a pod's sandbox or a container of a pod. Podman copies those."""
+"""Images that claim, by annotations of a CRI, to be a pod's sandbox or container. Podman copies such annotations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLAIMS = {"sandbox": (SANDBOX,), "CRI-O sandbox": (CRIO_SANDBOX,), "container": 
 
 @pytest.fixture(params=CLAIMS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """What the image claims to be."""
+    """The image's claim."""
     name: str = request.param
     return name
 
@@ -48,12 +48,12 @@ def device(podman: Podman, etc_cdi: Path) -> tuple[str, str]:
     return ("--device", "nvidia.com/gpu=0")
 
 
-def test_limit_of_the_user_holds(podman: Podman, image: str) -> None:
+def test_user_s_limit_holds(podman: Podman, image: str) -> None:
     assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
 
 
-def test_injected_device_has_the_limit_of_the_user(podman: Podman, image: str, device: tuple[str, str]) -> None:
-    """Also a limit in an annotation, which a name in the image must not turn into one for another container."""
+def test_injected_device_has_the_user_s_limit(podman: Podman, image: str, device: tuple[str, str]) -> None:
+    """Also a limit in an annotation: the image's container name must not assign it to another container."""
     if podman.way == "hook":
         assert "/usr/bin/nvidia-cdi-hook" in refusal(podman, Want(SLEEP, TWO_GIB), *device, image=image)
         return
@@ -66,20 +66,24 @@ def test_injected_device_has_the_limit_of_the_user(podman: Podman, image: str, d
 @pytest.mark.parametrize(
     "rules", [{"require_limits": True}, {"accept": {"cdi": "never"}}, {"allowed_devices": ["7"]}], ids=str
 )
-def test_policy_holds(podman: Podman, image: str, device: tuple[str, str], policy: Policy, rules: object) -> None:
+def test_policy_applies_to_a_claimed_pod(
+    podman: Podman, image: str, device: tuple[str, str], policy: Policy, rules: object
+) -> None:
     policy(**rules)  # type: ignore[arg-type]
-    if (podman.way, rules) == ("hook", {"allowed_devices": ["7"]}):  # the hook takes no device out, nor judges which
+    if (podman.way, rules) == ("hook", {"allowed_devices": ["7"]}):  # the hook neither removes nor checks devices
         return
     said = refusal(podman, Want(SLEEP), *device, image=image)
     assert any(key in said for key in ("require_limits", "policy.accept.cdi", "allowed_devices")), said
     assert podman.node.leases() == []
 
 
-def test_privileges_need_an_entry(podman: Podman, kind: str, image: str, gpus_in_dev: Path, policy: Policy) -> None:
-    """That of a container in a pod, by whose name the image calls itself, is none."""
+def test_privileged_container_of_a_claimed_pod_needs_a_policy_entry(
+    podman: Podman, kind: str, image: str, gpus_in_dev: Path, policy: Policy
+) -> None:
+    """The entry of a pod's container, whose name the image claims, does not count."""
     policy(privileged_containers=["ml/*"])
     remedy = "would make this a container of a pod"
-    if podman.way == "hook":  # which leaves such a container alone when it asks for nothing
+    if podman.way == "hook":  # it leaves such a container without a request unchanged
         said = refusal(podman, Want(SLEEP, TWO_GIB), "--privileged", image=image)
         assert (remedy if kind == "container" else "privileged") in said
     elif kind == "container":

@@ -1,4 +1,4 @@
-"""Images that ask for a GPU past the variables that policy judges: by a VOLUME at the path of its node."""
+"""Images that request a GPU without the variables that policy checks: by a VOLUME at the path of its node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def image(build: Build) -> str:
     return build("VOLUME /dev/nvidia0 /dev/nvidia-caps/nvidia-cap1")
 
 
-def test_volume_at_the_path_of_a_gpu_gives_no_gpu(podman: Podman, image: str, policy: Policy) -> None:
+def test_volume_at_a_gpu_s_path_gives_no_gpu(podman: Podman, image: str, policy: Policy) -> None:
     for rules in ({}, {"accept": {"env": "never", "annotations": "never"}}, {"require_limits": True}):
         policy(**rules)
         with podman.start(Want(SLEEP), image=image) as one:
@@ -29,8 +29,8 @@ def test_volume_at_the_path_of_a_gpu_gives_no_gpu(podman: Podman, image: str, po
             assert "nvidiactl" not in one.exec("ls", "/dev").out
 
 
-def test_volume_at_the_path_of_a_gpu_changes_no_limit(podman: Podman, image: str) -> None:
-    """The hook takes no mount out, so it refuses one where a GPU's node goes."""
+def test_volume_at_a_gpu_s_path_changes_no_limit(podman: Podman, image: str) -> None:
+    """The hook removes no mount, so it refuses one at a GPU's node."""
     if podman.way == "hook":
         assert "mount at" in refusal(podman, Want(SLEEP, TWO_GIB), image=image)
         return

@@ -1,4 +1,4 @@
-"""What a container of podman's may see: devices past us, privileges, user namespaces, volumes; and devices of CDI."""
+"""Devices visible to a podman container: devices from podman itself, privileges, user namespaces, volumes, CDI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.rootfs import run
 
 @pytest.fixture
 def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
-    """A /dev as on a host with two GPUs, which is what podman looks at; nobody is behind those device numbers."""
+    """A /dev as on a host with two GPUs, which podman reads; no driver is behind the device numbers."""
     copy = tmp_path / "dev"
     copy.mkdir()
     run("mount", "-t", "tmpfs", "gpushare-test", copy)
@@ -44,11 +44,11 @@ def gpus_in_dev(tmp_path: Path) -> Iterator[Path]:
     run("umount", "--lazy", copy)
 
 
-# What a container may see
+# Visible devices
 
 
-def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
-    """podman gives it every device of the host; a hook cannot take them away."""
+def test_privileged_container_sees_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
+    """podman adds every device of the host; a hook cannot remove them."""
     want = Want(("ls", "/dev"), TWO_GIB)
     if podman.way == "hook":
         said = refusal(podman, want, "--privileged")
@@ -61,8 +61,8 @@ def test_privileged(podman: Podman, gpus_in_dev: Path) -> None:
     assert podman.run(Want(env=TWO_GIB), 60, "--privileged").answer()["total_bytes"] == 2 * GIB
 
 
-def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
-    """A GPU beside the share, past us."""
+def test_device_flag_for_another_gpu_gives_no_access(podman: Podman, gpus_in_dev: Path) -> None:
+    """podman adds a GPU beside the share."""
     want = Want(("ls", "/dev"), {**TWO_GIB, "GPUSHARE_DEVICES": "0"})
     if podman.way == "hook":
         assert "/dev/nvidia1" in refusal(podman, want, "--device", "/dev/nvidia1")
@@ -73,10 +73,10 @@ def test_device_of_the_host(podman: Podman, gpus_in_dev: Path) -> None:
     assert podman.run(Want(env=TWO_GIB), 60, "--device", "/dev/null:/dev/other").answer()["total_bytes"] == 2 * GIB
 
 
-def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
-    """The nodes are there, so ours stand over them; the other GPU is in sight, and cannot be opened."""
+def test_host_s_dev_as_a_volume_opens_only_granted_gpus(podman: Podman, gpus_in_dev: Path) -> None:
+    """gpushare's nodes cover the existing ones; the other GPU is visible but cannot be opened."""
     granted = [node for node in gpus_in_dev.glob("nvidia*") if node.name != "nvidia1"]
-    for node in granted:  # as the simulated driver's are
+    for node in granted:  # like the simulated driver's
         node.unlink()
         node.touch()
     both = Want(("sh", "-c", f"{PROBE}; cat /dev/nvidia1"), TWO_GIB)
@@ -86,14 +86,14 @@ def test_dev_of_the_host_as_a_volume(podman: Podman, gpus_in_dev: Path) -> None:
     assert [node.stat().st_size for node in granted] == [0] * len(granted)
 
 
-def test_dev_of_the_host_without_gpus_stays_as_it_is(podman: Podman, gpus_in_dev: Path) -> None:
+def test_host_s_dev_without_gpus_is_unchanged(podman: Podman, gpus_in_dev: Path) -> None:
     for node in gpus_in_dev.glob("nvidia*"):
         node.unlink()
     assert "/dev/nvidia0" in refusal(podman, Want(SLEEP, TWO_GIB), "--volume", "/dev:/dev")
     assert list(gpus_in_dev.glob("nvidia*")) == []
 
 
-def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
+def test_limit_holds_in_user_namespaces(podman: Podman, tmp_path: Path) -> None:
     ranges = tmp_path / "subid"
     ranges.write_text("containers:300000:100000\n")
     for name in ("/etc/subuid", "/etc/subgid"):
@@ -111,7 +111,7 @@ def test_user_namespaces(podman: Podman, tmp_path: Path) -> None:
             run("umount", name)
 
 
-def test_two_containers_with_one_volume(podman: Podman) -> None:
+def test_containers_with_one_volume_have_separate_limits(podman: Podman) -> None:
     """Neither sees the other's limit."""
     three = Want(SLEEP, {"GPUSHARE_MEMORY": "3Gi"})
     with (
@@ -128,7 +128,7 @@ def test_two_containers_with_one_volume(podman: Podman) -> None:
 
 @pytest.fixture
 def etc_cdi() -> Iterator[Path]:
-    """Where podman looks for devices of CDI, empty."""
+    """podman's CDI directory, empty."""
     place = Path("/etc/cdi")
     made = place.exists()
     place.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def etc_cdi() -> Iterator[Path]:
 
 @pytest.fixture
 def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
-    """What `gpushare cdi generate` writes, where podman looks; and nobody has told podman of our hooks."""
+    """The output of `gpushare cdi generate` in podman's directory; podman is not configured to run our hooks."""
     aside = tmp_path / "hooks"
     aside.mkdir()
     for path in podman.hooks_dir.iterdir():
@@ -157,8 +157,8 @@ def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
             path.rename(podman.hooks_dir / path.name)
 
 
-def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
-    """With the file alone podman gives a share, which ends with the container; with our runtime, too, there is one."""
+def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
+    """With the CDI file alone podman gives a share, which ends with the container; with our runtime it does as well."""
     (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
     for name in ("any", gpu["uuid"]):
         with podman.start(Want(SLEEP, TWO_GIB), "--device", f"gpushare.io/share={name}") as one:
@@ -167,7 +167,7 @@ def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
             assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
         assert podman.node.leases() == []
     if podman.way == "hook":
-        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device nobody looks at the container"
+        assert podman.run(Want(("ls", OURS), TWO_GIB)).code != 0, "without the device no hook runs"
     assert "which CDI has set" in refusal(
         podman, Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "--device", "gpushare.io/share=any"
     )
@@ -175,8 +175,8 @@ def test_device_of_cdi(podman: Podman, cdi: Path) -> None:
     assert done.code != 0 and "unresolvable CDI devices" in done.err
 
 
-def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
-    """Injected by podman itself, libcuda and hooks and all: enforced by the runtime, refused where only the hook is."""
+def test_nvidia_s_cdi_device_is_limited_or_refused(podman: Podman, etc_cdi: Path) -> None:
+    """podman itself injects it with libcuda and hooks: the runtime enforces the limit, the hook alone refuses it."""
     root = podman.node.driver_root
     described = with_simulated_nodes(nvidia_cdi(root), root)
     described["devices"] = described["devices"][:1]  # this host has one GPU
@@ -190,11 +190,11 @@ def test_device_of_nvidia_s_own_cdi(podman: Podman, etc_cdi: Path) -> None:
         answer = one.exec(PROBE).answer()
         assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
         assert podman.node.leases() == [one.id]
-    with podman.start(Want(SLEEP), *words):  # nobody said how much, so it is the whole device
+    with podman.start(Want(SLEEP), *words):  # no memory limit, so the whole device
         assert "held by" in refusal(podman, Want(SLEEP, TWO_GIB))
 
 
-def test_podmans_own_device_rules_do_not_start_python(podman: Podman, tmp_path: Path) -> None:
+def test_podman_s_default_device_rules_start_no_python(podman: Podman, tmp_path: Path) -> None:
     with podman.start(Want(SLEEP)) as one:
         path = Path(podman.inspect(one.name)["OCIConfigPath"])
         require_no_python(tmp_path / "installed", json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""Images that ask for more beside the limit of their user: what the container has then, as policy says."""
+"""Images that request more beside their user's limit: the container's result under each policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ACCEPT = [("always", False, True), ("privileged", False, False), ("privileged", 
 
 
 class Has(NamedTuple):
-    """What a container can do beyond its limit of memory and compute."""
+    """A container's abilities beyond its limits of memory and compute."""
 
     is_soft: bool
     priority: int
@@ -47,7 +47,7 @@ EVERYTHING = Has(True, 1, True, frozenset(NODES))
 
 @pytest.fixture
 def configure(podman: Podman) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """configure(keys of `policy`) on a host that has what the words ask for, until the end of the test."""
+    """configure(keys of `policy`) on a host that supports the requests, until the end of the test."""
     driverhost.add_features(podman.node.driver_root)
     before = podman.node.config.read_text()
 
@@ -65,12 +65,13 @@ def image(build: Build) -> str:
 
 
 def bundle(podman: Podman, one: PodmanContainer) -> Path:
-    """The directory of its config.json."""
+    """The directory of the container's config.json."""
     return Path(podman.inspect(one.name)["OCIConfigPath"]).parent
 
 
 def has(podman: Podman, one: PodmanContainer) -> Has:
-    """By the limits file that the shim reads, and the nodes in the container. The limit itself is always the user's."""
+    """From the limits file that the shim reads, and the container's nodes. Asserts that the limit itself is the
+    user's."""
     limits = shm_abi.read_limits((podman.node.state / "containers" / one.id / "share" / "limits").read_bytes())
     device = limits.devices[0]
     assert (device.memory_limit_bytes, device.compute_percent) == (2 * GIB, 30)
@@ -82,14 +83,14 @@ def has(podman: Podman, one: PodmanContainer) -> Has:
 
 
 def require_reported(podman: Podman, one: PodmanContainer, ignored: bool) -> None:
-    """`gpushare explain` names each word that was ignored, and no other."""
+    """Assert that `gpushare explain` names exactly the ignored requests."""
     lines = podman.node.cli("explain", str(bundle(podman, one))).stdout.splitlines()
     said = [line for line in lines if line.startswith("ignored") and "policy.accept.widening" in line]
     assert [name for name in WORDS if not any(f" {name}=" in line for line in said)] == ([] if ignored else list(WORDS))
 
 
 @pytest.mark.parametrize(("accept", "privileged", "counts"), ACCEPT)
-def test_image_adds_to_a_limit_where_policy_accepts_it(
+def test_image_s_options_are_added_only_where_policy_accepts_them(
     podman: Podman, image: str, configure: Callable[..., None], accept: str, privileged: bool, counts: bool
 ) -> None:
     configure({"accept": {"widening": accept}})
@@ -98,7 +99,7 @@ def test_image_adds_to_a_limit_where_policy_accepts_it(
         require_reported(podman, one, ignored=not counts)
 
 
-def test_image_adds_nothing_to_a_limit_in_a_cluster(podman: Podman, image: str, configure: Callable[..., None]) -> None:
+def test_image_s_options_are_ignored_in_a_cluster(podman: Podman, image: str, configure: Callable[..., None]) -> None:
     policy: dict[str, Any] = {}
     for key, value in profiles.CLUSTER.items():
         *parents, last = key.split(".")[1:]
@@ -113,7 +114,7 @@ def test_image_adds_nothing_to_a_limit_in_a_cluster(podman: Podman, image: str, 
         require_reported(podman, one, ignored=True)
 
 
-def test_image_replaces_another_schedulers_limit_where_policy_accepts_it(
+def test_image_replaces_a_scheduler_s_limit_only_where_policy_accepts_it(
     podman: Podman, build: Build, configure: Callable[..., None]
 ) -> None:
     image = build("ENV GPUSHARE_MEMORY=8Gi")

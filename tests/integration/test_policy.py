@@ -1,4 +1,4 @@
-"""Policy in real containers: what the node's configuration does not give, nobody gets, and people see why."""
+"""Policy in real containers: what the node's configuration denies is refused or removed, with a reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VIEWS = {
 # Requests
 
 
-def test_what_is_more_than_the_maximum(
+def test_request_above_the_maximum_is_refused(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     env = {"GPUSHARE_MEMORY": "3Gi"}
@@ -39,7 +39,7 @@ def test_what_is_more_than_the_maximum(
     assert strict.leases() == []
 
 
-def test_clamped_and_said_in_explain_inspect_and_log(
+def test_clamped_request_is_reported_in_explain_inspect_and_log(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
 ) -> None:
     log = tmp_path / "log"
@@ -55,7 +55,7 @@ def test_clamped_and_said_in_explain_inspect_and_log(
     assert f"note: slot 0: {said}" in node.cli("explain", str(one.bundle)).stdout
 
 
-def test_injected_devices_that_are_not_accepted(
+def test_injected_devices_are_refused_where_policy_ignores_them(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     node = make_node(simhost, policy={"accept": {"cdi": "never"}})
@@ -63,13 +63,13 @@ def test_injected_devices_that_are_not_accepted(
     def edit(spec: dict[str, Any]) -> None:
         ours = spec["hooks"]
         injected(node)(spec)
-        spec["hooks"] = ours  # NVIDIA's own programs are not here, and do not matter
+        spec["hooks"] = ours  # NVIDIA's own programs are missing here and irrelevant
 
     with pytest.raises(RuntimeFailed, match=r"/dev/nvidia0: .*policy\.accept\.cdi"):
         container(["true"], edit=edit, **node.way(way)).create()
 
 
-def test_cluster_grants_nothing_to_an_image_that_only_names_devices(
+def test_cluster_refuses_an_image_that_only_names_devices(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     from gpushare.config import profiles
@@ -84,7 +84,7 @@ def test_cluster_grants_nothing_to_an_image_that_only_names_devices(
 
 
 def test_device_in_a_sandbox_is_refused(container: MakeContainer, node: Node, way: str) -> None:
-    """A pod's annotations ask for nothing there, but what is injected would be a GPU without a limit."""
+    """A pod's annotations request nothing for it, but an injected device would be a GPU without a limit."""
     sandbox = {"io.kubernetes.cri.container-type": "sandbox", "gpushare.io/memory": "1Gi"}
     assert container(["true"], annotations=sandbox, **node.way(way, cri=True)).run() == 0
     for path, more in (("devices", {"path": "/dev/nvidia0"}), ("resources.devices", {"allow": True, "access": "rw"})):
@@ -98,7 +98,7 @@ def test_device_in_a_sandbox_is_refused(container: MakeContainer, node: Node, wa
             one.start()
 
 
-def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, node: Node, way: str) -> None:
+def test_one_annotation_serves_one_container_of_a_pod(container: MakeContainer, node: Node, way: str) -> None:
     def pod(name: str) -> dict[str, str]:
         pods = {"container-type": "container", "container-name": name, "sandbox-id": "s1"}
         return {"gpushare.io/memory": "1Gi", **{f"io.kubernetes.cri.{key}": value for key, value in pods.items()}}
@@ -111,8 +111,8 @@ def test_one_annotation_for_two_containers_of_a_pod(container: MakeContainer, no
     assert container(["true"], env=env, annotations=pod("a"), **node.way(way, cri=True)).run() == 0
 
 
-def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, way: str) -> None:
-    """The launcher has to find it in the text first."""
+def test_misspelt_limit_is_refused_at_the_start(container: MakeContainer, node: Node, way: str) -> None:
+    """The launcher must detect it in the text first."""
     for name in ("GPUSHAREMEMORY", "GPU_SHARE_MEMORY"):
         with pytest.raises(RuntimeFailed, match=rf"{name}=.*: unknown name; did you mean GPUSHARE_MEMORY\?"):
             container(["true"], env={name: "1Gi"}, **node.way(way)).create()
@@ -121,7 +121,7 @@ def test_misspelt_limit_in_the_real_start(container: MakeContainer, node: Node, 
 # explain
 
 
-def test_explain_as_the_runtime_sees_it(container: MakeContainer, node: Node) -> None:
+def test_explain_shows_the_runtime_s_view(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, edit=injected(node))
     before = (one.bundle / "config.json").read_bytes()
     done = node.cli("explain", str(one.bundle))
@@ -135,14 +135,14 @@ def test_explain_as_the_runtime_sees_it(container: MakeContainer, node: Node) ->
     assert node.leases() == []
 
 
-def test_explain_of_a_plain_bundle_is_the_same_both_ways(container: MakeContainer, node: Node) -> None:
+def test_explain_of_a_plain_bundle_is_the_same_for_hook_and_runtime(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"})
     texts = {node.cli("explain", "--way", way, str(one.bundle)).stdout for way in ("auto", "hook", "runtime")}
     assert len(texts) == 1 and "1 GiB" in texts.pop()
 
 
-def test_explain_of_what_the_runtime_started(container: MakeContainer, node: Node) -> None:
-    """Its config.json holds our own nodes and mounts by now; they are not what it asked for."""
+def test_explain_of_a_running_container_is_unchanged(container: MakeContainer, node: Node) -> None:
+    """Its config.json now has gpushare's nodes and mounts, which must not count as its request."""
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime())
     before = node.cli("explain", "--way", "runtime", str(one.bundle)).stdout
     one.start()
@@ -161,7 +161,7 @@ def view(request: pytest.FixtureRequest) -> Iterator[View]:
 
 @pytest.fixture
 def real_root(make_host: Callable[..., Path]) -> Path:
-    """A driver root with two GPUs whose nodes are character devices, which nothing drives here."""
+    """A driver root with two GPUs whose nodes are character devices without a driver."""
     root = make_host("real", gpus=2, memory_bytes=16 << 30)
     (root / ".gpushare-sim").unlink()
     for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
@@ -176,7 +176,7 @@ def image(tmp_path: Path) -> Path:
 
 
 def privileged(spec: dict[str, Any]) -> None:
-    """What an engine makes of --privileged: all capabilities that matter, all nodes, one rule for all devices."""
+    """The effect of --privileged in an engine: all relevant capabilities, all nodes, one rule for all devices."""
     for kind in spec["process"]["capabilities"].values():
         kind.append("CAP_SYS_ADMIN")
     spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, {"allow": True, "access": "rwm"}]
@@ -188,7 +188,7 @@ def privileged(spec: dict[str, Any]) -> None:
 
 
 def opened(one: Container, major: int, minor: int) -> str:
-    """What opening a node made inside says; "" when it worked. Where mknod is denied, that is the answer."""
+    """Return the error of opening a node made inside, or of a denied mknod; "" when it worked."""
     path = f"/dev/made-{major}-{minor}"
     done = one.exec("sh", "-c", f"mknod {path} c {major} {minor} && exec 3<>{path}")
     return done.stderr.strip().rpartition(": ")[2] if done.returncode else ""
@@ -201,11 +201,11 @@ def test_privileged_container_gets_no_other_gpu(
     env = {"NVIDIA_VISIBLE_DEVICES": "0"}
     rest = {"runtime": node.runtime(), "prefix": view.prefix, "rootfs": image, "edit": privileged}
     one = container(["sleep", "inf"], env=env, **rest).start()
-    assert opened(one, 195, 0) == ENXIO  # granted: as far as the driver, which is not there
+    assert opened(one, 195, 0) == ENXIO  # granted: reaches the driver, which is absent
     assert opened(one, 195, 255) == ENXIO
     for minor in (1, 2, 254):
         assert opened(one, 195, minor) == EPERM
-    assert EPERM not in (opened(one, 1, 1), opened(one, 10, 229))  # all else is as it was
+    assert EPERM not in (opened(one, 1, 1), opened(one, 10, 229))  # everything else is unchanged
     assert one.exec("ls", "/dev/nvidia1").returncode != 0
     one.delete()
     assert node.cli("explain", "--restore", str(one.bundle)).returncode == 0
@@ -226,7 +226,7 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("asks", [True, False], ids=["asks", "silent"])
 @pytest.mark.parametrize("is_privileged", [True, False], ids=["privileged", "ordinary"])
-def test_no_rule_for_devices_reaches_another_gpu(
+def test_device_rules_open_no_other_gpu(
     view: View,
     container: MakeContainer,
     make_node: Callable[..., Node],
@@ -250,16 +250,16 @@ def test_no_rule_for_devices_reaches_another_gpu(
     one = container(["sleep", "inf"], env=env, id="allowed" if asks else "other", **rest).start()
     assert opened(one, 195, 0) == (ENXIO if asks else EPERM)
     assert [opened(one, 195, minor) for minor in (1, 2, 254)] == [EPERM] * 3
-    assert EPERM not in (opened(one, 10, 1 if "minor" in name else 229), opened(one, 9, 0))  # all else is as it was
+    assert EPERM not in (opened(one, 10, 1 if "minor" in name else 229), opened(one, 9, 0))  # all else is unchanged
     one.delete()
     assert node.cli("explain", "--restore", str(one.bundle)).returncode == 0
     assert config_of(one) == one.spec
 
 
-def test_privileged_container_without_an_entry_gets_no_gpu(
+def test_privileged_container_without_policy_entry_gets_no_gpu(
     view: View, container: MakeContainer, make_node: Callable[..., Node], real_root: Path, image: Path
 ) -> None:
-    """It asks for nothing, and its config.json need not even name a device of NVIDIA's."""
+    """It requests nothing, and its config.json need not even name an NVIDIA device."""
     node = make_node(real_root, policy={"privileged_containers": ["allowed"]})
 
     def silent(spec: dict[str, Any]) -> None:
@@ -276,19 +276,19 @@ def test_privileged_container_without_an_entry_gets_no_gpu(
         one.delete()
     with_entry = container(["sleep", "inf"], edit=privileged, rootfs=image, id="allowed", **rest).start()
     assert opened(with_entry, 195, 0) == ENXIO
-    assert config_of(with_entry) == with_entry.spec  # not touched
+    assert config_of(with_entry) == with_entry.spec  # unchanged
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_hook_refuses_rules_that_open_gpus(
     container: MakeContainer, make_node: Callable[..., Node], real_root: Path, name: str
 ) -> None:
-    """It runs after the rules were made."""
+    """The hook runs after the rules were made."""
     node = make_node(real_root)
 
     def edit(spec: dict[str, Any]) -> None:
         rules = [{**rule} for rule in WIDE[name]]
-        for rule in rules if runc.LOW_LEVEL == "crun" else ():  # which writes -1 into cgroup v1 as it is
+        for rule in rules if runc.LOW_LEVEL == "crun" else ():  # crun writes -1 into cgroup v1 as it is
             for key in [key for key, value in rule.items() if value == -1]:
                 del rule[key]
         spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *rules]
@@ -302,10 +302,10 @@ def test_hook_refuses_rules_that_open_gpus(
 
 @pytest.mark.parametrize("key", ["accept", "require_limits"])
 @pytest.mark.parametrize("way", ["hook", "runtime"])
-def test_rule_that_names_a_gpu_is_refused_where_policy_says_so(
+def test_rule_that_names_a_gpu_is_refused_by_policy(
     container: MakeContainer, make_node: Callable[..., Node], real_root: Path, key: str, way: str
 ) -> None:
-    """One for all majors names none, and is narrowed: not every program that asks for /dev/kvm so means a GPU."""
+    """A rule for all majors names no GPU and is narrowed: a program that requests /dev/kvm so need not mean a GPU."""
     node = make_node(real_root, policy={key: {"cdi": "never"} if key == "accept" else True})
 
     def edit(spec: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ def test_rule_that_names_a_gpu_is_refused_where_policy_says_so(
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
-def test_ordinary_container_with_rules_for_gpus_opens_none_under_crun(
+def test_container_without_request_opens_no_gpu_under_crun(
     container: MakeContainer, make_node: Callable[..., Node], real_root: Path
 ) -> None:
     node = make_node(real_root, runtime={"path": str(shutil.which("crun"))})

@@ -1,4 +1,4 @@
-"""/proc/driver/nvidia as a container sees it, over a stand-in for the kernel's directory."""
+"""A container's view of /proc/driver/nvidia, with a stand-in for the kernel's directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def image(base: Path, tmp_path: Path) -> Path:
 
 
 def make_driver_proc(proc: Path, gpus: tuple[str, ...] = GPUS) -> None:
-    """What the kernel's driver shows."""
+    """Make the files that the kernel's driver shows."""
     proc.mkdir(parents=True)
     (proc / "params").write_text(PARAMS)
     (proc / "version").write_text(VERSION)
@@ -50,7 +50,7 @@ def make_driver_proc(proc: Path, gpus: tuple[str, ...] = GPUS) -> None:
 
 
 def files(directory: str) -> dict[str, str]:
-    """Path -> content of every file below it."""
+    """Path -> content of every file below the directory."""
     found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -60,11 +60,11 @@ def files(directory: str) -> dict[str, str]:
 
 
 def seen(box: ns_util.Sandbox) -> dict[str, str]:
-    """What the container finds in /proc/driver/nvidia."""
+    """The files of /proc/driver/nvidia in the container."""
     return dict(box.enter(lambda: files(proc_nvidia_mask.PROC_DIR)))
 
 
-def test_only_granted_gpus_and_no_device_file_changes(image: Path) -> None:
+def test_mask_shows_only_granted_gpus(image: Path) -> None:
     with ns_util.sandbox(image) as box:
         assert len(seen(box)) == 4 + len(GPUS) + len(CAPABILITIES)
         box.apply(Plan("test", (ProcMask(GPUS[1:2]),)))
@@ -82,14 +82,14 @@ def test_bus_ids_compare_without_case(image: Path) -> None:
         assert box.enter(lambda: os.listdir("/proc/driver/nvidia/gpus")) == [GPUS[2]]
 
 
-def test_no_gpu_granted_shows_none(image: Path) -> None:
+def test_mask_without_granted_gpu_is_empty(image: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(()),)))
         assert box.enter(lambda: os.listdir("/proc/driver/nvidia/gpus")) == []
 
 
-def test_granted_mig_capabilities_are_kept_and_no_other(image: Path) -> None:
-    granted = ("gpu0/mig/gi2/access", "gpu0/mig/gi2/ci0/access", "gpu0/mig/gi7/access")  # the last is gone by now
+def test_mask_shows_only_granted_mig_capabilities(image: Path) -> None:
+    granted = ("gpu0/mig/gi2/access", "gpu0/mig/gi2/ci0/access", "gpu0/mig/gi7/access")  # the last one no longer exists
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(GPUS[:1], granted),)))
         kept = {path: text for path, text in seen(box).items() if path.startswith("capabilities/")}
@@ -97,7 +97,7 @@ def test_granted_mig_capabilities_are_kept_and_no_other(image: Path) -> None:
     assert kept == {f"capabilities/{path}": text.format(CAPABILITIES[path]) for path in granted[:2]}
 
 
-def test_it_cannot_be_written(image: Path) -> None:
+def test_mask_is_read_only(image: Path) -> None:
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(GPUS),)))
 
@@ -111,7 +111,7 @@ def test_it_cannot_be_written(image: Path) -> None:
         assert box.enter(write) == 30  # EROFS
 
 
-def test_undo_shows_the_kernels_again_and_the_host_saw_nothing(image: Path) -> None:
+def test_undo_removes_the_mask_and_the_host_is_unchanged(image: Path) -> None:
     host = ns_util.host_mounts()
     with ns_util.sandbox(image) as box:
         before = seen(box)
@@ -120,20 +120,20 @@ def test_undo_shows_the_kernels_again_and_the_host_saw_nothing(image: Path) -> N
         assert ns_util.host_mounts() == host
 
 
-def test_without_the_kernels_directory_nothing_is_mounted(image: Path) -> None:
+def test_missing_proc_directory_mounts_nothing(image: Path) -> None:
     shutil.rmtree(image / "proc/driver")
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", (ProcMask(GPUS),)))
         assert box.mounts() == []
 
 
-def test_on_a_real_procfs_without_the_driver_nothing_happens(image: Path) -> None:
+def test_procfs_without_the_driver_is_unchanged(image: Path) -> None:
     with ns_util.sandbox(image, f"mount -t proc proc {image}/proc") as box:
         box.apply(Plan("test", (ProcMask(GPUS),)))
         assert box.mounts() == ["/proc"]
 
 
-def test_a_fifo_or_link_in_its_place_is_not_followed(image: Path) -> None:
+def test_fifo_or_link_at_the_target_is_not_followed(image: Path) -> None:
     proc = image / "proc/driver/nvidia"
     (proc / "version").unlink()
     os.mkfifo(proc / "version")
@@ -152,5 +152,5 @@ def test_a_fifo_or_link_in_its_place_is_not_followed(image: Path) -> None:
         (b"a: 1\nModifyDeviceFiles: 0", b"a: 1\nModifyDeviceFiles: 0\n"),
     ],
 )
-def test_params(content: bytes, masked: bytes) -> None:
+def test_params_are_masked(content: bytes, masked: bytes) -> None:
     assert proc_nvidia_mask.masked_params(content) == masked

@@ -1,6 +1,5 @@
-"""Containers whose config.json wants mounts to propagate (`linux.rootfsPropagation`), on a host where every mount is
-shared, as systemd leaves it: what we mount shows nowhere but in the container, and so does what the container mounts
-over it."""
+"""Containers whose config.json makes mounts propagate (`linux.rootfsPropagation`), on a host where all mounts are
+shared, as with systemd: gpushare's mounts appear only in the container, and so do the container's mounts over them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.support.tenant import PROGRAM
 MakeContainer = Callable[..., Any]
 RUNTIMES = {"runc": "/usr/sbin/runc", "crun": "/usr/bin/crun"}
 OURS = "/usr/lib/gpushare"
-# What comes from the host, each by a mount of ours: files, directories, a tmpfs
+# All kinds of sources that gpushare mounts from the host: files, directories, a tmpfs
 PLACES = (
     f"/{LIBCUDA}",
     f"{OURS}/limits",
@@ -42,7 +41,7 @@ done
 
 @pytest.fixture
 def shared_host() -> Iterator[None]:
-    """In this run's own mount namespace, which gives nothing back to the machine's."""
+    """Share all mounts of this run's own mount namespace, which does not propagate to the machine's."""
     subprocess.run(["mount", "--make-rslave", "/"], check=True)
     subprocess.run(["mount", "--make-rshared", "/"], check=True)
     yield
@@ -50,7 +49,7 @@ def shared_host() -> Iterator[None]:
 
 
 def with_propagation(word: str) -> Callable[[dict[str, Any]], None]:
-    """It may also mount: what is not stopped by the kernel must be stopped by where we have put things."""
+    """The container may also mount: where the kernel does not stop propagation, the place of gpushare's mounts must."""
 
     def edit(spec: dict[str, Any]) -> None:
         spec["linux"]["rootfsPropagation"] = word
@@ -63,10 +62,10 @@ def with_propagation(word: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.usefixtures("no_leaks", "no_hybrid_cgroups", "shared_host")
 @pytest.mark.parametrize("word", ["slave", "shared", "rshared"])
 @pytest.mark.parametrize("low", RUNTIMES)
-def test_nothing_of_a_share_shows_on_the_host(
+def test_mounts_of_a_share_do_not_propagate_to_the_host(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, low: str, word: str
 ) -> None:
-    """A second container of the same device looks on: what its neighbour covers stays as it is there."""
+    """A second container of the same device checks that its neighbour's mounts do not appear in it."""
     node = make_node(simhost, runtime={"path": RUNTIMES[low]})
     front = {"runtime": node.runtime()} if way == "runtime" else {"hook": node.hook(), "runtime": RUNTIMES[low]}
     one, other = (

@@ -1,4 +1,4 @@
-"""Containers that must not start: what they asked for cannot be had, or makes no sense. Nothing is left of them."""
+"""Containers that must not start: their request cannot be granted or is invalid. Nothing is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tenant import Tenant
 
 NVIDIA = {"NVIDIA_VISIBLE_DEVICES": "all"}
 
-# environment, then what the last line must quote
+# environment, then strings that the last line must quote
 BAD = {
     "no number": ({"GPUSHARE_MEMORY": "banana"}, ("GPUSHARE_MEMORY", "banana")),
     "more than everything": ({"GPUSHARE_MEMORY": "150%"}, ("GPUSHARE_MEMORY", "150%")),
@@ -32,7 +32,7 @@ BAD = {
 
 
 def assert_refused(one: Container, node: Node, quoted: tuple[str, ...]) -> None:
-    """The container does not start, the runtime's last line quotes `quoted`, and no lease is left."""
+    """Assert that the container does not start, the runtime's last line quotes `quoted`, and no lease is left."""
     before = node.leases()
     with pytest.raises(RuntimeFailed) as failed:
         one.start()
@@ -45,12 +45,12 @@ def assert_refused(one: Container, node: Node, quoted: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_request(container: Callable[..., Container], node: Node, name: str, way: str) -> None:
+def test_invalid_request_is_refused(container: Callable[..., Container], node: Node, name: str, way: str) -> None:
     env, quoted = BAD[name]
     assert_refused(container(["true"], env=env, **node.way(way)), node, quoted)
 
 
-def test_contradictory_duplicates(container: Callable[..., Container], node: Node, way: str) -> None:
+def test_contradictory_duplicates_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
     def twice(spec: dict[str, Any]) -> None:
         spec["process"]["env"] += ["GPUSHARE_MEMORY=1Gi", "GPUSHARE_MEMORY=2Gi"]
 
@@ -58,7 +58,7 @@ def test_contradictory_duplicates(container: Callable[..., Container], node: Nod
     assert_refused(one, node, ("GPUSHARE_MEMORY", "1Gi", "2Gi"))
 
 
-def test_container_that_nvidia_s_own_tools_serve_already(container: Callable[..., Container], node: Node) -> None:
+def test_container_with_nvidia_s_hook_is_refused(container: Callable[..., Container], node: Node) -> None:
     def served(spec: dict[str, Any]) -> None:
         spec["hooks"]["createContainer"] = [{"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook"]}]
 
@@ -71,7 +71,7 @@ RULES = ({"access": "rwm"}, {"type": "c", "access": "rwm"}, {"type": "c", "major
 
 
 @pytest.mark.parametrize("rule", [*RULES, None], ids=str)
-def test_hook_cannot_take_away_another_device(
+def test_hook_refuses_a_device_it_cannot_remove(
     container: Callable[..., Container], node: Node, rule: dict[str, Any] | None
 ) -> None:
     def wide(spec: dict[str, Any]) -> None:
@@ -85,17 +85,17 @@ def test_hook_cannot_take_away_another_device(
     assert_refused(one, node, (*said, "gpushare-runtime"))
 
 
-def test_second_container_over_capacity(
+def test_container_beyond_capacity_is_refused(
     tenant: Callable[..., Tenant], container: Callable[..., Container], node: Node, way: str
 ) -> None:
     first = tenant("first", {"GPUSHARE_MEMORY": "12Gi"}, way=way)
     first.container.start()
     first.expect("seen")
     second = container(["true"], env={"GPUSHARE_MEMORY": "8Gi"}, **node.way(way))
-    assert_refused(second, node, ("8", "4"))  # what it asked for, what is free
+    assert_refused(second, node, ("8", "4"))  # requested, free
     assert node.leases() == [first.container.id]
 
-    first.go()  # untouched: it still gets its share, to the last block
+    first.go()  # unaffected: it still gets its share, to the last block
     assert first.expect("full")["got_bytes"] > 11 << 30
     first.container.kill()
     first.container.wait()

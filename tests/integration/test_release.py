@@ -1,4 +1,4 @@
-"""The end of a container, by our poststop hook and by `delete`: what is given back, what is left when it is killed."""
+"""The end of a container, by the poststop hook and by `delete`: releases, and leftovers after a kill."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def lease_dir(node: Node, one: Container) -> Path:
     return node.state / "containers" / one.id
 
 
-def page_numbers(node: Node) -> list[int]:
-    """The pages that other containers look at, of all devices."""
+def activity_numbers(node: Node) -> list[int]:
+    """Numbers of the activity files of all devices, which other containers read."""
     devices = os.listdir(node.state / "devices")
     files = [name for device in devices for name in os.listdir(node.state / "devices" / device) if name.isdigit()]
     numbers = sorted(n for device in devices for n in activity_files.numbers(str(node.state), device))
@@ -39,7 +39,7 @@ def nothing(node: Node, one: Container) -> None:
 
 
 def foreign_name(node: Node, one: Container) -> None:
-    """What a later version may keep there."""
+    """Add a file that a later version may keep there."""
     (lease_dir(node, one) / "later").write_text("")
 
 
@@ -48,54 +48,56 @@ def no_lease(node: Node, one: Container) -> None:
 
 
 def mounted_over(node: Node, one: Container) -> None:
-    """Twice at the page: both go."""
+    """Mount the usage directory a second time: both mounts are removed."""
     rw = lease_dir(node, one) / "rw"
     subprocess.run(["mount", "--bind", rw, rw], check=True)
 
 
 def leftover(node: Node, one: Container) -> None:
-    """Of somebody who was killed before he had removed it."""
+    """Add the leftover of a process that was killed before it removed it."""
     (node.state / "trash" / "1f-4194399" / "share").mkdir(parents=True)
 
 
-def of_a_start_by_an_earlier_version(node: Node, one: Container) -> None:
-    """Which left its launcher a note there."""
+def note_of_an_earlier_version(node: Node, one: Container) -> None:
+    """Add the launcher's note of an earlier version."""
     (lease_dir(node, one) / "adopt").write_bytes(b"gpushare-adopt-5\0")
 
 
 @pytest.mark.parametrize(
-    "change", [nothing, mounted_over, foreign_name, no_lease, leftover, of_a_start_by_an_earlier_version]
+    "change", [nothing, mounted_over, foreign_name, no_lease, leftover, note_of_an_earlier_version]
 )
-def test_poststop_releases(container: MakeContainer, node: Node, change: Callable[[Node, Container], None]) -> None:
-    """Nothing is left, and the page is free."""
+def test_poststop_releases_the_share(
+    container: MakeContainer, node: Node, change: Callable[[Node, Container], None]
+) -> None:
+    """Nothing is left, and the activity file's number is free."""
     one = container(["true"], env=ALL, runtime=node.runtime())
     assert one.run() == 0, one.stderr
-    assert page_numbers(node) == [0]
+    assert activity_numbers(node) == [0]
     change(node, one)
     one.delete()
     assert node.leases() == []
-    if change is not no_lease:  # nobody knows its page then: the next start does
-        assert node.left() == [] and page_numbers(node) == []
+    if change is not no_lease:  # its number is unknown then: the next start frees it
+        assert node.left() == [] and activity_numbers(node) == []
 
 
-def test_words_and_exit_code_of_delete_are_the_runtimes(container: MakeContainer, node: Node) -> None:
+def test_delete_returns_the_runtime_s_output_and_exit_code(container: MakeContainer, node: Node) -> None:
     assert container(["true"], env=ALL, runtime=node.runtime()).run() == 0
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
     command = [*node.runtime(), *one._runtime[-2:]]
 
-    def delete(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, "delete", *words, one.id], capture_output=True, text=True, timeout=60)
+    def delete(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, "delete", *args, one.id], capture_output=True, text=True, timeout=60)
 
     refused = delete()
     assert refused.returncode != 0 and refused.stderr and "gpushare" not in refused.stderr.replace(one.id, "")
-    assert node.leases() == [one.id]  # it runs
+    assert node.leases() == [one.id]  # the container runs
     done = delete("--force")
     assert (done.returncode, done.stderr) == (0, "")
-    assert node.left() == [] and page_numbers(node) == []
+    assert node.left() == [] and activity_numbers(node) == []
 
 
 def test_delete_without_poststop_hook_releases(container: MakeContainer, node: Node) -> None:
-    """runc calls none for what it does not know any more."""
+    """runc calls no hook for a container that it no longer knows."""
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
     lease = leases.find(str(node.state), one.id)
     assert lease is not None
@@ -104,14 +106,14 @@ def test_delete_without_poststop_hook_releases(container: MakeContainer, node: N
     (one.bundle / "runtime" / one.id / "state.json").unlink()
     with pytest.raises(RuntimeFailed):
         one.command("delete", one.id)
-    assert node.left() == [] and page_numbers(node) == []
+    assert node.left() == [] and activity_numbers(node) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_signals_of_a_delete_reach_the_runtime(
+def test_delete_forwards_signals_to_the_runtime(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, number: int
 ) -> None:
-    """And its end by one is ours."""
+    """If a signal ends the runtime, it ends gpushare-runtime too."""
     program = tmp_path / "low"
     program.write_text(
         f'#!/bin/sh\ncase "$*" in *" delete "*) touch {tmp_path}/there; exec sleep 30;; esac\nexec runc "$@"\n'
@@ -120,7 +122,7 @@ def test_signals_of_a_delete_reach_the_runtime(
     node = make_node(simhost, runtime={"path": str(program)})
     one = container(["true"], env=ALL, runtime=node.runtime())
     assert one.run() == 0, one.stderr
-    ignored = signal.signal(number, signal.SIG_DFL)  # under nohup, for one, it is ignored, also by what we start
+    ignored = signal.signal(number, signal.SIG_DFL)  # under nohup it is ignored, and child processes inherit that
     try:
         done = subprocess.Popen([*node.runtime(), *one._runtime[-2:], "delete", one.id])
     finally:
@@ -129,16 +131,16 @@ def test_signals_of_a_delete_reach_the_runtime(
         assert done.poll() is None
     done.send_signal(number)
     assert done.wait(timeout=60) == -number
-    assert node.left() == []  # its program has ended, so its share is free whatever the runtime does
+    assert node.left() == []  # its program has ended, so its share is free with any runtime
     one._runtime = ("runc", *one._runtime[-2:])
 
 
-def test_poststop_killed_at_any_call_is_finished_by_the_next(
+def test_poststop_killed_at_any_call_is_completed_by_the_next_start(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 of the hook at each system call: the next start gets the whole device, and all goes in the end."""
+    """kill -9 of the hook at each system call: the next start gets the whole device, and nothing is left in the end."""
     program = write_runtime(tmp_path, hook=write_adopt(tmp_path, stage="poststop"))
-    for _ in range(2):  # the first start on a host has more to do
+    for _ in range(2):  # the first start on a host does more work
         probe = container(["true"], env=ALL, runtime=node.runtime(program))
         assert probe.run() == 0, probe.stderr
         probe.delete()
@@ -153,9 +155,9 @@ def test_poststop_killed_at_any_call_is_finished_by_the_next(
         kills.left += len(node.left())
         again = container(["true"], env=ALL, name=f"next{at}", runtime=node.runtime())
         assert again.run() == 0, f"call {at} of {total}: {again.stderr}"
-        assert node.leases() == [again.id] and page_numbers(node) == [0]
+        assert node.leases() == [again.id] and activity_numbers(node) == [0]
         again.delete()
-        assert node.left() == [] and page_numbers(node) == [], f"call {at} of {total}"
+        assert node.left() == [] and activity_numbers(node) == [], f"call {at} of {total}"
         for each in (one, again):
             each.close()
     kills.some_left_something()

@@ -1,5 +1,5 @@
-"""Containers of a user without rights over the host, as rootless podman starts them: hook and runtime run as "root" of
-the user's namespace. And started without one, they are refused in one line."""
+"""Containers of an unprivileged user, as rootless podman starts them: hook and runtime run as "root" of the user's
+namespace. Without such a namespace they are refused in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host:
         return self.runtime_dir / "gpushare"
 
     def run(self, way: str, memory: str, namespace: bool = True) -> subprocess.CompletedProcess[str]:
-        """A container that runs the probe, under runc."""
+        """Run a container with the probe, under runc."""
         hook = Hook(BUILD / "bin" / "gpushare-hook", self.node.config, self.state) if way == "hook" else None
         content = spec(
             rootfs=self.rootfs,
@@ -66,7 +66,7 @@ class Host:
 
     @staticmethod
     def _without_rights(content: dict[str, Any], namespace: bool) -> None:
-        """What podman leaves out for a user: devpts' group, sysfs, cgroup rules."""
+        """Remove what podman omits for an unprivileged user: devpts' group, sysfs, cgroup rules."""
         content["mounts"] = [mount for mount in content["mounts"] if mount["type"] not in ("sysfs", "devpts")]
         content["linux"]["namespaces"] = [{"type": kind} for kind in ("pid", "ipc", "uts", "mount")]
         content["linux"].pop("resources")
@@ -86,26 +86,26 @@ def host() -> Iterator[Host]:
         made.node.close()
 
 
-def test_a_users_container_gets_its_share(host: Host, way: str) -> None:
+def test_rootless_container_gets_its_share(host: Host, way: str) -> None:
     done = host.run(way, "4Gi")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["total_bytes"], said["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
-    assert 3 * GIB < said["got_bytes"] <= judge.peak_bytes(host.node.driver_root, said["pidns"]) <= 4 * GIB
+    report = json.loads(done.stdout)
+    assert (report["total_bytes"], report["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
+    assert 3 * GIB < report["got_bytes"] <= judge.peak_bytes(host.node.driver_root, report["pidns"]) <= 4 * GIB
     assert list((host.state / "containers").iterdir()) == [] and list((host.state / "trash").iterdir()) == []
     owners = {os.lstat(path).st_uid for path in host.rootfs.rglob("*")}
-    assert owners == {UID}  # also of what was made in the image
+    assert owners == {UID}  # also of files made in the image
 
 
-def test_a_user_is_refused_what_is_not_free(host: Host, way: str) -> None:
+def test_rootless_container_is_refused_without_free_memory(host: Host, way: str) -> None:
     done = host.run(way, "17Gi")
     assert done.returncode == 1 or (way == "runtime" and done.returncode == 75)
     assert "17Gi asked, 16 GiB free of 16 GiB" in done.stderr and done.stdout == ""
     assert list((host.state / "containers").iterdir()) == []
 
 
-def test_without_a_user_namespace_of_his_own_he_is_told(host: Host, way: str) -> None:
-    """A bare runc calls its hooks outside of the container's user namespace, where a user can mount nothing."""
+def test_missing_user_namespace_is_refused(host: Host, way: str) -> None:
+    """A plain runc calls its hooks outside the container's user namespace, where a user cannot mount."""
     done = host.run(way, "4Gi", namespace=False)
     assert done.returncode != 0 and done.stdout == ""
     assert f"user {UID} may not change the mounts of a container that is started this way; use rootless" in done.stderr

@@ -1,4 +1,4 @@
-"""Podman of an ordinary user: his containers have their limits, and he is told what that is worth."""
+"""Podman of an unprivileged user: containers have their limits, and the user learns that these are cooperative."""
 
 from __future__ import annotations
 
@@ -67,26 +67,26 @@ def gpushare(podman: RootlessPodman, *args: str) -> subprocess.CompletedProcess[
     return subprocess.run(words, capture_output=True, text=True, env=podman.environment(), timeout=60)
 
 
-def test_limit_is_seen_reached_and_kept(podman: RootlessPodman) -> None:
+def test_limit_is_visible_reached_and_enforced(podman: RootlessPodman) -> None:
     answer = podman.run(Want(env=TWO_GIB)).answer()
     assert (answer["devices"], answer["total_bytes"], answer["refused"]) == (1, 2 * GIB, 2)
     assert GIB < peak_bytes(podman.node.driver_root, answer["pidns"]) <= 2 * GIB
 
 
-def test_he_is_told_what_that_is_worth(podman: RootlessPodman) -> None:
-    """By the first line of the container's log, where its runtime's words go (a hook's go nowhere), and by doctor.
-    Nobody is told who asks for nothing."""
+def test_cooperative_limit_is_reported(podman: RootlessPodman) -> None:
+    """The first line of the container's log reports it, where the runtime's output goes (a hook's is lost), and so does
+    doctor. A container without a request gets no such line."""
     told = "rootless, so cooperative only: no device cgroup, and shares of other users are not counted"
     for env, expected in ((TWO_GIB, f"gpushare: {told}\n" if podman.way == "runtime" else ""), ({}, "")):
         with podman.start(Want(SLEEP, env)) as one:
-            one.stop()  # then all of it has been written
+            one.stop()  # then all of it is written
             assert podman.podman("logs", one.name).err == expected
     checks = json.loads(gpushare(podman, "doctor", "--format", "json").stdout)["checks"]
     assert [row["detail"] for row in checks if row["name"] == "rights"] == [told]
 
 
-def test_state_is_the_users_own(podman: RootlessPodman) -> None:
-    """In his runtime directory, in sight of his own programs outside podman's namespaces."""
+def test_state_is_in_the_user_s_runtime_directory(podman: RootlessPodman) -> None:
+    """It is in the user's runtime directory, visible to programs outside podman's namespaces."""
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
         assert one.exec("sh", "-c", "echo > /usr/lib/gpushare/limits").code != 0
@@ -97,7 +97,7 @@ def test_state_is_the_users_own(podman: RootlessPodman) -> None:
         assert not Path("/run/gpushare").exists()
 
 
-def test_his_own_containers_share_what_there_is(podman: RootlessPodman) -> None:
+def test_containers_of_one_user_do_not_exceed_the_device(podman: RootlessPodman) -> None:
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
         with pytest.raises(Refused) as refused:
             podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
@@ -112,12 +112,12 @@ def test_refusal_is_shown(podman: RootlessPodman) -> None:
     assert any("lots" in kept.read_text() for kept in (rootless.STATE / "errors").iterdir())
 
 
-def test_user_of_the_container(podman: RootlessPodman) -> None:
+def test_limit_holds_for_a_container_user(podman: RootlessPodman) -> None:
     answer = podman.run(Want(env=TWO_GIB, user="1000:1000")).answer()
     assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
 
 
-def test_stopped_and_started_again(podman: RootlessPodman) -> None:
+def test_restarted_container_gets_its_share_again(podman: RootlessPodman) -> None:
     with podman.start(Want(SLEEP, TWO_GIB)) as one:
         one.stop()
         one.restart()

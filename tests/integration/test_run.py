@@ -1,4 +1,4 @@
-"""gpushare run: a real program of the host gets a share, and nothing of the host or of the program is any different."""
+"""gpushare run: a host program gets a share, and host and program are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CGROUPS = Path("/sys/fs/cgroup/devices")
 
 @contextlib.contextmanager
 def started(node: Node, *arguments: str, name: str = "held", **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that says "ready" on its output and is killed at the end."""
+    """A program that prints "ready" and is killed at the end."""
     command = words(node, "--name", name, *arguments)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT, **options
@@ -55,18 +55,18 @@ WAYS["shell"] = ("sh", "-c", 'env -u LD_LIBRARY_PATH LD_PRELOAD= "$@"', "sh", *G
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_limit_is_seen_reached_and_kept(node: Node, way: str) -> None:
+def test_limit_is_visible_reached_and_enforced(node: Node, way: str) -> None:
     done = run(node, "--memory", "4Gi", "--", *WAYS[way])
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["total_bytes"], said["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
-    assert 4 * GIB - CONTEXT - 4 * MIB <= said["got_bytes"] <= 4 * GIB
+    report = json.loads(done.stdout)
+    assert (report["total_bytes"], report["nvml_total_bytes"]) == (4 * GIB, 4 * GIB)
+    assert 4 * GIB - CONTEXT - 4 * MIB <= report["got_bytes"] <= 4 * GIB
     peak = judge.peak_bytes(node.driver_root, os.stat("/proc/self/ns/pid").st_ino)
-    assert said["got_bytes"] <= peak <= 4 * GIB
+    assert report["got_bytes"] <= peak <= 4 * GIB
     assert done.stderr == ""
 
 
-def test_two_programs_at_once_each_reach_their_own_limit(node: Node, tmp_path: Path) -> None:
+def test_two_programs_have_separate_limits(node: Node, tmp_path: Path) -> None:
     got = {}
     with contextlib.ExitStack() as stack:
         ends = {}
@@ -78,14 +78,14 @@ def test_two_programs_at_once_each_reach_their_own_limit(node: Node, tmp_path: P
             command = words(node, "--memory", f"{gib}Gi", "--name", name, "--", *programs.TENANT, str(channel))
             process = stack.enter_context(subprocess.Popen(command, env=ENVIRONMENT))
             stack.callback(process.kill)
-            ends[name] = [os.open(channel / fifo, os.O_RDWR) for fifo in ("events", "go")]  # waits for nobody
+            ends[name] = [os.open(channel / fifo, os.O_RDWR) for fifo in ("events", "go")]  # opening must not block
             stack.callback(lambda fds: [os.close(fd) for fd in fds], ends[name])
         for step in ("seen", "full"):
             for name, (events, go) in ends.items():
                 assert select.select([events], [], [], 60)[0], f"{name} is silent before {step!r}"
-                said = json.loads(os.read(events, 4096))
-                assert said["event"] == step
-                got[name] = said.get("got_bytes", 0)
+                report = json.loads(os.read(events, 4096))
+                assert report["event"] == step
+                got[name] = report.get("got_bytes", 0)
                 if step == "seen":
                     os.write(go, b"\n")
         now = judge.taken(node.driver_root, os.stat("/proc/self/ns/pid").st_ino).current_bytes
@@ -98,11 +98,11 @@ def test_two_programs_at_once_each_reach_their_own_limit(node: Node, tmp_path: P
     assert (refused.returncode, refused.stdout) == (75, "") and "0 B free" in refused.stderr
 
 
-# The program is as it would be without us
+# The program's environment is unchanged
 
 
 @pytest.mark.parametrize("directory", ["/", "/usr/lib", "/usr/lib/python3", "/dev/shm", "/etc"])
-def test_everything_that_a_program_inherits_is_as_given(node: Node, directory: str) -> None:
+def test_program_inherits_everything_unchanged(node: Node, directory: str) -> None:
     environment = {**ENVIRONMENT, "LC_ALL": "C", "ODD": "\udcff =x", "EMPTY": "", "GPUSHARE_MEMORY": "2Gi"}
     reader, writer = os.pipe()
     before = (
@@ -129,19 +129,19 @@ def test_everything_that_a_program_inherits_is_as_given(node: Node, directory: s
         os.close(writer)
     for dump in dumps:
         dump["files"] = [(n, "pipe" if n in (1, 2) else path) for n, path in dump["files"]]
-        assert dump.pop("parent") == os.getpid()  # no process of ours is in between
+        assert dump.pop("parent") == os.getpid()  # no process of gpushare is in between
         dump.pop("group"), dump.pop("session")
     assert dumps[0] == dumps[1]
 
 
-def test_default_sigpipe_is_default(node: Node) -> None:
+def test_default_sigpipe_is_kept(node: Node) -> None:
     done = run(node, "--", "sh", "-c", "yes | head -n1; grep SigIgn /proc/self/status", restore_signals=True)
     first, _, ignored = done.stdout.split()
     assert first == "y" and done.stderr == ""
     assert not int(ignored, 16) >> (signal.SIGPIPE - 1) & 1
 
 
-def test_a_terminal_stays_the_controlling_terminal(node: Node) -> None:
+def test_controlling_terminal_is_kept(node: Node) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(words(node)[0], words(node, "--", "sh", "-c", "tty; tty </dev/tty; test -t 2"), ENVIRONMENT)
@@ -166,7 +166,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_exit_codes_are_those_of_the_program(node: Node, end: str) -> None:
+def test_exit_code_is_the_program_s(node: Node, end: str) -> None:
     command, code, said = ENDS[end]
     done = run(node, "--", *command)
     assert (done.returncode, done.stdout) == (code, "") and done.stderr.startswith(said), done.stderr
@@ -175,7 +175,7 @@ def test_exit_codes_are_those_of_the_program(node: Node, end: str) -> None:
         assert node.leases() == []
 
 
-def test_scripts_without_a_header_run_in_the_shell(node: Node, tmp_path: Path) -> None:
+def test_script_without_shebang_runs_in_the_shell(node: Node, tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("echo $0 $*; exit 3\n")
     script.chmod(0o755)
@@ -208,15 +208,15 @@ def test_list_shows_the_command_and_inspect_the_process(node: Node) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_program_leaves_nothing_that_the_next_start_does_not_clean(node: Node, number: int) -> None:
+def test_next_start_cleans_up_after_a_killed_program(node: Node, number: int) -> None:
     with started(node, "--", "sh", "-c", "echo ready; exec sleep 100") as process:
-        assert run(node, "--memory", "1Gi", "--", "true").returncode == 75  # no limit: the device is its own
+        assert run(node, "--memory", "1Gi", "--", "true").returncode == 75  # it has no limit: it uses the whole device
         process.send_signal(number)
         process.wait(30)
     assert listed(node)["held"]["state"] == "ended"
     rows = json.loads(node.cli("doctor", "--format", "json").stdout)["checks"]
     leftovers = next(row for row in rows if row["name"] == "leases")
-    assert leftovers["result"] == "ok", leftovers  # no engine tells of its end: nothing is wrong
+    assert leftovers["result"] == "ok", leftovers  # no engine reports its end: nothing is wrong
     cgroup = (node.state / "containers" / "held" / "cgroup").read_text()
     assert os.path.isdir(cgroup)
     assert run(node, "--memory", "16Gi", "--name", "next", "--", "true").returncode == 0
@@ -225,8 +225,8 @@ def test_a_killed_program_leaves_nothing_that_the_next_start_does_not_clean(node
     assert node.leases() == [] and list((node.state / "trash").iterdir()) == []
 
 
-def test_the_lease_lives_as_long_as_anything_that_the_program_left(node: Node, tmp_path: Path) -> None:
-    """A program that goes into the background holds its memory on."""
+def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
+    """A program that goes into the background keeps its memory."""
     script = f"(exec sleep 100 <&- >&- 2>&-) & echo $! >{tmp_path}/pid; echo ready"
     with started(node, "--memory", "9Gi", "--", "sh", "-c", script) as process:
         assert process.wait(30) == 0
@@ -235,11 +235,11 @@ def test_the_lease_lives_as_long_as_anything_that_the_program_left(node: Node, t
         assert listed(node)["held"]["state"] == "running"
         assert run(node, "--memory", "9Gi", "--", "true").returncode == 75
     finally:
-        processes.kill_and_reap(background)  # an orphan, so it is ours
+        processes.kill_and_reap(background)  # an orphan, so it is our child
     assert run(node, "--memory", "9Gi", "--", "true").returncode == 0
 
 
-def test_a_nested_start_is_refused(node: Node) -> None:
+def test_nested_start_is_refused(node: Node) -> None:
     done = run(node, "--memory", "2Gi", "--", *words(node, "--memory", "1Gi", "--", "true"))
     assert done.returncode == 64 and "this runs in a share of a GPU; start the command as it is" in done.stderr
     assert "Traceback" not in done.stderr
@@ -260,7 +260,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_one_line_and_no_start(node: Node, tmp_path: Path, case: str) -> None:
+def test_invalid_input_is_refused_in_one_line(node: Node, tmp_path: Path, case: str) -> None:
     arguments, code, said = REFUSED[case]
     done = run(node, *arguments, "--", "touch", str(tmp_path / "ran"))
     assert (done.returncode, done.stdout) == (code, "") and said in done.stderr
@@ -268,12 +268,12 @@ def test_bad_input_is_one_line_and_no_start(node: Node, tmp_path: Path, case: st
     assert not (tmp_path / "ran").exists() and node.leases() == []
 
 
-def test_no_command_is_a_usage_error(node: Node) -> None:
+def test_missing_command_is_a_usage_error(node: Node) -> None:
     done = run(node, "--memory", "1Gi")
     assert done.returncode == 2 and "COMMAND" in done.stderr
 
 
-def test_variables_ask_and_flags_win(node: Node) -> None:
+def test_options_override_variables(node: Node) -> None:
     environment = {**ENVIRONMENT, "GPUSHARE_MEMORY": "2Gi", "NVIDIA_VISIBLE_DEVICES": "none"}
     done = run(node, "--", *GRAB, env=environment)
     assert json.loads(done.stdout)["total_bytes"] == 2 * GIB
@@ -285,7 +285,7 @@ def test_variables_ask_and_flags_win(node: Node) -> None:
 
 
 def _host() -> dict[str, tuple[int, ...]]:
-    """Whatever a plan could touch: every name, inode and time in the directories of its targets."""
+    """All that a plan could change: every name, inode and time in the directories of its targets."""
     found = {}
     directories = ("/usr", "/usr/lib", ns_util.LIBDIR, "/usr/bin", "/usr/lib/firmware", "/etc", "/dev")
     for directory in filter(os.path.isdir, directories):
@@ -304,14 +304,14 @@ def _digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def test_the_host_is_untouched(node: Node) -> None:
+def test_host_is_unchanged(node: Node) -> None:
     cache = "/etc/ld.so.cache"
     before, digest, mounts = _host(), _digest(cache), ns_util.host_mounts()
     inside = f"ls {ns_util.LIBDIR}/libcuda.so.1 /dev/nvidia0 >&2 && echo ready; read x"
     with started(node, "--memory", "4Gi", "--", "sh", "-c", inside):
         assert _host() == before and _digest(cache) == digest
         own = [line for line in ns_util.host_mounts() if line not in mounts]
-        assert all(str(node.state) in line for line in own), own  # our state, and the page that `list` reads
+        assert all(str(node.state) in line for line in own), own  # the state directory and a usage file
     assert _host() == before
     script = f"cd {ns_util.LIBDIR}; touch x; rm libcuda.so.1; touch /dev/x; : >{cache}"
     writing = run(node, "--", "bash", "-c", script)
@@ -319,7 +319,7 @@ def test_the_host_is_untouched(node: Node) -> None:
     assert _host() == before and _digest(cache) == digest
 
 
-def test_the_loader_finds_the_shim_by_every_name(node: Node) -> None:
+def test_loader_finds_the_shim_by_each_name(node: Node) -> None:
     script = "import ctypes, json; " + "; ".join(
         f"ctypes.CDLL({name!r})" for name in ("libcuda.so.1", "libcuda.so", f"{ns_util.LIBDIR}/libnvidia-ml.so.1")
     )

@@ -1,4 +1,4 @@
-"""gpushare run: devices that were not granted, by every kind of cgroup that a host can have."""
+"""gpushare run: ungranted devices, with each kind of cgroup setup."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def two_gpus(make_node: Callable[..., Node], make_host: Callable[..., Path]) -> 
     return make_node(make_host("two", gpus=2, memory_bytes=16 * GIB), "two-node")
 
 
-def test_nodes_of_other_gpus_cannot_be_made(two_gpus: Node, tmp_path: Path) -> None:
+def test_nodes_of_other_gpus_cannot_be_made_and_opened(two_gpus: Node, tmp_path: Path) -> None:
     make = "mknod other c 195 1; mknod own c 195 0 && mknod zero c 1 5 && head -c1 zero"
     done = run(two_gpus, "--devices", "0", "--memory", "1Gi", "--", "sh", "-c", make, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "\0"
     assert "Operation not permitted" in done.stderr and not (tmp_path / "other").exists()
 
 
-def test_nodes_of_other_gpus_are_not_there(two_gpus: Node) -> None:
+def test_nodes_of_other_gpus_are_hidden(two_gpus: Node) -> None:
     done = run(two_gpus, "--devices", "1", "--memory", "1Gi", "--", "sh", "-c", "cd /dev; ls -d nvidia*; ls | wc -l")
     *nvidia, count = done.stdout.split()
     assert nvidia == ["nvidia-uvm", "nvidia-uvm-tools", "nvidia1", "nvidiactl"]
@@ -39,8 +39,8 @@ def test_nodes_of_other_gpus_are_not_there(two_gpus: Node) -> None:
     assert int(count) == len(nvidia) + len(others)
 
 
-def test_hidden_nodes_open_for_nobody(tmp_path: Path) -> None:
-    """On a host whose driver has made its nodes: a node is covered by itself, without the right to be a device."""
+def test_hidden_nodes_cannot_be_opened(tmp_path: Path) -> None:
+    """If the host's driver made its nodes, each is covered by itself with a nodev mount."""
     node, scratch = tmp_path / "node", tmp_path / "scratch"
     os.mknod(node, 0o666 | 0o020000, os.makedev(1, 5))
     scratch.mkdir()
@@ -74,8 +74,8 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_cgroups_of_every_kind(two_gpus: Node, tmp_path: Path, view: str) -> None:
-    """On v2 an eBPF program says no; where no cgroup can be made, one line says so and the limit holds all the same."""
+def test_limit_holds_with_each_kind_of_cgroup(two_gpus: Node, tmp_path: Path, view: str) -> None:
+    """On v2 an eBPF program denies access. Without a usable cgroup, one line reports it and the limit still holds."""
     inner = f'mknod {tmp_path}/other c 195 1; mknod {tmp_path}/own c 195 0; exec "$@"'
     command = words(two_gpus, "--devices", "0", "--memory", "2Gi", "--", "sh", "-c", inner, "sh", *GRAB)
     assert two_gpus.cli("refresh").returncode == 0  # the state is the host's, not the view's

@@ -1,4 +1,4 @@
-"""gpushare run by other users than root: the same share, or, without rights over the host, a cooperative one."""
+"""gpushare run by users other than root: the same share, or, unprivileged, a cooperative one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_another_user_gets_the_same_share(node: Node) -> None:
 
 @pytest.fixture
 def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
-    """A node whose files an ordinary user can read; its state directory is not used."""
+    """A node whose files an unprivileged user can read; its state directory is not used."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         made = Node(Path(folder) / "node", make_simhost(Path(folder) / "host", gpus=1, memory_bytes=16 * GIB))
@@ -47,7 +47,7 @@ def users_node(make_node: Callable[..., Node]) -> Iterator[Node]:
 
 
 def as_user(node: Node, *arguments: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
-    """`gpushare ARGUMENTS` of user 4711, who has a session."""
+    """Run `gpushare ARGUMENTS` as user 4711, with a session."""
     program = (str(programs.BUILD / "bin" / "gpushare"), "--config", str(node.config))
     return user(*program, *arguments, node=node, runtime=runtime)
 
@@ -58,7 +58,7 @@ def user(*command: str, node: Node, runtime: str = "") -> subprocess.CompletedPr
     return subprocess.run([*prefix, *command], env=environment, capture_output=True, text=True, timeout=90)
 
 
-def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> None:
+def test_unprivileged_user_gets_a_cooperative_share(users_node: Node) -> None:
     told = "gpushare: rootless, so cooperative only: no device cgroup, and shares of other users are not counted\n"
     script = 'id -u; id -g; grep CapEff /proc/self/status; cat /dev/null && exec "$@"'
     done = as_user(users_node, "run", "--memory", "4Gi", "--name", "mine", "--", "sh", "-c", script, "sh", *GRAB)
@@ -73,7 +73,7 @@ def test_a_user_without_rights_gets_a_cooperative_share(users_node: Node) -> Non
     assert list((state / "containers").iterdir()) == [] and list((state / "trash").iterdir()) == []
 
 
-def test_shares_of_one_user_are_counted(users_node: Node) -> None:
+def test_shares_of_one_user_do_not_exceed_the_device(users_node: Node) -> None:
     command = f"{programs.BUILD}/bin/gpushare --config {users_node.config} run --memory 9Gi"
     script = f"""exec 3< <(exec {command} --name first -- sh -c "echo ready; exec sleep 100")
         read -r line <&3; {command} -- echo ran; echo "$line $?"; kill $!; wait $!"""
@@ -83,7 +83,7 @@ def test_shares_of_one_user_are_counted(users_node: Node) -> None:
     assert done.returncode == 75 and "17Gi asked, 16 GiB free" in done.stderr
 
 
-def test_a_user_changes_his_own_limits(users_node: Node) -> None:
+def test_user_can_change_own_limits(users_node: Node) -> None:
     command = f"{programs.BUILD}/bin/gpushare --config {users_node.config}"
     program = f"""sh -c 'echo ready; read -r go; exec "$@"' sh {" ".join(GRAB)}"""
     script = f"""coproc {command} run --memory 9Gi --name first -- {program}
@@ -95,8 +95,8 @@ def test_a_user_changes_his_own_limits(users_node: Node) -> None:
     assert json.loads(grabbed)["total_bytes"] == json.loads(grabbed)["nvml_total_bytes"] == 2 * GIB
 
 
-def test_a_user_without_a_session_is_told(users_node: Node) -> None:
-    """Somebody else's directory is not taken, whatever the variable says."""
+def test_user_without_session_is_refused(users_node: Node) -> None:
+    """A directory of another user is not used, with any value of the variable."""
     done = as_user(users_node, "run", "--memory", "1Gi", "--", "true", runtime="/tmp")
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 71 and "/run/user/4711/gpushare" in line and "set XDG_RUNTIME_DIR" in line

@@ -1,4 +1,4 @@
-"""gpushare-runtime in front of a real runc: what it changes in a bundle, and what it leaves alone."""
+"""gpushare-runtime with a real runc: its changes to a bundle, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing 
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 
 
-# One container, from beginning to end
+# One container, from start to end
 
 
-def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
+def test_lease_exists_as_long_as_the_container(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
     one.create()
     lease, init = leases.find(str(node.state), one.id), procs.find(one.pid)
@@ -49,15 +49,15 @@ def test_lease_lives_as_long_as_the_container(container: MakeContainer, node: No
     assert refused.run() == 0
 
 
-def test_run_in_the_foreground(container: MakeContainer, node: Node) -> None:
+def test_run_in_the_foreground_gets_a_share(container: MakeContainer, node: Node) -> None:
     one = container(["sh", "-c", "test -e /dev/nvidia0 && test -s /usr/lib/gpushare/limits && exit 7"], env=ALL)
     words = [*node.runtime(), "--root", str(one.bundle / "runtime"), "run", "-b", str(one.bundle), one.id]
     assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 7
     assert node.leases() == []
 
 
-def test_run_that_keeps_the_container_keeps_no_memory(container: MakeContainer, node: Node) -> None:
-    """runc calls no poststop hook then: what its program held goes to the next start, or with the delete."""
+def test_run_with_keep_releases_the_share(container: MakeContainer, node: Node) -> None:
+    """runc calls no poststop hook then: the share is released at the next start or with the delete."""
     one = container(["sh", "-c", "exit 7"], env=ALL)
     words = [*node.runtime(), "--root", str(one.bundle / "runtime")]
     command = [*words, "run", "--keep", "--bundle", str(one.bundle), one.id]
@@ -82,7 +82,7 @@ def test_delete_releases_without_poststop(container: MakeContainer, node: Node) 
     assert node.leases() == []
 
 
-def test_delete_that_fails_keeps_a_living_container_s_lease(container: MakeContainer, node: Node) -> None:
+def test_failed_delete_keeps_the_lease_of_a_running_container(container: MakeContainer, node: Node) -> None:
     one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
     with pytest.raises(RuntimeFailed, match="not stopped"):
         one.command("delete", one.id)
@@ -90,7 +90,7 @@ def test_delete_that_fails_keeps_a_living_container_s_lease(container: MakeConta
     assert one.exec("test", "-s", "/usr/lib/gpushare/rw/usage").returncode == 0
 
 
-def test_driver_files_without_a_gpu(container: MakeContainer, node: Node) -> None:
+def test_driver_files_can_be_requested_without_a_gpu(container: MakeContainer, node: Node) -> None:
     one = container(
         ["sh", "-c", "nvidia-smi --version; ls /dev/nvidia* /usr/lib/gpushare; ldconfig -p | grep libcuda.so.1"],
         env={"NVIDIA_VISIBLE_DEVICES": "none"},
@@ -101,8 +101,8 @@ def test_driver_files_without_a_gpu(container: MakeContainer, node: Node) -> Non
     assert node.leases() == []
 
 
-def test_same_view_as_by_the_hook(container: MakeContainer, node: Node) -> None:
-    """Files, modes, links, mounts and the loader's cache: what a program can find out about us is the same."""
+def test_container_looks_the_same_as_with_the_hook(container: MakeContainer, node: Node) -> None:
+    """Files, modes, links, mounts and the loader's cache are the same: programs cannot see a difference."""
     look = (
         "find /dev/nvidia* /usr/lib/gpushare /usr/lib/*/libcuda* /usr/lib/*/libnvidia* -printf '%p %y %m %l\\n' | sort;"
         "ldconfig -p | grep -E 'cuda|nvidia' | sort;"
@@ -121,7 +121,7 @@ def test_same_view_as_by_the_hook(container: MakeContainer, node: Node) -> None:
 # config.json
 
 
-def test_container_that_asks_for_nothing_is_not_touched(container: MakeContainer, node: Node) -> None:
+def test_container_without_request_is_unchanged(container: MakeContainer, node: Node) -> None:
     one = container(["true"], runtime=node.runtime())
     before = (one.bundle / "config.json").stat()
     assert one.run() == 0
@@ -129,7 +129,7 @@ def test_container_that_asks_for_nothing_is_not_touched(container: MakeContainer
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
 
 
-def test_edit_is_idempotent_and_can_be_taken_back(container: MakeContainer, node: Node) -> None:
+def test_edit_is_idempotent_and_reversible(container: MakeContainer, node: Node) -> None:
     def unusual(spec: dict[str, Any]) -> None:
         spec["vendorField"] = {"kept": [1, None, "\u00e9\U0001f600"]}
         spec["linux"]["devices"] = None
@@ -155,7 +155,7 @@ def test_edit_is_idempotent_and_can_be_taken_back(container: MakeContainer, node
     assert "nothing of gpushare" in node.cli("explain", str(one.bundle), "--restore").stdout
 
 
-def test_edit_goes_when_the_request_goes(container: MakeContainer, node: Node) -> None:
+def test_edit_is_removed_with_the_request(container: MakeContainer, node: Node) -> None:
     one = container(["sh", "-c", "! test -e /usr/lib/gpushare"], env=ONE_GIB, runtime=node.runtime())
     one.create()
     one.delete()
@@ -167,8 +167,8 @@ def test_edit_goes_when_the_request_goes(container: MakeContainer, node: Node) -
     assert APPLIED not in config_of(one)["annotations"] and config_of(one)["mounts"] == one.spec["mounts"]
 
 
-def test_forged_record_is_not_believed(container: MakeContainer, node: Node) -> None:
-    """An image's or a pod's annotation must not add mounts, nor take the engine's own out."""
+def test_forged_record_is_ignored(container: MakeContainer, node: Node) -> None:
+    """An image's or a pod's annotation must not add mounts, nor remove the engine's own."""
     record = {
         "version": 1, "nonce": "0" * 32, "mounts": [["/proc", "proc"]], "devices": [], "rules": [], "annotations": [],
         "made": {}, "leased": True, "removed": [["mounts", 0, {"destination": "/host", "source": "/"}]], "ops": [],
@@ -182,10 +182,10 @@ def test_forged_record_is_not_believed(container: MakeContainer, node: Node) -> 
         one.delete()
 
 
-def test_access_stands_in_the_spec(
+def test_device_access_is_written_into_the_spec(
     container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node]
 ) -> None:
-    """With nodes that are character devices (of another driver root), access is in linux.resources.devices."""
+    """With nodes that are character devices (of another driver root), linux.resources.devices allows access."""
     root = make_host("real", gpus=1, memory_bytes=16 << 30)
     node = make_node(root)
     (root / ".gpushare-sim").unlink()
@@ -198,7 +198,7 @@ def test_access_stands_in_the_spec(
     assert [(rule["minor"], rule["access"]) for rule in rules] == [(0, "rw"), (255, "rw")]
     one.start()
     assert one.exec("test", "-c", "/dev/nvidia0").returncode == 0
-    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the first half
+    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the mknod
     assert other.returncode != 0 and "Operation not permitted" in other.stderr
 
 
@@ -213,20 +213,20 @@ def volume(tmp_path: Path, *files: str) -> Path:
     return directory
 
 
-def test_target_in_a_volume_is_refused_and_both_are_named(
+def test_target_in_a_volume_is_refused_naming_both(
     container: MakeContainer, node: Node, tmp_path: Path, way: str
 ) -> None:
     host = volume(tmp_path)
     one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
     with pytest.raises(RuntimeFailed) as failed:
         one.create()
-    said = failed.value.last_line.replace("\\", "")  # runc quotes what a hook said
+    said = failed.value.last_line.replace("\\", "")  # runc quotes hook output
     assert '"/usr/bin/nvidia-' in said and 'volume at "/usr/bin"' in said
     assert list(host.iterdir()) == []
     assert node.leases() == []
 
 
-def test_volume_over_our_own_directory(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
+def test_volume_over_our_directory_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
     host = volume(tmp_path, "limits")
     mounts = [*python_mounts(), Mount(host, "/usr/lib/gpushare", ("rw",))]
     one = container(["test", "-s", "/usr/lib/gpushare/limits"], env=ONE_GIB, mounts=mounts, **node.way(way))
@@ -235,7 +235,7 @@ def test_volume_over_our_own_directory(container: MakeContainer, node: Node, tmp
 
 
 def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
-    """A libcuda that LD_LIBRARY_PATH leads to, on a mount whose mount point is not even in the image."""
+    """A libcuda that LD_LIBRARY_PATH names, on a mount whose mount point is missing in the image."""
     host = volume(tmp_path)
     (host / "libcuda.so.1").write_bytes(
         (node.driver_root / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03").read_bytes()
@@ -266,7 +266,7 @@ def test_link_out_of_the_library_directories_is_refused(
     assert node.leases() == []
 
 
-# Requests that are half served
+# Requests that other software has partly served
 
 TOTAL = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0)).total)"
 
@@ -294,21 +294,21 @@ def test_injected_devices_alone_take_the_whole_device(container: MakeContainer, 
         container(["true"], env=ONE_GIB, runtime=node.runtime()).create()
 
 
-def test_hook_only_refuses_and_names_the_conflict(container: MakeContainer, node: Node) -> None:
+def test_hook_refuses_nvidia_s_hook_by_name(container: MakeContainer, node: Node) -> None:
     def both(spec: dict[str, Any]) -> None:
         ours = copy.deepcopy(spec["hooks"])
         injected(node)(spec)
         spec["hooks"]["prestart"] = ours["prestart"]
 
     one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
-    with pytest.raises(RuntimeFailed) as failed:  # ours comes first: that other hook is not even on this host
+    with pytest.raises(RuntimeFailed) as failed:  # our hook runs first: the other one is not even on this host
         one.create()
     message = failed.value.message.replace('\\"', '"')
     assert 'config.json already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in message
     assert node.leases() == []
 
 
-def test_our_own_hook_in_the_spec_does_not_run_twice(container: MakeContainer, node: Node) -> None:
+def test_our_hook_in_the_spec_runs_once(container: MakeContainer, node: Node) -> None:
     """containerd's base_runtime_spec with our hook, under gpushare-runtime."""
     one = container(["true"], env=ALL, hook=node.hook(), runtime=node.runtime())
     assert one.run() == 0, one.stderr

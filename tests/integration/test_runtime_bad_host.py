@@ -1,4 +1,4 @@
-"""gpushare-runtime on a host where something is wrong: the low-level runtime, the driver, the disk, our own files."""
+"""gpushare-runtime on a faulty host: the low-level runtime, the driver, the disk, gpushare's own files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_permission(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [no_program, no_permission, Path.mkdir, os.mkfifo], ids=lambda one: one.__name__)
-def test_configured_runtime_is_no_program(
+def test_runtime_that_is_no_program_is_refused(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "low")
@@ -47,15 +47,16 @@ def test_configured_runtime_is_no_program(
         refused(node, container(["true"], env=env), CONFIG, f'"{tmp_path / "low"}"', "set it to runc or crun")
 
 
-def test_configured_runtime_is_relative(container: MakeContainer, make_node: MakeNode, simhost: Path) -> None:
+def test_relative_runtime_path_is_refused(container: MakeContainer, make_node: MakeNode, simhost: Path) -> None:
     node = make_node(simhost, runtime={"path": "runc"})
     refused(node, container(["true"], env=ONE_GIB), CONFIG, "runtime.path", "runc")
 
 
-def test_runtime_that_cannot_be_executed(
+def test_runtime_in_an_unknown_format_is_refused(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path
 ) -> None:
-    """Found and executable, but no format that the kernel knows: noticed only when all is written; taken back."""
+    """Found and executable, but in a format unknown to the kernel: detected after all is written, which is then
+    undone."""
     low = tmp_path / "low"
     low.write_bytes(b"\x7fELFrubbish")
     low.chmod(0o755)
@@ -69,7 +70,7 @@ def test_runtime_that_cannot_be_executed(
     assert traces(node) == []
 
 
-def test_no_runtime_on_this_host(container: MakeContainer, node: Node) -> None:
+def test_missing_runtime_is_refused(container: MakeContainer, node: Node) -> None:
     folders = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin")
     paths = [f"{folder}/{name}" for folder in folders for name in ("runc", "crun")]
     hide = "".join(f"[ ! -e {path} ] || mount --bind /dev/null {path}; " for path in paths)
@@ -81,13 +82,13 @@ def test_no_runtime_on_this_host(container: MakeContainer, node: Node) -> None:
 # The driver
 
 
-def test_driver_root_without_a_driver(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
+def test_driver_root_without_driver_is_refused(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     node = make_node(tmp_path / "bare")
     refused(node, container(["true"], env=ONE_GIB), DEVICE, "driver")
 
 
-def test_driver_root_that_is_not_there(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
+def test_missing_driver_root_is_refused(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
     node = make_node(tmp_path / "missing")
     refused(node, container(["true"], env=ONE_GIB), DEVICE, "driver")
 
@@ -100,21 +101,21 @@ def libraries(simhost: Path, stem: str) -> list[Path]:
     return [path for path in simhost.rglob(f"{stem}.so.{version_of(simhost)}") if not path.is_symlink()]
 
 
-def test_two_driver_versions_at_once(container: MakeContainer, node: Node, simhost: Path) -> None:
-    """libcuda of the loaded driver, libnvidia-ml of another: an update that was interrupted."""
+def test_mixed_driver_versions_are_refused(container: MakeContainer, node: Node, simhost: Path) -> None:
+    """libcuda of the loaded driver, libnvidia-ml of another: an interrupted update."""
     for path in libraries(simhost, "libnvidia-ml"):
         path.rename(path.with_name("libnvidia-ml.so.999.99"))
     refused(node, container(["true"], env=ONE_GIB), DEVICE, "libnvidia-ml", version_of(simhost))
 
 
-def test_driver_upgrade_counts_at_the_next_start(container: MakeContainer, node: Node, simhost: Path) -> None:
+def test_driver_upgrade_applies_at_the_next_start(container: MakeContainer, node: Node, simhost: Path) -> None:
     starts(node, container)
     old, new = version_of(simhost), "999.12.34"
     (simhost / "sys/module/nvidia/version").write_text(f"{new}\n")
     proc = simhost / "proc/driver/nvidia/version"
     if proc.exists():
         proc.write_text(proc.read_text().replace(old, new))
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, new)  # its libraries are not there yet
+    refused(node, container(["true"], env=ONE_GIB), DEVICE, new)  # its libraries are not installed yet
     for path in [path for path in simhost.rglob(f"*.so.{old}") if not path.is_symlink()]:
         path.rename(path.with_name(path.name.replace(old, new)))
     one = container(["ls", "/usr/lib/x86_64-linux-gnu"], env=ONE_GIB, runtime=node.runtime())
@@ -122,7 +123,7 @@ def test_driver_upgrade_counts_at_the_next_start(container: MakeContainer, node:
     assert f"libcuda.so.{new}" in one.stdout.split() and f"libcuda.so.{old}" not in one.stdout.split()
 
 
-# No room, no right to write
+# No space, no write permission
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> Path:
-    """Takes all that is left."""
+    """Use all remaining space."""
     path = directory / "filler"
     with path.open("wb", buffering=0) as file:
         try:
@@ -147,7 +148,7 @@ def fill(directory: Path) -> Path:
     return path
 
 
-def test_no_room_beside_config_json(node: Node, small_disk: Path, container: MakeContainer) -> None:
+def test_full_bundle_directory_is_refused(node: Node, small_disk: Path, container: MakeContainer) -> None:
     starts(node, container)
     with Container(small_disk, ["true"], env=ONE_GIB) as one:
         filler = fill(small_disk)
@@ -164,7 +165,7 @@ def test_no_room_beside_config_json(node: Node, small_disk: Path, container: Mak
     starts(node, container)
 
 
-def test_bundle_that_cannot_be_written(node: Node, container: MakeContainer) -> None:
+def test_read_only_bundle_is_refused(node: Node, container: MakeContainer) -> None:
     one = container(["true"], env=ONE_GIB)
     rootfs.run("mount", "--rbind", one.bundle, one.bundle)
     rootfs.run("mount", "-o", "remount,bind,ro", one.bundle)
@@ -176,7 +177,7 @@ def test_bundle_that_cannot_be_written(node: Node, container: MakeContainer) -> 
     starts(node, container)
 
 
-def test_state_directory_that_is_full(node: Node, container: MakeContainer) -> None:
+def test_full_state_directory_is_refused(node: Node, container: MakeContainer) -> None:
     starts(node, container)
     filler = fill(node.state)
     assert filler.stat().st_size > 0
@@ -185,7 +186,7 @@ def test_state_directory_that_is_full(node: Node, container: MakeContainer) -> N
     starts(node, container)
 
 
-def test_state_directory_that_cannot_be_made(container: MakeContainer, make_node: MakeNode, simhost: Path) -> None:
+def test_impossible_state_directory_is_refused(container: MakeContainer, make_node: MakeNode, simhost: Path) -> None:
     node = make_node(simhost)
     parent = node.state.parent
     node.state.rmdir()
@@ -199,7 +200,7 @@ def test_state_directory_that_cannot_be_made(container: MakeContainer, make_node
     starts(node, container)
 
 
-def test_state_directory_that_is_read_only(node: Node, container: MakeContainer) -> None:
+def test_read_only_state_directory_is_refused(node: Node, container: MakeContainer) -> None:
     starts(node, container)
     rootfs.run("mount", "-o", "remount,ro", node.state)
     try:
@@ -209,7 +210,7 @@ def test_state_directory_that_is_read_only(node: Node, container: MakeContainer)
     starts(node, container)
 
 
-def test_configuration_that_is_wrong(node: Node, container: MakeContainer, simhost: Path) -> None:
+def test_invalid_configuration_is_refused(node: Node, container: MakeContainer, simhost: Path) -> None:
     for content in ("version: 1\nunknown_key: 1\n", "[", "\0", "version: 2\n"):
         node.config.write_text(content)
         refused(node, container(["true"], env=ONE_GIB), CONFIG, str(node.config))

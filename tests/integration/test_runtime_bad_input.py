@@ -1,4 +1,4 @@
-"""What gpushare-runtime is given and cannot use: one clear line, on stderr and in the engine's log, nothing done."""
+"""Invalid input of gpushare-runtime: one clear line on stderr and in the engine's log, and nothing done."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.support.host import Node
 from tests.support.runc import Container
 
 
-def test_second_start_of_a_bundle_leaves_the_first_one_s_edit(container: MakeContainer, node: Node) -> None:
-    """The first start's runtime may not have read config.json yet: without our edit the container would get what the
-    engine put there, without a limit."""
+def test_second_start_of_a_bundle_keeps_the_first_edit(container: MakeContainer, node: Node) -> None:
+    """The first start's runtime may not have read config.json yet: without the edit it would read the engine's
+    original, without a limit."""
     one = container(["sleep", "inf"], env=ONE_GIB, runtime=node.runtime()).start()
     before = files(one.bundle)
     assert "gpushare.io/applied" in json.loads(before["config.json"])["annotations"]
@@ -47,7 +47,7 @@ def test_second_start_of_a_bundle_leaves_the_first_one_s_edit(container: MakeCon
     assert node.leases() == [one.id]
 
 
-# config.json, as a file
+# config.json as a file
 
 
 def fifo(path: Path) -> None:
@@ -107,7 +107,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("make", FILES, ids=lambda one: one.__name__)
-def test_config_that_cannot_be_read(container: MakeContainer, node: Node, make: Callable[[Path], None]) -> None:
+def test_unreadable_config_is_refused(container: MakeContainer, node: Node, make: Callable[[Path], None]) -> None:
     one = container(["true"], env=ONE_GIB)
     (one.bundle / "config.json").unlink()
     make(one.bundle / "config.json")
@@ -115,7 +115,7 @@ def test_config_that_cannot_be_read(container: MakeContainer, node: Node, make: 
     starts(node, container)
 
 
-# config.json, as a value
+# config.json as a value
 
 
 LINES = {
@@ -130,30 +130,30 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_variable_that_is_not_one(container: MakeContainer, node: Node, name: str) -> None:
+def test_malformed_variable_is_refused(container: MakeContainer, node: Node, name: str) -> None:
     line, code, word = LINES[name]
     refused(node, container(["true"], edit=lambda spec: spec["process"]["env"].append(line)), code, word)
 
 
-def test_other_variable_may_be_long(container: MakeContainer, node: Node) -> None:
-    """The kernel takes 128 KiB in one; here the file counts, not the program."""
+def test_long_variable_of_another_name_is_accepted(container: MakeContainer, node: Node) -> None:
+    """The kernel accepts 128 KiB in one variable; here only the file matters."""
     one = container(["true"], env={**ONE_GIB, "OTHER": "x" * (100 << 10)}, runtime=node.runtime())
     assert one.run() == 0, one.stderr
 
 
 @pytest.mark.parametrize("id", ["../escape", "..", "a/b", "a b", "x" * 300, "new\nline", "\u00e9"])
-def test_id_that_could_leave_the_state_directory(container: MakeContainer, node: Node, id: str) -> None:
+def test_id_with_a_path_is_refused(container: MakeContainer, node: Node, id: str) -> None:
     refused(node, container(["true"], env=ONE_GIB), USAGE, "container id", id=id)
     assert not (node.state / "escape").exists() and not (node.state.parent / "escape").exists()
 
 
 @pytest.mark.parametrize("key", ["gpushare.io/devices", "gpushare.io/memory"])
-def test_annotation_with_a_path(container: MakeContainer, node: Node, key: str) -> None:
+def test_annotation_with_a_path_is_refused(container: MakeContainer, node: Node, key: str) -> None:
     one = container(["true"], annotations={"gpushare.io/memory": "1Gi", key: "../../../etc/shadow"})
     assert "shadow" in refused(node, one, USAGE, key)
 
 
-# Any value at all in the fields that we read
+# Any value in the fields that gpushare reads
 
 READ = (
     "annotations", "annotations.x", "hooks", "hooks.prestart", "hooks.prestart.0", "hooks.prestart.0.path",
@@ -173,7 +173,7 @@ VALUE = st.recursive(
 
 
 def put(spec: dict[str, Any], path: str, value: Any) -> None:
-    """Sets a field, and what is above it where that is missing."""
+    """Set a field, and create its missing parents."""
     *above, last = path.split(".")
     here: Any = spec
     for step, following in zip(above, [*above[1:], last]):
@@ -190,7 +190,7 @@ def put(spec: dict[str, Any], path: str, value: Any) -> None:
 
 
 class Tried:
-    """One `create` in a child of this process, so that hundreds take seconds: (exit code, stderr)."""
+    """One `create` in a forked child, so that hundreds take seconds: (exit code, stderr)."""
 
     def __init__(self, node: Node, one: Container) -> None:
         self._words = ["--gpushare-config", str(node.config), "--gpushare-state", str(node.state)]
@@ -229,7 +229,7 @@ def tried(container: MakeContainer, make_node: MakeNode, simhost: Path) -> Itera
 @example(changes={"mounts.0.destination": "\ud800"})
 @example(changes={"linux.devices": [{"path": "/dev/nvidia0", "major": [195], "minor": {}}]})
 @example(changes={"linux.resources.devices": [{"allow": True, "major": [], "minor": {}}]})
-def test_whatever_is_in_there_the_answer_is_one_line(
+def test_arbitrary_config_starts_or_is_refused_in_one_line(
     tried: tuple[Tried, Container, Node], changes: dict[str, Any]
 ) -> None:
     attempt, one, node = tried
@@ -238,7 +238,7 @@ def test_whatever_is_in_there_the_answer_is_one_line(
         try:
             put(spec, path, value)
         except (IndexError, ValueError, TypeError, AttributeError):
-            pass  # the first change left no place for the second
+            pass  # the first change removed the second one's parent
     before = json.dumps(spec).encode()
     (one.bundle / "config.json").write_bytes(before)
     code, text = attempt.run()

@@ -1,4 +1,4 @@
-"""Which bundle gpushare-runtime reads: the one that the low-level runtime then starts, however the line names it."""
+"""gpushare-runtime reads the bundle that the low-level runtime then starts, however the arguments name it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOOK = ["sh", "-c", "test ! -e /usr/lib/gpushare/limits || exit 7"]
 pytestmark = pytest.mark.usefixtures("no_hybrid_cgroups")
 
 
-def run(one: Container, *words: str, cwd: Path) -> tuple[int, str]:
-    """`gpushare-runtime run` in the directory `cwd`, where a shell would have come by that very path."""
+def run(one: Container, *args: str, cwd: Path) -> tuple[int, str]:
+    """Run `gpushare-runtime run` in the directory `cwd`, as a shell would that entered by that path."""
     environment = {**os.environ, "PWD": str(cwd)}
     done = subprocess.run(
-        [*one._runtime, "run", *words, one.id],
+        [*one._runtime, "run", *args, one.id],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment,
     )  # fmt: skip
     return done.returncode, done.stderr
@@ -34,10 +34,10 @@ def run(one: Container, *words: str, cwd: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("words", [["--bundle", "link"], ["--bundle", "disk/.."], []], ids=" ".join)
-def test_bundle_behind_a_link(
+def test_bundle_behind_a_link_is_found(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str, words: list[str]
 ) -> None:
-    """The runtime's hooks are told its real path, by runc also what PWD says."""
+    """The runtime's hooks get its real path, with runc also that of PWD."""
     node = make_node(simhost, runtime={"path": RUNTIMES[runtime]})
     one = container(LOOK, env=SHARE, runtime=node.runtime())
     (tmp_path / "link").symlink_to(one.bundle)
@@ -47,7 +47,7 @@ def test_bundle_behind_a_link(
 
 
 @pytest.mark.parametrize("first", ["--bundle", "-b"])
-def test_last_bundle_of_the_line_counts_for_crun(
+def test_last_bundle_option_counts_for_crun(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, first: str
 ) -> None:
     node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
@@ -57,10 +57,10 @@ def test_last_bundle_of_the_line_counts_for_crun(
 
 
 @pytest.mark.parametrize("absolute", [True, False])
-def test_config_of_another_name_is_not_of_the_bundle(
+def test_crun_s_config_option_is_followed(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, absolute: bool
 ) -> None:
-    """crun's --config: a path from where crun is called, and what is in it from the bundle on."""
+    """crun's --config: relative to crun's directory, while the paths in it are relative to the bundle."""
     node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
     one, other = container(LOOK, env=SHARE, runtime=node.runtime()), container(LOOK)
     shutil.move(one.bundle / "config.json", tmp_path / "asks.json")
@@ -72,10 +72,10 @@ def test_config_of_another_name_is_not_of_the_bundle(
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_share_of_another_start_of_the_bundle_is_refused(
+def test_concurrent_edit_of_the_bundle_is_refused(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str
 ) -> None:
-    """Between its edit and the low-level runtime's look at config.json another start edits it."""
+    """Another start edits config.json between this start's edit and the low-level runtime's read."""
     low = tmp_path / "low"
     node = make_node(simhost, runtime={"path": str(low)})
     one = container(LOOK, env=SHARE, runtime=node.runtime())

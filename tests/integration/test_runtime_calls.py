@@ -1,4 +1,4 @@
-"""gpushare-runtime as the low-level runtime's stand-in: what it passes on, how it ends, and where it says why."""
+"""gpushare-runtime in place of the low-level runtime: the arguments it passes on, its exit, and its error output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
 
 
-# A low-level runtime that writes down what it was given. The last line is how it ends.
+# A low-level runtime that writes down its arguments. Its last line is how it exits.
 FAKE = """#!/bin/bash
 dir={dir}
 printf '%s\\n' "$@" >$dir/words
@@ -44,7 +44,7 @@ def fake(directory: Path, end: str = "exit 0") -> Path:
 
 @pytest.fixture
 def spy(make_node: Callable[..., Node], simhost: Path, tmp_path: Path) -> Callable[..., Node]:
-    """spy(end) -> a node whose low-level runtime writes down what it was given, and ends with `end`."""
+    """spy(end) -> a node whose low-level runtime writes down its arguments and exits with `end`."""
 
     def make(end: str = "exit 0") -> Node:
         return make_node(simhost, runtime={"path": str(fake(tmp_path, end))})
@@ -52,15 +52,15 @@ def spy(make_node: Callable[..., Node], simhost: Path, tmp_path: Path) -> Callab
     return make
 
 
-def call(node: Node, *words: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [*node.runtime(), *words]
+def call(node: Node, *args: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [*node.runtime(), *args]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, **arguments)
 
 
 # The low-level runtime
 
 
-def test_other_commands_are_passed_on_word_for_word(spy: Callable[..., Node], tmp_path: Path) -> None:
+def test_other_commands_are_passed_on_unchanged(spy: Callable[..., Node], tmp_path: Path) -> None:
     node = spy()
     for words in (
         ["--root", "/x", "start", "create"],
@@ -69,17 +69,17 @@ def test_other_commands_are_passed_on_word_for_word(spy: Callable[..., Node], tm
         ["-log=/l", "--systemd-cgroup", "exec", "-t", "c", "sh", "-c", "create --bundle"],
         ["--cgroup-manager", "disabled", "state", "c"],
         ["checkpoint", "--image-path", "/i", "c"],
-        ["--strange", "value", "kill", "c", "KILL"],  # no reading of this could start anything
+        ["--strange", "value", "kill", "c", "KILL"],  # cannot start a container under any interpretation
     ):
         assert call(node, *words).returncode == 0
         assert (tmp_path / "words").read_text() == "".join(f"{word}\n" for word in words or [""])
 
 
 @pytest.mark.parametrize("command", ["state", "create", "asking", "delete"])
-def test_process_is_as_the_engine_made_it(
+def test_runtime_inherits_the_engine_s_process_state(
     spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, command: str
 ) -> None:
-    """Environment, ignored and blocked signals, umask, directory; pid too, as a create that becomes runc keeps it."""
+    """Environment, ignored and blocked signals, umask and directory; also the pid, as create executes runc."""
     node = spy()
     one = container(["true"], env=ONE_GIB if command == "asking" else {})
     words = {
@@ -97,7 +97,7 @@ def test_process_is_as_the_engine_made_it(
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
 
-    for _ in range(2):  # what is compiled for all starts, then from it
+    for _ in range(2):  # first compile the configuration, then use it
         process = subprocess.Popen([*node.runtime(), *words], env=environment, cwd=tmp_path, preexec_fn=prepare)
         assert process.wait(60) == 0
         assert (tmp_path / "pid").read_text() == f"{process.pid}\n"
@@ -106,7 +106,7 @@ def test_process_is_as_the_engine_made_it(
         blocked, ignored = (
             int(line.split()[1], 16) for line in sorted((tmp_path / "signals").read_text().splitlines())
         )
-        ours = [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ]  # bash itself changes others
+        ours = [signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE, signal.SIGXFSZ]  # bash itself changes other signals
         assert [number for number in ours if ignored >> (number - 1) & 1] == [signal.SIGHUP]
         assert [number for number in ours if blocked >> (number - 1) & 1] == [signal.SIGUSR1]
         assert (tmp_path / "umask").read_text() == "0027\n"
@@ -115,19 +115,19 @@ def test_process_is_as_the_engine_made_it(
 
 @pytest.mark.parametrize(("end", "code"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)])
 @pytest.mark.parametrize("command", ["state", "create", "delete"])
-def test_exit_codes_and_signals_are_the_low_level_runtime_s(
+def test_exit_code_or_signal_is_the_low_level_runtime_s(
     spy: Callable[..., Node], container: MakeContainer, end: str, code: int, command: str
 ) -> None:
     node = spy(end)
     one = container(["true"], env=ONE_GIB)
     bundle = ["--bundle", str(one.bundle)] if command == "create" else []
-    if command == "delete":  # of a container that we know
+    if command == "delete":  # of a known container
         call(node, "create", "--bundle", str(one.bundle), one.id)
         assert node.leases() == [one.id]
     assert call(node, command, *bundle, one.id).returncode == code
 
 
-def test_create_that_fails_below_leaves_no_lease(container: MakeContainer, node: Node) -> None:
+def test_failed_create_of_the_low_level_runtime_leaves_no_lease(container: MakeContainer, node: Node) -> None:
     """runc calls poststop then, though its own process, which holds the reservation, is alive."""
     one = container(["/no/such/program"], env=ALL, runtime=node.runtime())
     with pytest.raises(RuntimeFailed, match="no such file"):
@@ -144,15 +144,17 @@ def test_create_that_fails_below_leaves_no_lease(container: MakeContainer, node:
     assert node.leases() == []
 
 
-def test_killed_before_it_became_runc_blocks_nothing(spy: Callable[..., Node], container: MakeContainer) -> None:
-    """crun calls no poststop after a failed create: the reservation died with its process."""
+def test_runtime_killed_before_exec_blocks_no_memory(spy: Callable[..., Node], container: MakeContainer) -> None:
+    """crun calls no poststop after a failed create: the reservation ended with its process."""
     node = spy("kill -KILL $$")
     for _ in range(2):
         one = container(["true"], env=ALL)
         assert call(node, "create", "--bundle", str(one.bundle), one.id).returncode == -9
 
 
-def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, container: MakeContainer) -> None:
+def test_missing_low_level_runtime_is_reported(
+    make_node: Callable[..., Node], simhost: Path, container: MakeContainer
+) -> None:
     node = make_node(simhost, runtime={"path": "/nowhere/runc"})
     one = container(["true"], env=ALL)
     done = call(node, "create", "--bundle", str(one.bundle), one.id)
@@ -161,7 +163,7 @@ def test_no_low_level_runtime(make_node: Callable[..., Node], simhost: Path, con
     assert config_of(one) == one.spec and node.leases() == []
 
 
-def test_edited_configuration_counts_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
+def test_edited_configuration_applies_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
     node = spy()
     assert call(node, "state", "c").returncode == 0
     config = json.loads(node.config.read_text())
@@ -171,13 +173,13 @@ def test_edited_configuration_counts_at_once(spy: Callable[..., Node], tmp_path:
     node.config.write_text(json.dumps(config))
     assert call(node, "state", "c").returncode == 3
     node.config.write_text("no: yaml: at: all")
-    assert call(node, "state", "c").returncode == 3  # what runs must stay manageable
+    assert call(node, "state", "c").returncode == 3  # running containers must stay manageable
 
 
 # Command lines
 
 
-def test_container_may_be_called_create(container: MakeContainer, node: Node) -> None:
+def test_container_id_may_be_create(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ONE_GIB, runtime=node.runtime(), id="create")
     assert one.run() == 0, one.stderr
     assert node.leases() == ["create"]
@@ -186,7 +188,9 @@ def test_container_may_be_called_create(container: MakeContainer, node: Node) ->
 
 
 @pytest.mark.parametrize("flags", [["-b", "{}"], ["--bundle={}"], ["-bundle", "{}"], ["-b={}"], []], ids=" ".join)
-def test_every_spelling_of_the_bundle(spy: Callable[..., Node], container: MakeContainer, flags: list[str]) -> None:
+def test_each_spelling_of_the_bundle_option_is_found(
+    spy: Callable[..., Node], container: MakeContainer, flags: list[str]
+) -> None:
     node = spy()
     one = container(["true"], env=ONE_GIB)
     words = [flag.format(one.bundle) for flag in flags]
@@ -195,7 +199,7 @@ def test_every_spelling_of_the_bundle(spy: Callable[..., Node], container: MakeC
 
 
 @pytest.mark.parametrize("words", [["--new-flag", "create"], ["create", "--new-flag", "x"], ["create", "--bundle"]])
-def test_unknown_flag_never_starts_a_container_without_its_limit(
+def test_unknown_option_starts_no_unlimited_container(
     spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, words: list[str]
 ) -> None:
     node = spy()
@@ -214,11 +218,13 @@ def test_restore_of_a_share_is_refused(spy: Callable[..., Node], container: Make
     assert call(node, "restore", "--image-path", "/i", "--bundle", str(plain.bundle), plain.id).returncode == 0
 
 
-# Refusals, where the engine's user sees them
+# Refusals, shown to the engine's user
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tmp_path: Path, log_format: str) -> None:
+def test_refusal_is_written_to_the_engine_s_log(
+    container: MakeContainer, node: Node, tmp_path: Path, log_format: str
+) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": 'ba"nana'})
     log = tmp_path / "log"
     log.write_text("before\n")
@@ -236,7 +242,7 @@ def test_refusal_is_in_the_engine_s_log(container: MakeContainer, node: Node, tm
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"mounts": {}, "process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'])
-def test_config_that_makes_no_sense(container: MakeContainer, node: Node, content: bytes) -> None:
+def test_malformed_config_is_not_changed(container: MakeContainer, node: Node, content: bytes) -> None:
     one = container(["true"], env=ALL)
     (one.bundle / "config.json").write_bytes(content)
     done = call(node, "create", "--bundle", str(one.bundle), one.id)
@@ -245,7 +251,7 @@ def test_config_that_makes_no_sense(container: MakeContainer, node: Node, conten
     assert node.leases() == []
 
 
-def test_config_that_is_missing_or_huge(container: MakeContainer, node: Node) -> None:
+def test_missing_or_huge_config_is_refused(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env=ALL)
     path = one.bundle / "config.json"
     with path.open("ab") as file:
@@ -258,14 +264,14 @@ def test_config_that_is_missing_or_huge(container: MakeContainer, node: Node) ->
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
-def test_crun_shows_what_our_hook_says(container: MakeContainer, make_node: Callable[..., Node], simhost: Path) -> None:
-    """Stock crun prints nothing of a hook; our runtime tells it where to."""
+def test_crun_shows_our_hook_s_output(container: MakeContainer, make_node: Callable[..., Node], simhost: Path) -> None:
+    """Stock crun shows no hook output; gpushare-runtime gives crun an output file."""
     node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
     one = container(["true"], env=ALL, runtime=node.runtime())
 
     spec = config_of(one)
     steal = f"rm {node.state}/containers/{one.id}/lease.json"
-    spec["hooks"] = {"createRuntime": [{"path": "/bin/sh", "args": ["sh", "-c", steal]}]}  # before ours
+    spec["hooks"] = {"createRuntime": [{"path": "/bin/sh", "args": ["sh", "-c", steal]}]}  # before our hook
     (one.bundle / "config.json").write_text(json.dumps(spec))
     with pytest.raises(RuntimeFailed) as failed:
         one.create()

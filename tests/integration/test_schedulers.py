@@ -1,5 +1,5 @@
-"""Containers as other schedulers describe them, on a host with two GPUs on which index and minor are not the same: the
-share is that of the scheduler's words, by both ways, and the device's own books say so."""
+"""Containers as other schedulers describe them, on a host with two GPUs whose index and minor differ: with hook and
+runtime the share follows the scheduler's variables, and the device's ledger agrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class Given(NamedTuple):
-    """A container of a scheduler, and what it must get."""
+    """A container of a scheduler, and its expected share."""
 
     env: dict[str, str]
     annotations: dict[str, str]
@@ -74,7 +74,7 @@ def simhost(make_host: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_the_share_is_the_schedulers(
+def test_share_follows_the_scheduler_s_request(
     tenant: Callable[..., Tenant], node: Node, simhost: Path, name: str, way: str
 ) -> None:
     given = GIVEN[name]
@@ -105,7 +105,7 @@ def test_the_share_is_the_schedulers(
     assert one.container.wait() == 0
 
 
-def test_two_schedulers_that_disagree(container: Callable[..., Container], node: Node, way: str) -> None:
+def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
     env = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "3000m", "GPU_PORTION": "0.5"}
     said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ ask for different shares"
     with pytest.raises(RuntimeFailed, match=said):
@@ -113,7 +113,7 @@ def test_two_schedulers_that_disagree(container: Callable[..., Container], node:
     assert node.leases() == []
 
 
-def test_a_word_that_lifts_limits_where_policy_takes_it(
+def test_variable_disables_limits_where_policy_accepts_it(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     node = make_node(simhost, policy={"accept": {"switches": "always"}, "dialects": {"disabled": ["runai"]}})
@@ -129,9 +129,7 @@ def test_a_word_that_lifts_limits_where_policy_takes_it(
     assert 'GPU_PORTION="0.5": policy.dialects.disabled has runai' in node.cli("explain", str(one.bundle)).stdout
 
 
-def test_a_container_with_words_that_ask_for_nothing_is_left_alone(
-    container: Callable[..., Container], node: Node, way: str
-) -> None:
+def test_variables_without_a_request_change_nothing(container: Callable[..., Container], node: Node, way: str) -> None:
     env = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50", "CGPU_DISABLE": "1"}
     one = container(["sh", "-c", "test ! -e /dev/nvidiactl"], env=env, **node.way(way))
     assert one.run() == 0

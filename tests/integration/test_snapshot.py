@@ -1,5 +1,5 @@
-"""Python from a snapshot (docs/internals/snapshot.md): what it has of the process that made it, and what it must not
-have. Every other test here runs on it, where `make build` could make it."""
+"""Python from a snapshot (docs/internals/snapshot.md): its contents from the process that made it, and what it must not
+contain. All other tests here use it, if `make build` could make it."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tests.support.runc import Container
 pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
 MakeContainer = Callable[..., Container]
 SNAPSHOT = BUILD / "libexec" / "snapshot"
-STATIC = BUILD / "snapshot" / "python"  # what writes it
-ORDER = BUILD / "snapshot" / "order"  # of objects in memory; four bytes: none
+STATIC = BUILD / "snapshot" / "python"  # the interpreter that writes it
+ORDER = BUILD / "snapshot" / "order"  # order of objects in memory; a file of four bytes has none
 LIBRARY = sysconfig.get_path("stdlib")
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def write(file: Path, tree: Path = TREE, order: Path = ORDER, **options: Any) -> Path:
-    """A snapshot of the modules of `tree`."""
+    """Write a snapshot of the modules of `tree`."""
     subprocess.run([tree / "hook/snapshot/write", STATIC, LIBRARY, order, file], cwd=tree, check=True, **options)
     return file
 
 
 def copied(directory: Path) -> Path:
-    """A tree with sources of its own."""
+    """A tree with its own sources."""
     shutil.copytree(TREE / "hook", directory / "hook")
     return directory
 
 
 @pytest.fixture
 def with_snapshot(tmp_path: Path) -> Callable[[Path | None], Path]:
-    """Copies of the programs with another snapshot; returns where they are."""
+    """Return the directory of copied programs with another snapshot."""
 
     def put(snapshot: Path | None) -> Path:
         root = tmp_path / "programs"
@@ -60,13 +60,13 @@ def with_snapshot(tmp_path: Path) -> Callable[[Path | None], Path]:
 
 
 def waiting(program: Path) -> subprocess.Popen[bytes]:
-    """A hook that waits for its state, which does not come."""
+    """Start a hook that waits for its state on standard input."""
     return subprocess.Popen(
         ["/gpushare-hook", "poststop"], executable=program, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
 
 
-def test_launchers_start_it_and_a_start_needs_no_other_program(node: Node, tmp_path: Path) -> None:
+def test_start_runs_only_launcher_and_snapshot(node: Node, tmp_path: Path) -> None:
     assert node.cli("refresh").returncode == 0
     trace, hook = tmp_path / "trace", node.hook()
     words = ["--config", hook.config, "--state", hook.state, "prestart"]
@@ -81,27 +81,27 @@ def test_launchers_start_it_and_a_start_needs_no_other_program(node: Node, tmp_p
     assert not re.findall(r'"[^"]*\.(?:pyc?|so[.0-9]*|pack)"', lines)
 
 
-def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
-    """In another directory, at another time, by a process with another environment."""
+def test_builds_are_reproducible(tmp_path: Path) -> None:
+    """In another directory, at another time, with another environment."""
     there = copied(tmp_path / "elsewhere")
     environment = {"HOME": "/nowhere", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "7", "PYTHONPATH": "/tmp"}
-    hung_up = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    hung_up = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # like nohup
     other = write(tmp_path / "other", there, env=environment, stdin=subprocess.DEVNULL, preexec_fn=hung_up)
     assert other.read_bytes() == SNAPSHOT.read_bytes()
 
 
-def test_training_finds_the_same_objects_again() -> None:
-    """All but a few: the ids of the host's mounts are keys, and where a key is looked up depends on its value."""
+def test_training_is_repeatable() -> None:
+    """All but a few: the ids of the host's mounts are keys, and a key's value decides where it is looked up."""
     command = [sys.executable, "-m", "tools.train", BUILD / "snapshot" / "sparse.snapshot"]
     again = subprocess.run(command, cwd=TREE, stdout=subprocess.PIPE, check=True).stdout
     before, after = (set(memoryview(order).cast("I")) for order in (ORDER.read_bytes(), again))
     assert len(before ^ after) < len(before) / 100
 
 
-def test_pages_that_a_start_copies_are_fewer_with_the_order(
+def test_object_order_reduces_page_faults(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Faults of the process that becomes the low-level runtime, which is `true` here."""
+    """Page faults of the process that executes the low-level runtime, which is `true` here."""
     none = tmp_path / "none"
     none.write_bytes(b"\xff" * 4)
     write_config(node.config, node.driver_root, runtime={"path": shutil.which("true")})
@@ -119,21 +119,21 @@ def test_pages_that_a_start_copies_are_fewer_with_the_order(
     assert faults[1] < 0.75 * faults[0], faults
 
 
-def test_nothing_of_the_build_is_in_it() -> None:
+def test_snapshot_contains_no_build_paths() -> None:
     data = SNAPSHOT.read_bytes()
     for text in (str(TREE), os.environ.get("HOME", ""), os.uname().nodename):
         assert len(text) < 6 or os.fsencode(text) not in data, text
 
 
-def test_nothing_can_be_written_and_executed() -> None:
+def test_no_segment_is_writable_and_executable() -> None:
     lines = subprocess.run(["readelf", "-lW", SNAPSHOT], capture_output=True, text=True, check=True).stdout.splitlines()
     segments = [line.split() for line in lines if line.split()[:1] in (["LOAD"], ["GNU_STACK"])]
     assert [words[0] for words in segments].count("GNU_STACK") == 1
     assert not [words for words in segments if "".join(words[6:-1]) in ("RWE", "WE")]
 
 
-def test_each_process_has_its_own_canary_and_places() -> None:
-    """Stack canary and pointer guard are at fixed places of the thread's block; glibc takes them from AT_RANDOM."""
+def test_each_process_has_its_own_canary_and_addresses() -> None:
+    """Stack canary and pointer guard are at fixed offsets of the thread block; glibc takes them from AT_RANDOM."""
     seen: list[tuple[str, ...]] = []
     for _ in range(3):
         one = waiting(SNAPSHOT)
@@ -157,7 +157,7 @@ def test_each_process_has_its_own_canary_and_places() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"#!/nowhere\n"])
-def test_without_it_the_ordinary_program_starts(
+def test_unusable_snapshot_starts_the_ordinary_program(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, content: bytes | None
 ) -> None:
     snapshot = None
@@ -172,10 +172,10 @@ def test_without_it_the_ordinary_program_starts(
     assert node.leases() == [one.id]
 
 
-def test_module_that_is_missing_late_begins_the_start_again(
+def test_module_missing_from_the_snapshot_restarts_the_start(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What the first try did is undone, so the second one finds no lease of its own."""
+    """The first attempt's changes are undone, so the second finds no lease of its own."""
     tree = copied(tmp_path / "tree")
     (tree / "hook/gpushare/inject/cachefile.py").unlink()
     programs = with_snapshot(write(tmp_path / "smaller", tree))
@@ -185,13 +185,13 @@ def test_module_that_is_missing_late_begins_the_start_again(
         assert node.leases() == [one.id]
         one.delete()
     decisions = [line["decision"] for line in node.decisions()]
-    assert decisions[-3:] == ["refused", "granted", "released"]  # the module was missing, and then it was not
+    assert decisions[-3:] == ["refused", "granted", "released"]  # first the module was missing, then it was there
 
 
-def test_keys_that_begin_one_search_in_a_dictionary(container: MakeContainer, node: Node) -> None:
-    """Whoever knows the seed of hashes can choose such keys. The start takes no 20 s, which is its limit."""
+def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:
+    """The hash seed is known, so anyone can choose colliding keys. The start stays below its limit of 20 s."""
     code = "print(*(key for key in map(str, range(8_000_000)) if not hash(key) & 4095))"
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # as snapshot.c has it
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # as in snapshot.c
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     keys = done.stdout.split()
     assert len(keys) > 1500
@@ -204,7 +204,7 @@ def test_keys_that_begin_one_search_in_a_dictionary(container: MakeContainer, no
     assert node.leases() == [one.id]
 
 
-def test_standard_descriptors_may_be_closed() -> None:
+def test_closed_standard_descriptors_are_accepted() -> None:
     for closed in ((0,), (1,), (2,), (0, 1, 2)):
 
         def close(numbers: tuple[int, ...] = closed) -> None:
@@ -212,4 +212,4 @@ def test_standard_descriptors_may_be_closed() -> None:
                 os.close(number)
 
         done = subprocess.run(["/gpushare-hook", "poststop"], executable=SNAPSHOT, preexec_fn=close)
-        assert done.returncode == 0  # of poststop, whatever it was given
+        assert done.returncode == 0  # poststop always succeeds

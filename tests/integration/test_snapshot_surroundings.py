@@ -1,5 +1,5 @@
-"""The snapshot where a process is restricted: as the ordinary program does, it starts with few rights, little memory
-and another layout of its addresses (docs/internals/snapshot.md)."""
+"""The snapshot in a restricted process: like the ordinary program, it starts with few rights, little memory and another
+address layout (docs/internals/snapshot.md)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def create(
     with_snapshot: Callable[[Path | None], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Create:
-    """Runs `create` of a container with a share: create(snapshot or None, words in front, preexec_fn=...). The
-    low-level runtime is `true`, so all that is seen is ours."""
+    """Run `create` of a container with a share: create(snapshot or None, prefix, preexec_fn=...). The low-level runtime
+    is `true`, so all effects are gpushare's."""
     write_config(node.config, node.driver_root, runtime={"path": shutil.which("true")})
     monkeypatch.setattr(host, "BIN", BUILD / "bin")  # the tree's: a bundle's would compile for another shim
     assert node.cli("refresh").returncode == 0
@@ -58,7 +58,7 @@ def create(
 
 
 def least_mib(works: Callable[[int], bool], most: int = 128) -> int:
-    """The least number of MiB that is enough."""
+    """Return the smallest sufficient number of MiB."""
     low, high = 1, most
     assert works(high)
     while low < high:
@@ -67,7 +67,7 @@ def least_mib(works: Callable[[int], bool], most: int = 128) -> int:
     return low
 
 
-def test_address_space_is_little_more_than_for_the_ordinary_program(create: Create) -> None:
+def test_address_space_is_close_to_the_ordinary_program_s(create: Create) -> None:
     """The snapshot maps all its modules. The ordinary program maps the C library's locales and shared libraries."""
     needed = [
         least_mib(lambda mib, one=one: create(one, "prlimit", f"--as={mib * MIB}").returncode == 0)  # type: ignore[misc]
@@ -78,7 +78,7 @@ def test_address_space_is_little_more_than_for_the_ordinary_program(create: Crea
 
 @pytest.fixture
 def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
-    """What starts a command in a memory cgroup with so many MiB and no swap."""
+    """The prefix that starts a command in a memory cgroup with so many MiB and no swap."""
     second = (CGROUP / "cgroup.controllers").exists()
     group = (CGROUP if second else CGROUP / "memory") / f"gpushare-test-{os.getpid()}"
     group.mkdir()
@@ -88,12 +88,12 @@ def limited() -> Iterator[Callable[[int], tuple[str, ...]]]:
         return "sh", "-c", f'echo 0 >{group}/cgroup.procs; exec "$@"', "sh"
 
     yield front
-    for pid in (group / "cgroup.procs").read_text().split():  # one that waited for a container that does not come
+    for pid in (group / "cgroup.procs").read_text().split():  # a warm-up that waits for a container that never starts
         processes.wait_exit(int(pid), 10)
     group.rmdir()
 
 
-def test_memory_cgroup_may_be_as_small_as_for_the_ordinary_program(
+def test_memory_cgroup_of_the_ordinary_program_suffices(
     create: Create, limited: Callable[[int], tuple[str, ...]]
 ) -> None:
     needed = [
@@ -108,15 +108,15 @@ def used_calls(create: Create, snapshot: Path | None, trace: Path) -> set[str]:
     return set(re.findall(r"^\d+ +(\w+)\(", trace.read_text(), re.M))
 
 
-def test_it_makes_no_system_call_that_the_ordinary_program_does_not(create: Create, tmp_path: Path) -> None:
-    """So a seccomp filter that was made for that one fits."""
+def test_system_calls_are_a_subset_of_the_ordinary_program_s(create: Create, tmp_path: Path) -> None:
+    """A seccomp filter made for the ordinary program therefore fits."""
     create(SNAPSHOT)  # the first mounts the state directory
     ours, theirs = (used_calls(create, one, tmp_path / "trace") for one in (SNAPSHOT, None))
     assert "mmap" in ours and ours - theirs == set()
 
 
-def test_seccomp_filter_may_refuse_what_it_does_not_call(create: Create) -> None:
-    """The ordinary program calls these, which shows that the filter is in force."""
+def test_seccomp_filter_may_deny_unused_calls(create: Create) -> None:
+    """The ordinary program makes these calls, which proves that the filter works."""
 
     def install() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -145,7 +145,7 @@ def test_seccomp_filter_may_refuse_what_it_does_not_call(create: Create) -> None
     ],
     ids=lambda front: " ".join(front),
 )
-def test_it_starts_with_another_layout_of_addresses(create: Create, front: tuple[str, ...]) -> None:
+def test_snapshot_starts_with_each_address_layout(create: Create, front: tuple[str, ...]) -> None:
     for _ in range(3):
         done = create(SNAPSHOT, *front)
         assert (done.returncode, done.stderr) == (0, "")
@@ -154,7 +154,7 @@ def test_it_starts_with_another_layout_of_addresses(create: Create, front: tuple
 @pytest.mark.parametrize(
     "front", [("--map-root-user",), ("--map-root-user", "--mount", "--pid", "--fork"), ()], ids=str
 )
-def test_it_does_in_a_user_namespace_what_the_ordinary_program_does(node: Node, front: tuple[str, ...]) -> None:
+def test_snapshot_behaves_like_the_ordinary_program_in_a_user_namespace(node: Node, front: tuple[str, ...]) -> None:
     ordinary = BUILD / "libexec" / "gpushare-hook"
     seen = []
     for program in (SNAPSHOT, ordinary):
@@ -168,9 +168,9 @@ def test_it_does_in_a_user_namespace_what_the_ordinary_program_does(node: Node, 
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["with vDSO", "without vDSO"])
-def test_it_starts_on_a_kernel_without_vdso(hidden: bool) -> None:
-    """gdb takes AT_SYSINFO_EHDR out of what the kernel gives the process, as vdso=0 does on the kernel's command line.
-    The clock is a system call then."""
+def test_snapshot_starts_without_vdso(hidden: bool) -> None:
+    """gdb removes AT_SYSINFO_EHDR from the process's auxiliary vector, like vdso=0 on the kernel's command line. The
+    clock is a system call then."""
     script = """
 import struct
 memory, at = gdb.selected_inferior(), int(gdb.parse_and_eval("$sp"))

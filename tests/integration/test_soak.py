@@ -1,4 +1,4 @@
-"""A short `make soak`, its end by Ctrl-C, and that it would see what is left behind."""
+"""A short `make soak`, its end by Ctrl-C, and its detection of leaks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.soak import __main__
-from tests.soak.traces import CGROUPS, cgroups, left, look
+from tests.soak.traces import CGROUPS, cgroups, count, left
 from tests.support import rootfs
 from tests.support.host import TREE, Node
 from tests.support.runc import Container
 
-MINUTES = "0.4"  # half a minute with what comes around it
+MINUTES = "0.4"  # half a minute with setup and cleanup
 
 
 def soak(minutes: str, report: Path, *more: str) -> subprocess.Popen[str]:
@@ -26,7 +26,7 @@ def soak(minutes: str, report: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_soak_for_half_a_minute(tmp_path: Path) -> None:
+def test_short_soak_passes(tmp_path: Path) -> None:
     running = soak(MINUTES, tmp_path / "soak.json")
     said, _ = running.communicate(timeout=220)
     assert running.returncode == 0, said
@@ -38,16 +38,16 @@ def test_soak_for_half_a_minute(tmp_path: Path) -> None:
     assert f"p50_ms': {report['starts']['hook']['p50_ms']}" in said
 
 
-def test_the_whole_form_has_all_its_starts_however_slow_the_machine_is() -> None:
+def test_full_soak_runs_all_starts_on_a_slow_machine() -> None:
     whole = __main__.FULL_MINUTES
     assert (whole, __main__.scaled(__main__.STARTS, whole), __main__.scaled(__main__.AT_ONCE, whole)) == (10, 1000, 100)
-    assert __main__.patience_s(whole) == float("inf")
+    assert __main__.time_limit_s(whole) == float("inf")
 
 
-def test_soak_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_soak_leaves_nothing(tmp_path: Path) -> None:
     running = soak("10", tmp_path / "soak.json", "--only", "churn")
     assert running.stdout is not None
-    assert any("to go" in line for line in running.stdout)  # it is in the middle of it
+    assert any("to go" in line for line in running.stdout)  # it is running
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGINT)
     said, _ = running.communicate(timeout=60)
@@ -57,13 +57,13 @@ def test_soak_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert list((TREE / "build").glob(f"soak-{running.pid}-*")) == []
 
 
-def test_every_kind_of_leak_is_seen(container: Callable[..., Container], node: Node, tmp_path: Path) -> None:
+def test_each_kind_of_leak_is_detected(container: Callable[..., Container], node: Node, tmp_path: Path) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
     assert one.run() == 0
     one.delete()
     prefix = f"gpushare-c-{os.getpid()}-"
-    before = look(node, prefix)
-    assert left(before, look(node, prefix)) == []
+    before = count(node, prefix)
+    assert left(before, count(node, prefix)) == []
     group = next(path for path in CGROUPS.iterdir() if (path / "tasks").exists()) / f"{prefix}left"
     point = tmp_path / "point"
     (node.state / "containers" / "left").mkdir()
@@ -74,7 +74,7 @@ def test_every_kind_of_leak_is_seen(container: Callable[..., Container], node: N
     fd = os.open(point, os.O_RDONLY)
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
-        seen = left(before, look(node, prefix))
+        seen = left(before, count(node, prefix))
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -94,4 +94,4 @@ def test_every_kind_of_leak_is_seen(container: Callable[..., Container], node: N
         "processes: sleep 1000",
     ]
     assert all(any(line.startswith(one) for line in seen) for one in expected), seen
-    assert left(before, look(node, prefix)) == []
+    assert left(before, count(node, prefix)) == []

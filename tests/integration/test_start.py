@@ -1,4 +1,4 @@
-"""What a start of a container reads of ours."""
+"""Files and programs of gpushare that a container start uses."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MakeContainer = Callable[..., Container]
 
 
 def check(log: Path) -> None:
-    """A start with a module that is not in the snapshot begins again, in the ordinary program."""
+    """A start that needs a module missing in the snapshot starts again, in the ordinary program."""
     lines = log.read_text().splitlines()
     opened = [line.split('"')[1] for line in lines if "openat(" in line and '"' in line and "ENOENT" not in line]
     assert not [path for path in opened if path.endswith((".py", ".pyc"))]
 
 
-def test_runtime_reads_no_code_but_its_own(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_runtime_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     assert container(["true"], env=SHARE, runtime=node.runtime()).run() == 0  # compiles node.json
-    strace = ("strace", "-qq", "-e", "trace=openat", "-o", str(tmp_path / "calls"))  # also after it has become runc
+    strace = ("strace", "-qq", "-e", "trace=openat", "-o", str(tmp_path / "calls"))  # also after its exec of runc
     container(["true"], env=SHARE, prefix=strace, runtime=node.runtime()).create()
     check(tmp_path / "calls")
 
 
-def test_hook_reads_no_code_but_its_own(container: MakeContainer, node: Node, tmp_path: Path) -> None:
+def test_hook_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     hook = node.hook()._replace(program=write_adopt(tmp_path, stage="prestart"))
     assert container(["true"], env=SHARE, hook=hook).run() == 0
     container(["true"], env=SHARE, hook=hook).create()
@@ -45,8 +45,8 @@ def test_hook_reads_no_code_but_its_own(container: MakeContainer, node: Node, tm
 
 @contextlib.contextmanager
 def no_python(empty: Path) -> Iterator[None]:
-    """In this view of the mounts every Python of the host, of the tree and of the bundle is a file that cannot be
-    executed. `empty`: a new file."""
+    """Make every Python of the host, the tree and the bundle non-executable in this mount namespace. `empty`: a new
+    file."""
     empty.touch(0o644)
     libexec = host.BIN.parent / "libexec"
     found = [*Path("/usr/bin").glob("python*"), Path(sys.executable), *libexec.glob("_internal/python3")]

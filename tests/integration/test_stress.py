@@ -1,4 +1,4 @@
-"""Eight processes in one real container, a million attempts over every family of allocation, at one limit."""
+"""Eight processes in one real container with a million allocations of every kind, at one limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.runc import Container
 from tests.support.spec import Mount
 
 GIB = 1 << 30
-LIMIT_BYTES = 6 * GIB  # eight contexts take 2.4 GiB of it
+LIMIT_BYTES = 6 * GIB  # eight contexts use 2.4 GiB of it
 
 
 class Run:
-    """`stress` as a container's program; FIFOs stand for its input and output, so that both ends can wait."""
+    """`stress` as a container's program; FIFOs are its input and output, so that both ends can wait."""
 
     def __init__(self, directory: Path, node: Node, arguments: str, make: Callable[..., Container]) -> None:
         channel = directory / "channel"
@@ -39,14 +39,14 @@ class Run:
         self.container.start()
 
     def report(self, timeout_s: float) -> dict[str, Any]:
-        """The line that it prints at the end; its processes go on holding what they have."""
+        """Return the line that it prints at the end; its processes keep their memory."""
         text = b""
         while not text.endswith(b"\n"):
             ready, _, _ = select.select([self._out], [], [], timeout_s)
             assert ready, f"no report after {timeout_s} s\n{self.container.stderr}"
             text += os.read(self._out, 1 << 16)
-        said: dict[str, Any] = json.loads(text)
-        return said
+        report: dict[str, Any] = json.loads(text)
+        return report
 
     def close(self) -> None:
         self.container.close()
@@ -67,7 +67,7 @@ def stress(tmp_path: Path, node: Node, container: Callable[..., Container]) -> I
         run.close()
 
 
-def test_a_million_attempts(stress: Callable[[str], Run], node: Node, simhost: Path) -> None:
+def test_million_allocations_stay_within_the_limit(stress: Callable[[str], Run], node: Node, simhost: Path) -> None:
     run = stress(f"8 125000 1 {FAMILIES}")
     report = run.report(timeout_s=220)
     seen = books(simhost / "dev" / "nvidia0")
@@ -79,7 +79,7 @@ def test_a_million_attempts(stress: Callable[[str], Run], node: Node, simhost: P
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_half_of_them_killed(stress: Callable[[str], Run], simhost: Path, seed: int) -> None:
+def test_killed_processes_release_their_memory(stress: Callable[[str], Run], simhost: Path, seed: int) -> None:
     run = stress(f"8 1 {seed} {FAMILIES} kill")
     report = run.report(timeout_s=60)
     judge(report, books(simhost / "dev" / "nvidia0"), LIMIT_BYTES, survivors=4)

@@ -1,4 +1,4 @@
-"""CAP_SYS_ADMIN undoes the `ro` of every mount: what policy says of containers that have it."""
+"""CAP_SYS_ADMIN can undo the `ro` of every mount: policy for containers that have it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.apart import hand_over, open_way, with_user_namespace
+from tests.integration.apart import allow_traversal, chown_root, with_user_namespace
 from tests.security import owners
 from tests.support.host import PYTHON, Node, python_mounts
 from tests.support.runc import Container, RuntimeFailed
@@ -20,7 +20,7 @@ ENV = {"GPUSHARE_MEMORY": "1Gi"}
 
 
 def admin(spec: dict[str, Any]) -> None:
-    """As `--cap-add SYS_ADMIN`."""
+    """Like `--cap-add SYS_ADMIN`."""
     for name in ("bounding", "effective", "permitted"):
         spec["process"]["capabilities"][name].append("CAP_SYS_ADMIN")
 
@@ -31,7 +31,7 @@ def admin_apart(spec: dict[str, Any]) -> None:
     with_user_namespace(spec)
 
 
-def test_sys_admin_over_the_host_needs_an_entry(
+def test_sys_admin_over_the_host_needs_a_policy_entry(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
 ) -> None:
     node = make_node(simhost, policy={"privileged_containers": ["allowed"]})
@@ -44,27 +44,27 @@ def test_sys_admin_over_the_host_needs_an_entry(
     assert allowed.run() == 0, allowed.stderr
 
 
-def test_sys_admin_in_a_user_namespace_of_its_own_needs_none(
+def test_sys_admin_in_a_user_namespace_needs_no_policy_entry(
     container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str, tmp_path: Path
 ) -> None:
-    open_way(tmp_path)
+    allow_traversal(tmp_path)
     node = make_node(simhost, policy={"privileged_containers": []})
     one = container(["true"], env=ENV, edit=admin_apart, **node.way(way))
-    hand_over(one)
+    chown_root(one)
     assert one.run() == 0, one.stderr
 
 
-def test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown(
+def test_sys_admin_in_a_user_namespace_cannot_write_mounted_files(
     container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
-    """It made a neighbour's page shorter, and the neighbour's processes died by SIGBUS."""
-    open_way(tmp_path)
+    """It once truncated a neighbour's activity file, and the neighbour's processes died by SIGBUS."""
+    allow_traversal(tmp_path)
     one, other = (
         container(["sleep", "inf"], env=ENV, edit=admin_apart, mounts=python_mounts(), **node.way(way))
         for _ in range(2)
     )
     for each in (one, other):
-        hand_over(each)
+        chown_root(each)
         each.start()
     done = [one.exec(PYTHON, "-c", textwrap.dedent(program)) for program in (owners.WRITES, owners.LEASES)]
     assert [one.returncode for one in done] == [0, 0], done

@@ -1,4 +1,4 @@
-"""Our units under a real systemd, with NVIDIA's own MPS control daemon, which runs without a GPU."""
+"""gpushare's units under a real systemd, with NVIDIA's own MPS control daemon, which runs without a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "nvidia-cuda-mps-control"
 
 
 class Machine(Systemd):
-    """With a simulated GPU. `etc`: its /etc/gpushare."""
+    """A systemd with a simulated GPU. `etc`: its /etc/gpushare."""
 
     def __init__(self, directory: Path, driver_root: Path) -> None:
         self.etc = directory / "gpushare"
@@ -31,12 +31,12 @@ class Machine(Systemd):
         self.config = write_config(self.etc / "config.yaml", driver_root, log={"decisions": "/run/decisions"})
         super().__init__(directory / "systemd", self.etc)
         self.run_dir = Path(f"/proc/{self.pid}/root/run")
-        # Only how long it takes, and where errors can be read without a journal
+        # Only shorter delays, and readable errors without a journal
         quick = "[Service]\nRestartSec=50ms\nStandardError=append:/run/said\n"
         self.unit("gpushare-mps@.service.d/test.conf", quick)
 
     def daemon(self) -> tuple[int, str]:
-        """(pid, name) of what systemd watches."""
+        """(pid, name) of the process that systemd watches."""
         unit = BY_UUID if self.show(BY_UUID, "ActiveState") == ("active",) else BY_INDEX
         (pid,) = self.show(unit, "MainPID")
         return int(pid), self.run("cat", f"/proc/{pid}/cmdline").split("\0")[0].rpartition("/")[2]
@@ -57,7 +57,7 @@ def machine(tmp_path: Path, simhost: Path, userland: Userland) -> Iterator[Machi
     reap_zombies()
 
 
-def test_a_daemon_is_watched_from_its_start_to_its_end(machine: Machine) -> None:
+def test_unit_follows_the_daemon_from_start_to_stop(machine: Machine) -> None:
     unit = BY_UUID
     machine.unit("docker.service", f"[Service]\nType=oneshot\nExecStart=/bin/cp {FOLDER}/ready /run/seen\n")
     both = f"docker.service {unit}"
@@ -83,8 +83,8 @@ def test_a_daemon_is_watched_from_its_start_to_its_end(machine: Machine) -> None
     assert "gpushare/mps" not in machine.run("cat", "/proc/1/mountinfo")
 
 
-def test_one_that_a_person_started_is_watched_too(machine: Machine) -> None:
-    """It is in no cgroup of the unit, which names the GPU by its index here."""
+def test_unit_follows_a_daemon_that_is_already_running(machine: Machine) -> None:
+    """The daemon is in no cgroup of the unit, which names the GPU by its index here."""
     machine.run("gpushare", "mps", "start")
     _, pid = machine.status()
     machine.run("systemctl", "start", BY_INDEX)
@@ -96,7 +96,7 @@ def test_one_that_a_person_started_is_watched_too(machine: Machine) -> None:
     machine.until(lambda: machine.show(BY_INDEX, "ActiveState", "Result") == ("inactive", "success"))
 
 
-def test_a_start_that_fails_says_why_and_is_tried_again_where_that_may_help(machine: Machine) -> None:
+def test_failed_start_is_reported_and_retried_only_where_useful(machine: Machine) -> None:
     missing = "gpushare-mps@7.service"
     assert machine.call("systemctl", "start", missing).returncode == 1
 
@@ -115,8 +115,8 @@ def test_a_start_that_fails_says_why_and_is_tried_again_where_that_may_help(mach
     )
 
 
-def test_the_configuration_is_read_whenever_it_is_written(machine: Machine) -> None:
-    """Also more often than systemd starts a service by itself. Not before somebody has used gpushare."""
+def test_changed_configuration_is_read(machine: Machine) -> None:
+    """Also more often than systemd's start limit, but not before the first use of gpushare."""
     machine.run("systemctl", "start", "gpushare-refresh.path", "gpushare-refresh.service")
     assert machine.show("gpushare-refresh.service", "ConditionResult") == ("no",)
     assert not (machine.run_dir / "gpushare").exists()

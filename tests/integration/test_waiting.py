@@ -1,4 +1,5 @@
-"""A hook that the runtime of its container leaves waiting: what the ordinary program does, and a snapshot does not."""
+"""A process that the runtime leaves for the hook of its container: the ordinary program does so, a snapshot does
+not."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ MakeOrdinary = Callable[..., tuple[str, ...]]
 
 @pytest.fixture
 def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
-    """ordinary(commands) -> gpushare-runtime without a snapshot. Shell commands begin its adopt hook: $pid is the
-    container's, $waiting that of the process that waits for it, which $place/waiting has too. $place/python is there
-    once Python was started for it."""
+    """ordinary(commands) -> gpushare-runtime without a snapshot. Its adopt hook begins with shell commands. $pid is the
+    container's; $waiting, also in $place/waiting, is the waiting process's. $place/python exists once Python was
+    started for the hook."""
 
     def make(commands: str = ":") -> tuple[str, ...]:
         place = tmp_path / "ordinary"
@@ -52,7 +53,9 @@ def ordinary(node: Node, tmp_path: Path) -> MakeOrdinary:
     return make
 
 
-def test_python_starts_once(container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path) -> None:
+def test_one_start_runs_python_once(
+    container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
+) -> None:
     one = container(["true"], env=SHARE, runtime=ordinary("ls -l /proc/$waiting/fd >$place/held"))
     one.create()
     assert node.leases() == [one.id] and not (tmp_path / "ordinary" / "python").exists()
@@ -67,7 +70,9 @@ def test_python_starts_once(container: MakeContainer, node: Node, ordinary: Make
     assert left(node) == []
 
 
-def test_what_it_refuses_is_said(container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path) -> None:
+def test_refusal_of_the_waiting_process_is_shown(
+    container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
+) -> None:
     mounted = "awk '$5 ~ /libcuda.so.535.261.03$/ {print $5; exit}' /proc/$pid/mountinfo"
     runtime = ordinary(f'nsenter -t $pid -m mount --bind /etc/hostname "$({mounted})"')
     one = container(["true"], env=SHARE, runtime=runtime)
@@ -77,7 +82,7 @@ def test_what_it_refuses_is_said(container: MakeContainer, node: Node, ordinary:
     assert left(node) == []
 
 
-def test_hook_starts_where_nobody_waits(
+def test_hook_adopts_without_a_waiting_process(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
 ) -> None:
     one = container(["true"], env=SHARE, runtime=ordinary("kill -9 $waiting"))
@@ -87,10 +92,10 @@ def test_hook_starts_where_nobody_waits(
     assert left(node) == []
 
 
-def test_one_that_ends_at_work_refuses_the_container(
+def test_death_of_the_waiting_process_refuses_the_container(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary, tmp_path: Path
 ) -> None:
-    """Nobody knows what it did: what runs on would have half a share."""
+    """Its work is unknown: a container that continued would have half a share."""
     listener = tmp_path / "listener"
     listener.write_text(f"""import glob, os, socket
 (address,) = glob.glob("{node.state}/containers/*/{waiting.SOCKET}")
@@ -113,10 +118,10 @@ if os.fork() == 0:
     assert again.run() == 0, again.stderr
 
 
-def test_nobody_waits_longer_than_the_low_level_runtime(
+def test_waiting_process_ends_with_the_low_level_runtime(
     container: MakeContainer, node: Node, ordinary: MakeOrdinary
 ) -> None:
-    """It fails before our hook."""
+    """The runtime fails before our hook."""
     one = container(["true"], env=SHARE, runtime=ordinary())
     use_hook(one, {"prestart": [{"path": "/bin/false"}]})
     with pytest.raises(RuntimeFailed, match="error running hook"):
@@ -128,7 +133,7 @@ def test_nobody_waits_longer_than_the_low_level_runtime(
     assert left(node) == []
 
 
-def test_adoption_by_one_that_waited_killed_at_any_point_leaves_nothing(
+def test_waiting_process_killed_at_any_point_leaves_nothing(
     container: MakeContainer, node: Node, tmp_path: Path, kills: Kills
 ) -> None:
     probe = container(["true"], env=SHARE, runtime=node.runtime(write_runtime(tmp_path, waits=True)))

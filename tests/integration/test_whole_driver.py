@@ -1,4 +1,4 @@
-"""Everything of the driver in real containers: capabilities, sockets, features, IMEX, MIG, what images require."""
+"""All parts of the driver in real containers: capabilities, sockets, features, IMEX, MIG, image requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ V = simhost.VERSION
 
 
 def output(container: MakeContainer, node: Node, script: str, env: dict[str, str], way: str = "hook") -> list[str]:
-    """The lines that a shell in the container prints."""
+    """Return the lines that a shell in the container prints."""
     one = container(["sh", "-c", script], env=env, **node.way(way))
     assert one.run() == 0, one.stderr
     lines = one.stdout.splitlines()
@@ -35,7 +35,7 @@ def refused(container: MakeContainer, node: Node, env: dict[str, str], way: str 
     with pytest.raises(RuntimeFailed) as failed:
         container(["true"], env=env, **node.way(way)).create()
     assert node.leases() == []
-    return failed.value.last_line.replace('\\"', '"')  # runc quotes what it quotes
+    return failed.value.last_line.replace('\\"', '"')  # runc quotes again
 
 
 LOOK = f"""
@@ -47,25 +47,27 @@ touch /{driverhost.VENDOR_FILES[0]} 2>&1 || true
 """
 
 
-def test_graphics_and_video(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+def test_all_capabilities_give_graphics_and_video(
+    container: MakeContainer, simhost: Path, node: Node, way: str
+) -> None:
     driverhost.add_graphics(simhost)
     lines = output(container, node, LOOK, {**SHARE, "NVIDIA_DRIVER_CAPABILITIES": "all"}, way)
     for name in (f"libGLX_nvidia.so.{V}", "libGLX_nvidia.so.0", "libGLX_indirect.so.0", "libnvidia-encode.so.1"):
         assert name in lines
     assert "1" in lines and "/dev/nvidia-modeset" in lines and "gsp_tu10x.bin" in lines
     assert '{"ICD": {"library_path": "libGLX_nvidia.so.0"}}' in "".join(lines)
-    assert "Permission denied" in lines[-1]  # of a file system that hides owners
+    assert "Permission denied" in lines[-1]  # from a file system that hides owners
 
 
-def test_graphics_is_not_given_unasked(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_graphics_needs_a_request(container: MakeContainer, simhost: Path, node: Node) -> None:
     driverhost.add_graphics(simhost)
     lines = output(container, node, f"ls /dev {LIBDIR} /usr/share", SHARE)
     assert f"libcuda.so.{V}" in lines
     assert not {f"libGLX_nvidia.so.{V}", f"libnvidia-encode.so.{V}", "nvidia-modeset"} & set(lines)
 
 
-def test_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
-    """Into the directory of the image's own 32-bit glibc; libcuda only where there is no limit that it would ignore."""
+def test_compat32_gives_32_bit_libraries(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+    """In the directory of the image's own 32-bit glibc. libcuda only without a limit, which it would ignore."""
     driverhost.add_32_bit(simhost, "libcuda", "libGLX_nvidia", "libnvidia-ml")
     graphics = {"libGLX_nvidia.so.0", "libGLX_indirect.so.0"}
     env = {"NVIDIA_DRIVER_CAPABILITIES": "compat32,graphics,compute,utility"}
@@ -95,7 +97,7 @@ print(bool(flags & os.ST_RDONLY), bool(flags & os.ST_NOSUID), bool(flags & os.ST
 
 
 @pytest.mark.parametrize("daemon", ["nvidia-persistenced", "nvidia-fabricmanager"])
-def test_daemons_are_reached_through_their_sockets(
+def test_requested_daemon_sockets_are_reachable(
     container: MakeContainer, simhost: Path, node: Node, way: str, daemon: str
 ) -> None:
     with driverhost.listening(simhost, f"run/{daemon}/socket") as listener:
@@ -118,7 +120,9 @@ LIST = "ls /dev /dev/infiniband /dev/nvidia-caps-imex-channels /dev/nvidia-caps 
 
 
 @pytest.mark.parametrize("variable", [*GATED, ""])
-def test_gated_features(container: MakeContainer, simhost: Path, node: Node, variable: str, way: str) -> None:
+def test_gated_feature_needs_its_variable(
+    container: MakeContainer, simhost: Path, node: Node, variable: str, way: str
+) -> None:
     driverhost.add_features(simhost)
     env = {**SHARE, variable or "NVIDIA_GDS": "enabled" if variable else "1"}
     lines = output(container, node, LIST, env, way)
@@ -127,7 +131,7 @@ def test_gated_features(container: MakeContainer, simhost: Path, node: Node, var
         assert (things <= seen) if name == variable else not things & seen, (name, seen)
 
 
-def test_imex_channels(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
+def test_requested_imex_channels_are_given(container: MakeContainer, simhost: Path, node: Node, way: str) -> None:
     driverhost.add_features(simhost)
     assert "channel1" in output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "all"}, way)
     seen = output(container, node, LIST, {**SHARE, "NVIDIA_IMEX_CHANNELS": "0"}, way)
@@ -137,7 +141,7 @@ def test_imex_channels(container: MakeContainer, simhost: Path, node: Node, way:
 
 
 @pytest.mark.parametrize("name", ["0:1", driverhost.MIG_UUIDS[1], driverhost.MIG_UUIDS[1].lower(), "MIG-{}/2/0"])
-def test_a_mig_device_by_every_name(container: MakeContainer, simhost: Path, node: Node, name: str) -> None:
+def test_mig_device_is_found_by_each_selector(container: MakeContainer, simhost: Path, node: Node, name: str) -> None:
     driverhost.add_mig(simhost)
     shown = json.loads(node.cli("devices", "--format", "json").stdout)
     assert [(one["name"], one["state"]) for one in shown] == [("0", "divided"), ("0:0", "open"), ("0:1", "open")]
@@ -152,7 +156,7 @@ def test_a_mig_device_by_every_name(container: MakeContainer, simhost: Path, nod
     assert driverhost.MIG_UUIDS[1] in shown and "2 GiB" in shown, shown
 
 
-def test_a_gpu_with_mig_devices_means_all_of_them(
+def test_gpu_with_mig_devices_selects_all_of_them(
     container: MakeContainer, simhost: Path, node: Node, way: str
 ) -> None:
     driverhost.add_mig(simhost)
@@ -160,13 +164,13 @@ def test_a_gpu_with_mig_devices_means_all_of_them(
     assert {f"nvidia-cap{number}" for number in (12, 13, 21, 22)} <= set(seen)
 
 
-def test_mig_devices_that_come_and_go_are_noticed(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_added_and_removed_mig_devices_are_detected(container: MakeContainer, simhost: Path, node: Node) -> None:
     assert "nvidia-cap12" not in output(container, node, LIST, ALL)
     driverhost.add_mig(simhost)
     assert "nvidia-cap12" in output(container, node, LIST, ALL)
 
 
-def test_a_missing_capability_node_is_named(container: MakeContainer, simhost: Path, node: Node) -> None:
+def test_missing_capability_node_is_named(container: MakeContainer, simhost: Path, node: Node) -> None:
     driverhost.add_mig(simhost)
     (simhost / "dev/nvidia-caps/nvidia-cap22").unlink()
     line = refused(container, node, {"NVIDIA_VISIBLE_DEVICES": "0:1"})
@@ -174,7 +178,7 @@ def test_a_missing_capability_node_is_named(container: MakeContainer, simhost: P
 
 
 @pytest.mark.parametrize(("right", "number"), [("CONFIG", 1), ("MONITOR", 2)])
-def test_rights_over_mig_are_for_privileged_containers(
+def test_mig_management_needs_a_privileged_container(
     container: MakeContainer, simhost: Path, node: Node, right: str, number: int, way: str
 ) -> None:
     driverhost.add_mig(simhost)
@@ -203,7 +207,7 @@ REQUIRED = [
 
 
 @pytest.mark.parametrize(("constraint", "facts", "met"), REQUIRED)
-def test_what_an_image_requires(
+def test_unmet_image_requirement_is_refused(
     container: MakeContainer, simhost: Path, node: Node, constraint: str, facts: dict[str, str], met: bool
 ) -> None:
     driverhost.set_facts(simhost, **facts)
@@ -215,8 +219,8 @@ def test_what_an_image_requires(
     output(container, node, "true", {**env, "NVIDIA_DISABLE_REQUIRE": "1"})
 
 
-def test_a_driver_upgrade_is_noticed_at_the_next_start(container: MakeContainer, simhost: Path, node: Node) -> None:
-    """Without refresh: the module is new, then its libraries are as well."""
+def test_driver_upgrade_is_detected_at_the_next_start(container: MakeContainer, simhost: Path, node: Node) -> None:
+    """Without refresh: first the module is new, then its libraries as well."""
     look = "ls -l /usr/lib/*/libcuda.so.1"
     assert V in output(container, node, look, SHARE)[0]
     new = "550.54.15"
@@ -230,7 +234,7 @@ def test_a_driver_upgrade_is_noticed_at_the_next_start(container: MakeContainer,
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "of another driver"])
-def test_node_json_is_never_required(container: MakeContainer, node: Node, damage: str, way: str) -> None:
+def test_missing_or_damaged_node_json_is_rebuilt(container: MakeContainer, node: Node, damage: str, way: str) -> None:
     assert node.cli("refresh").returncode == 0
     file = node.state / "node.json"
     text = file.read_text()
@@ -241,7 +245,7 @@ def test_node_json_is_never_required(container: MakeContainer, node: Node, damag
     assert file.read_text() == text
 
 
-def test_refresh_says_what_it_found(simhost: Path, node: Node) -> None:
+def test_refresh_reports_the_driver(simhost: Path, node: Node) -> None:
     driverhost.add_mig(simhost)
     done = node.cli("refresh")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What is handed out for aarch64, run by qemu-user: the shim over the simulated driver, and the launcher."""
+"""The release for aarch64, run by qemu-user: the shim with the simulated driver, and the launcher."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EMULATED = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 LIMIT_BYTES, PROCESSES = 4 * GIB, 4
 
 
-def test_limit_holds() -> None:
-    """As tests/shim does it here: four processes take and give all kinds of memory at one limit; the device's own
-    books say what they had. How a slot is free when its process dies is not seen: robust.c."""
+def test_memory_limit_holds_on_aarch64() -> None:
+    """As in tests/shim: four processes allocate and free all kinds of memory at one limit, judged by the device's own
+    ledger. The release of a dead process's slot is not tested: see robust.c."""
     program, driver = BUILD / "aarch64" / "stress", BUILD / "aarch64" / "sim" / "libcuda.so.1"
     command = [*EMULATED, "-E", f"LD_LIBRARY_PATH={LIBDIR}", program, str(PROCESSES), "1000", "7", stress_run.FAMILIES]
     with Box((LIMIT_BYTES,), shim=BUILD / "shim-release" / "aarch64", driver=driver) as box:
@@ -27,7 +27,7 @@ def test_limit_holds() -> None:
         )
         try:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            line = process.stdout.readline()  # they hold what they have until their input ends
+            line = process.stdout.readline()  # they keep their memory until their input ends
             assert line, process.stderr.read()
             report = json.loads(line)
             assert report["granted"] > 100 and report["refused"] > 10
@@ -38,8 +38,9 @@ def test_limit_holds() -> None:
 
 
 @pytest.mark.parametrize("variable", ["PATH=/bin", "GPUSHARE_MEMORY=4Gi"])
-def test_launcher_tells_containers_apart(variable: str, tmp_path: Path) -> None:
-    """One that asks for nothing is done with at once; for another the launcher wants Python, which is not there."""
+def test_launcher_distinguishes_containers_with_a_request(variable: str, tmp_path: Path) -> None:
+    """The launcher executes the low-level runtime for a container without a request. For another it needs Python, which
+    is missing."""
     (tmp_path / "config.json").write_text(json.dumps({"process": {"env": [variable]}}))
     program = tmp_path / "gpushare-hook"
     program.write_bytes((BUILD / "wheel" / "aarch64" / "gpushare-hook").read_bytes())

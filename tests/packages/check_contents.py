@@ -1,4 +1,4 @@
-"""Each file of build/packages: what it says it is, what it holds, and the same bytes when it is built elsewhere."""
+"""Each file of build/packages: its metadata, its contents, and the same bytes in a second build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = version()
 MACHINES = {"x86_64": elf.X86_64, "aarch64": elf.AARCH64}
 
 
-def test_what_there_is() -> None:
+def test_all_packages_exist() -> None:
     sums = dict(line.split()[::-1] for line in (PACKAGES / "SHA256SUMS").read_text().splitlines())
     assert sums == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -42,8 +42,8 @@ def test_what_there_is() -> None:
     ]
 
 
-def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
-    """What an rpm is unpacked to by rpm2cpio, and its header."""
+def test_rpm_and_deb_have_the_same_files(tmp_path: Path) -> None:
+    """The files that rpm2cpio unpacks from an rpm, and its header."""
     (rpm,), (deb,) = PACKAGES.glob("*.rpm"), PACKAGES.glob("*.deb")
     folders = {"rpm": f"rpm2cpio {rpm} | cpio -idm --quiet", "deb": f"dpkg-deb -x {deb} ."}
     found = {}
@@ -61,17 +61,17 @@ def test_rpm_and_deb_hold_the_same(tmp_path: Path) -> None:
     flags = dict(
         line.split() for line in query("[%{filenames} %{fileflags:fflags}\n]").splitlines() if len(line.split()) == 2
     )
-    assert flags == {"/etc/gpushare/config.yaml": "cn"}  # configuration, kept when it was edited
+    assert flags == {"/etc/gpushare/config.yaml": "cn"}  # configuration, kept after an edit
     owners = set(query("[%{fileusername}:%{filegroupname}\n]").split())
     assert owners == {"root:root"}
-    # A directory that another package has, too, may have another mode there, which rpm takes for a conflict.
+    # rpm reports a conflict if another package has the same directory with another mode.
     folders_of = {path for path, mode in re.findall(r"(\S+) (\d+)\n", query("[%{filenames} %{filemodes}\n]"))
                   if stat.S_ISDIR(int(mode))}  # fmt: skip
     assert {path for path in folders_of if "gpushare" not in path} == set()
 
 
 def tree(top: Path) -> dict[str, tuple[int, str]]:
-    """Path -> mode, and digest of the content or what a link says; of files and links."""
+    """Path -> mode, and digest of the content or link target; of files and links."""
     found = {}
     for folder, folders, names in os.walk(top):
         for path in (Path(folder, name) for name in [*names, *folders]):
@@ -84,7 +84,7 @@ def tree(top: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path: Path) -> None:
+def test_shim_needs_only_an_old_glibc(machine: str, tmp_path: Path) -> None:
     (wheel,) = PACKAGES.glob(f"*_{machine}.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -99,9 +99,9 @@ def test_shim_of_each_machine_needs_an_old_c_library_only(machine: str, tmp_path
 
 
 @pytest.mark.parametrize("package", ["archive", "wheel"])
-def test_notices_of_what_the_static_programs_contain(package: str, tmp_path: Path) -> None:
-    """The linker named the files that it took, and the distribution knows their packages. .deb and .rpm hold the same
-    as the archive."""
+def test_notices_cover_the_static_programs(package: str, tmp_path: Path) -> None:
+    """The linker listed the files that it used, and the distribution knows their packages. .deb and .rpm have the same
+    files as the archive."""
     if package == "wheel":
         (wheel,) = PACKAGES.glob("*_x86_64.whl")
         with zipfile.ZipFile(wheel) as files:
@@ -118,7 +118,7 @@ def test_notices_of_what_the_static_programs_contain(package: str, tmp_path: Pat
         assert part == "musl" or f" {part}-dev " in explained
 
 
-def test_installer_image_is_the_bundle_and_one_program() -> None:
+def test_installer_image_has_the_bundle_and_one_program() -> None:
     (context,) = PACKAGES.glob("gpushare-installer-*.tar.gz")
     (bundle,) = PACKAGES.glob(f"gpushare-{VERSION}-linux-*.tar.gz")
     with tarfile.open(context) as archive, tarfile.open(bundle) as other:
@@ -130,10 +130,9 @@ def test_installer_image_is_the_bundle_and_one_program() -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_another_build_is_the_same_bytes(tmp_path: Path) -> None:
-    """In another directory, with another umask, time zone and locale, from nothing, and then once more for another
-    commit, of which only the date is another. Dated as what was made: there may have been a commit since, of what is
-    not in it."""
+def test_packages_are_reproducible(tmp_path: Path) -> None:
+    """Build in another directory with another umask, time zone and locale, from scratch, and again for a commit that
+    differs in its date. The date is that of the built files: a later commit may change other files only."""
     copy = tmp_path / "another"
     (archive,) = PACKAGES.glob("gpushare-*-linux-*.tar.gz")
     with tarfile.open(archive) as made_before:

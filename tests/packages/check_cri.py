@@ -1,4 +1,4 @@
-"""The name gpushare-runtime-cri in each package: containerd's handler, and an upgrade from a version without it."""
+"""gpushare-runtime-cri in each package: containerd's handler, and an upgrade from a version without it."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ REMEDY = "run `gpushare runtime configure containerd` again, then `systemctl res
 
 
 def handler(root: CleanRoot) -> str:
-    """The program in our entry of containerd's configuration."""
+    """The program in gpushare's entry of containerd's configuration."""
     (line,) = [line for line in (root.path / CONTAINERD[1:]).read_text().splitlines() if "BinaryName" in line]
     return line.split('"')[1]
 
 
 def configure(root: CleanRoot) -> str:
-    """containerd gets our handler; its path."""
+    """Add gpushare's handler to containerd and return its path."""
     root.put(CONTAINERD, OWN)
     root.run(*CONFIGURE, "--engine-version", "1.7")
     return handler(root)
 
 
 def use_earlier_entry(root: CleanRoot) -> None:
-    """As version 0.1.0 wrote it, and recorded it."""
+    """Write and record the entry as version 0.1.0 did."""
     for path in (root.path / CONTAINERD[1:], *root.path.glob("var/lib/gpushare/configured/*")):
         path.write_text(path.read_text().replace("gpushare-runtime-cri", "gpushare-runtime"))
 
 
 def check_pod_gets_its_share(root: CleanRoot, held: Callable[..., Held], program: str, name: str = "pod") -> None:
-    """Under the name that containerd calls, the pod's annotation is honoured; under the other one it is refused."""
+    """By gpushare-runtime-cri the pod's annotation is honoured, by gpushare-runtime it is refused."""
     pod = held(name, program, env={}, annotations=POD)
     assert pod.said["total_bytes"] == pod.said["nvml_total_bytes"] == GIB and pod.said["refused"] == 2
     pod.end()
-    root.put(f"/srv/{name}/config.json", json.dumps(pod.config))  # without what the runtime wrote into it
+    root.put(f"/srv/{name}/config.json", json.dumps(pod.config))  # without the runtime's edit
     refused = root.call(program.removesuffix("-cri"), "run", "--bundle", f"/srv/{name}", name)
     assert refused.returncode != 0 and "run `gpushare runtime configure containerd`" in refused.stderr
 
@@ -70,7 +70,7 @@ def test_upgrade_reports_the_entry_of_an_earlier_version(
     shutil.copy(package, root.path / "srv")
     upgraded = root.call(*kind.upgrade, f"/srv/{package.name}")
     assert upgraded.returncode == 0 and REMEDY in upgraded.stderr, upgraded.stderr
-    assert (root.path / CONTAINERD[1:]).read_text() == before  # nothing is configured by an upgrade
+    assert (root.path / CONTAINERD[1:]).read_text() == before  # an upgrade configures nothing
     status = root.call("gpushare", "runtime", "status")
     assert REMEDY in status.stderr and "damaged" in status.stdout
     checked = json.loads(root.call("gpushare", "doctor", "--format", "json").stdout)
@@ -87,7 +87,7 @@ def test_upgrade_reports_the_entry_of_an_earlier_version(
     assert not list(root.path.glob("usr/bin/gpushare*")) and not (root.path / HOME[1:]).exists()
 
 
-def test_archive_has_the_name_beside_the_runtime(clean_root: CleanRoot, held: Callable[..., Held]) -> None:
+def test_archive_has_gpushare_runtime_cri(clean_root: CleanRoot, held: Callable[..., Held]) -> None:
     root = clean_root
     (archive,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
     home = "/opt/" + archive.name.removesuffix(".tar.gz")

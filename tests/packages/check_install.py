@@ -1,4 +1,4 @@
-"""A .deb and an .rpm from being installed to being removed, on a Debian of their own, with real containers."""
+"""Installation to removal of a .deb and an .rpm in a fresh Debian, with real containers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .held import GIB, IN_CONTAINER, Held, listed, use_simulated_gpu
 
 HOME = "/usr/libexec/gpushare"
 SHIM = f"{HOME}/shim/libcuda.so"
-AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # which starts nothing that is not on
+AFTER_INSTALLING = ["daemon-reload", "try-restart gpushare-exporter.service"]  # starts no disabled unit
 
 
 class Kind(NamedTuple):
-    """A package manager's words."""
+    """A package manager's commands."""
 
     pattern: str
     install: tuple[str, ...]
     upgrade: tuple[str, ...]
     remove: tuple[str, ...]
     version: tuple[str, ...]
-    kept: str  # where an edited configuration is after the removal
+    kept: str  # the path of an edited configuration after the removal
 
 
 KINDS = {
@@ -44,7 +44,7 @@ KINDS = {
         ("dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Version}", "gpushare"),
         "/etc/gpushare/config.yaml",
     ),
-    "rpm": Kind(  # nothing there is known to rpm, so nothing can be depended on
+    "rpm": Kind(  # rpm has no other package there, so dependencies cannot be met
         "gpushare-*.x86_64.rpm",
         ("rpm", "--nodeps", "--force-debian", "--install"),
         ("rpm", "--nodeps", "--force-debian", "--upgrade"),
@@ -74,14 +74,14 @@ def held(clean_root: CleanRoot) -> Iterator[Callable[..., Held]]:
 
 
 def use_systemd(root: CleanRoot) -> None:
-    """As if it ran there; what it is told to do is written down."""
+    """Fake a running systemd that writes down its commands."""
     (root.path / "run/systemd/system").mkdir(parents=True)
     (root.path / "usr/bin/systemctl").unlink()
     root.put("/usr/bin/systemctl", '#!/bin/sh\necho "$*" >>/called\n')
     (root.path / "usr/bin/systemctl").chmod(0o755)
 
 
-def told(root: CleanRoot) -> list[str]:
+def systemctl_calls(root: CleanRoot) -> list[str]:
     """systemctl's arguments since the last call."""
     called = root.path / "called"
     lines = called.read_text().splitlines() if called.exists() else []
@@ -89,7 +89,7 @@ def told(root: CleanRoot) -> list[str]:
     return lines
 
 
-def test_installed_used_upgraded_and_removed(
+def test_package_is_installed_used_upgraded_and_removed(
     kind: Kind, clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
     root = clean_root
@@ -99,19 +99,19 @@ def test_installed_used_upgraded_and_removed(
     before = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
     root.run(*kind.install, f"/srv/{package.name}")
 
-    # It has configured nothing: one file of its own, units that nothing starts, no state.
+    # The installation configures nothing: one file of its own, no started unit, no state.
     after = root.files("/etc", "/usr/lib/systemd", "/run", "/var/lib/systemd")
     assert {path: text for path, text in after.items() if path in before} == before
     units = {f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()}
     assert set(after) - set(before) == {"/etc/gpushare/config.yaml", *units}
-    assert told(root) == AFTER_INSTALLING
+    assert systemctl_calls(root) == AFTER_INSTALLING
     assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
     verified = root.call("systemd-analyze", "verify", "--man=no", *sorted(units))
     assert not [line for line in verified.stderr.splitlines() if "gpushare" in line], verified.stderr
     assert "_GPUSHARE_COMPLETE" in root.run("cat", "/usr/share/bash-completion/completions/gpushare").upper()
     assert (root.path / "usr/share/man/man1/gpushare.1.gz").is_file()
 
-    # When asked: a profile in place of the file that says nothing, and an engine.
+    # On request: a profile replaces the empty file, and an engine is configured.
     root.put("/etc/docker/daemon.json", '{"debug": false}\n')
     root.run("gpushare", "runtime", "configure", "docker", "--profile", "workstation")
     daemon = json.loads(root.run("cat", "/etc/docker/daemon.json"))
@@ -125,14 +125,14 @@ def test_installed_used_upgraded_and_removed(
     content = (first.view / IN_CONTAINER).read_bytes()
     assert old.st_ino == os.stat(root.path / SHIM[1:]).st_ino
 
-    # The upgrade leaves it as it is: the same mounts, the same files, the same limit.
+    # The upgrade leaves the container unchanged: the same mounts, files and limit.
     (package,) = newer.packages(tmp_path).glob(kind.pattern)
     shutil.copy(package, root.path / "srv")
     root.run(*kind.upgrade, f"/srv/{package.name}")
     assert root.run(*kind.version).split() == ["installed", newer.VERSION]
     assert (root.path / "etc/gpushare/config.yaml").read_bytes() == edited
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
-    assert told(root) == AFTER_INSTALLING
+    assert systemctl_calls(root) == AFTER_INSTALLING
     assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
     assert first.process.poll() is None and first.mounts() == mounts
     now = os.stat(first.view / IN_CONTAINER)
@@ -142,22 +142,25 @@ def test_installed_used_upgraded_and_removed(
     assert json.loads(again.stdout) == {"failed": "cuDevicePrimaryCtxRetain", "code": 2}, again.stdout + again.stderr
     assert listed(root) == ["first"]
 
-    # What starts now has the new one, beside it.
+    # A new container has the new version, beside the old one.
     second = held("second")
     assert second.said["got_bytes"] == first.said["got_bytes"] and listed(root) == ["first", "second"]
     assert (second.view / IN_CONTAINER).read_bytes() == content + newer.VERSION.encode()
     first.end()
     assert listed(root) == ["second"]
 
-    # It does not go while a container needs it, and then it goes whole.
+    # The removal is refused while a container needs the package; then it is complete.
     refused = root.call(*kind.remove)
     assert refused.returncode != 0 and "1 container holds a share: second" in refused.stdout + refused.stderr
     assert root.run(*kind.version).split() == ["installed", newer.VERSION] and listed(root) == ["second"]
-    assert told(root) in ([], AFTER_INSTALLING)  # dpkg configures what it could not remove; nothing was stopped
+    assert systemctl_calls(root) in (
+        [],
+        AFTER_INSTALLING,
+    )  # dpkg configures it again; nothing was stopped
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
     second.end()
     root.run(*kind.remove)
-    *ended, last = told(root)
+    *ended, last = systemctl_calls(root)
     assert [line.split()[0] for line in ended] == ["disable", "disable", "stop"] and last == "daemon-reload"
     assert {word.partition(".")[0].rstrip("*") for line in ended for word in line.split() if "gpushare" in word} == {
         path.stem.partition(".")[0] for path in (TREE / "packaging/systemd").iterdir()
@@ -172,10 +175,10 @@ def test_installed_used_upgraded_and_removed(
         assert not (root.path / "etc/gpushare").exists() and not (root.path / "var/lib/gpushare").exists()
 
 
-def test_archive_unpacked_used_upgraded_and_removed(
+def test_archive_is_unpacked_used_upgraded_and_removed(
     clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
-    """By the commands of README: a newer one is unpacked beside the old one, which goes after its containers."""
+    """The commands of README: a newer version is unpacked beside the old one, which is removed after its containers."""
     root, link = clean_root, "/usr/local/bin/gpushare"
     (old,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
     homes = []

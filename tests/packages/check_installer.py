@@ -1,4 +1,4 @@
-"""The image of the installer, started by runc as its DaemonSets say: a node gets gpushare, and is rid of it."""
+"""The installer image, run by runc as its DaemonSets specify: gpushare is installed on a node and removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> daemonset.Image:
 
 @pytest.fixture
 def pod(tmp_path: Path, image: daemonset.Image, node: Path) -> Iterator[Callable[..., Container]]:
-    """pod(manifest, arguments...) -> the container of its pod on this node, started."""
+    """pod(manifest, arguments...) -> the started container of its pod on this node."""
     made: list[Container] = []
 
     def start(manifest: Path, *args: str) -> Container:
@@ -46,7 +46,7 @@ def pod(tmp_path: Path, image: daemonset.Image, node: Path) -> Iterator[Callable
 
 
 def until(one: Container, begins: str) -> None:
-    """The container has said a line that begins so."""
+    """Wait for an output line of the container with this prefix."""
     words = ["tail", "--lines=+1", "--follow", f"--pid={one.pid}", str(one.bundle / "stdout")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as tail:
         assert tail.stdout is not None
@@ -60,7 +60,7 @@ def end(one: Container) -> int:
     return one.wait()
 
 
-def test_installer_exporter_and_removal(pod: Callable[..., Container], node: Path, tmp_path: Path) -> None:
+def test_images_install_export_and_remove(pod: Callable[..., Container], node: Path, tmp_path: Path) -> None:
     before = tree(node)
     early = pod(EXPORTER)
     assert early.wait() == 1 and early.stderr == "gpushare: gpushare is not on this node yet\n"
@@ -68,7 +68,7 @@ def test_installer_exporter_and_removal(pod: Callable[..., Container], node: Pat
     installer = pod(INSTALLER)
     until(installer, "ready")
     assert (node / DROP_IN).is_file() and "gpushare.io/present=true\n" in (node / FEATURES).read_text()
-    assert (node / "run/gpushare/node.json").is_file()  # a mount that the pod has made, on the node
+    assert (node / "run/gpushare/node.json").is_file()  # a mount that the pod made on the node
     assert called(node) == ["systemctl restart containerd"]
 
     exporter = pod(EXPORTER)
@@ -80,7 +80,7 @@ def test_installer_exporter_and_removal(pod: Callable[..., Container], node: Pat
     assert end(installer) == 0, installer.stdout + installer.stderr
     assert not [path for path in tree(node) - before if "gpushare" in path] and not (node / FEATURES).exists()
 
-    # The same, and then the manifests that take it away: another word for the same container
+    # Install again, then apply the manifests for removal: another argument of the same container
     again = pod(INSTALLER)
     until(again, "ready")
     again.kill(signal.SIGKILL)
@@ -90,5 +90,5 @@ def test_installer_exporter_and_removal(pod: Callable[..., Container], node: Pat
     removal = pod(INSTALLER, *step["value"])
     until(removal, "gpushare is gone from this node")
     assert not [path for path in tree(node) - before if "gpushare" in path] and not (node / FEATURES).exists()
-    assert removal.state()["status"] == "running"  # or its DaemonSet would start it again and again
+    assert removal.state()["status"] == "running"  # or its DaemonSet would restart it in a loop
     assert end(removal) == 0

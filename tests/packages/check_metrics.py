@@ -1,4 +1,4 @@
-"""Metrics, alert rules and dashboard, as promtool sees them: names, expressions, and which alert comes when."""
+"""Metrics, alert rules and dashboard, checked by promtool: names, expressions, and the alert of each condition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = {"device": "0", "instance": "n1", "uuid": "GPU-1"}
 HOST = {"instance": "n1"}
 
 
-# A host where nothing is amiss: series, in promtool's notation `START+STEPxTIMES`, a sample a minute
+# A healthy host: series in promtool's notation `START+STEPxTIMES`, a sample a minute
 QUIET = {
     "gpushare_exceeded_total": (SHARE, "0x60"),
     "gpushare_memory_over_bytes": (SHARE, "0x60"),
@@ -36,23 +36,23 @@ QUIET = {
     "gpushare_state_up": (HOST, "1x60"),
     "gpushare_reconcile_timestamp_seconds": (HOST, "0+60x60"),
 }
-# What is amiss there -> the alert that comes of it, and when it is there
+# A fault -> its alert, and the time when it fires
 CASES = {
-    "a bypass, as counted": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
-    "a bypass, as it is": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
-    "a limit that is near": ("GpushareMemoryNearLimit", "20m", {"gpushare_memory_used_bytes": "96x60"}),
-    "a limit that is hit": ("GpushareAllocationsRefused", "10m", {"gpushare_oom_total": "0 0 0 0 0 1x60"}),
-    "held back": ("GpushareThrottled", "50m", {"gpushare_throttled_seconds_total": "0+40x60"}),
-    "somebody else": ("GpushareUnsharedMemory", "20m", {"gpushare_device_memory_unshared_bytes": "2000000000x60"}),
-    "a lease that is damaged": ("GpushareLeaseDamaged", "10m", {"gpushare_damaged_leases": "1x60"}),
+    "bypass counter": ("GpushareLimitExceeded", "10m", {"gpushare_exceeded_total": "0 0 0 0 0 1x60"}),
+    "current bypass": ("GpushareLimitExceeded", "10m", {"gpushare_memory_over_bytes": "1x60"}),
+    "limit nearly reached": ("GpushareMemoryNearLimit", "20m", {"gpushare_memory_used_bytes": "96x60"}),
+    "limit reached": ("GpushareAllocationsRefused", "10m", {"gpushare_oom_total": "0 0 0 0 0 1x60"}),
+    "throttled": ("GpushareThrottled", "50m", {"gpushare_throttled_seconds_total": "0+40x60"}),
+    "use outside shares": ("GpushareUnsharedMemory", "20m", {"gpushare_device_memory_unshared_bytes": "2000000000x60"}),
+    "damaged lease": ("GpushareLeaseDamaged", "10m", {"gpushare_damaged_leases": "1x60"}),
     "no driver": ("GpushareBlind", "10m", {"gpushare_driver_up": "0x60"}),
     "no state": ("GpushareBlind", "10m", {"gpushare_state_up": "0x60"}),
-    "no look": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
+    "no measurement": ("GpushareBlind", "20m", {"gpushare_reconcile_timestamp_seconds": "0x60"}),
 }
 
 
-def promtool(*words: str | Path, text: str = "") -> tuple[int, str]:
-    return fetched.call(fetched.program("prometheus", "usr/bin/promtool"), *words, text=text)
+def promtool(*args: str | Path, text: str = "") -> tuple[int, str]:
+    return fetched.call(fetched.program("prometheus", "usr/bin/promtool"), *args, text=text)
 
 
 def rules() -> dict[str, Any]:
@@ -69,7 +69,7 @@ def named(name: str, labels: dict[str, str]) -> str:
 
 
 def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, Any]:
-    """The alert with what its templates say of these labels; None: none at all."""
+    """The alert with its templates filled by these labels; None: no alert."""
     rule = rules()[alert]
     if labels is None:
         return {"alertname": alert, "eval_time": at, "exp_alerts": []}
@@ -80,11 +80,11 @@ def expected(alert: str, at: str, labels: dict[str, str] | None) -> dict[str, An
     return {"alertname": alert, "eval_time": at, "exp_alerts": [found]}
 
 
-def test_each_alert_comes_when_it_should_and_no_other(tmp_path: Path) -> None:
-    """On a host where one thing is amiss there is the one alert for it; on one where nothing is there is none."""
+def test_each_condition_fires_only_its_alert(tmp_path: Path) -> None:
+    """A host with one fault has only that fault's alert; a healthy host has none."""
     assert {alert for alert, _, _ in CASES.values()} == rules().keys()
     tests = []
-    for what, (alert, at, amiss) in {**CASES, "quiet": ("", "55m", {})}.items():
+    for what, (alert, at, amiss) in {**CASES, "no fault": ("", "55m", {})}.items():
         series = {name: (labels, amiss.get(name, values)) for name, (labels, values) in QUIET.items()}
         labels_of = dict.fromkeys([alert], *(QUIET[name][0] for name in amiss))
         tests.append(
@@ -102,7 +102,7 @@ def test_each_alert_comes_when_it_should_and_no_other(tmp_path: Path) -> None:
     assert promtool("test", "rules", file) == (0, f"Unit Testing:  {file}\n  SUCCESS\n\n")
 
 
-def test_the_dashboard_s_expressions_are_promql(tmp_path: Path) -> None:
+def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
     dashboard = json.loads((METRICS / "dashboard.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     variables = {"__rate_interval": "5m", **{one["name"]: "x" for one in dashboard["templating"]["list"]}}
@@ -120,8 +120,8 @@ def test_the_dashboard_s_expressions_are_promql(tmp_path: Path) -> None:
     assert (code, f"SUCCESS: {len(asked)} rules found" in said) == (0, True), said
 
 
-def test_what_is_served(simhost: Path, make_node: Callable[..., Node]) -> None:
-    """Every metric there is, of a hundred shares, by promtool's rules."""
+def test_served_metrics_pass_promtool(simhost: Path, make_node: Callable[..., Node]) -> None:
+    """All metrics, for a hundred shares, by promtool's rules."""
     node = make_node(simhost)
     scrape.fill(node)
     done = node.cli("export", "--once")

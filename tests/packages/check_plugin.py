@@ -1,4 +1,4 @@
-"""The device plugin's image, started by runc as its DaemonSet says, between a kubelet and a node with gpushare."""
+"""The device plugin's image, run by runc as its DaemonSet specifies, between a kubelet and a node with gpushare."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .conftest import PACKAGES
 
 GIB = 1 << 30
 MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
-EACH = 64 << 10  # MiB of a device; of two nearly as many as fit into a message to kubelet
+EACH = 64 << 10  # MiB of a device; ids of two devices nearly fill a message to kubelet
 MANIFEST = TREE / "packaging/kubernetes/plugin/daemonset.yaml"
-# What the kernel shows in every container: in the pod, too, the driver is that of the node.
+# Kernel files that every container shows: in the pod, the driver is the node's as well.
 DRIVER = """#!/bin/sh
 pid=$(grep -o '"pid":[0-9]*' | head -n 1)
 exec nsenter --mount --target "${{pid#*:}}" mount --bind {source} {rootfs}/proc/driver
@@ -42,7 +42,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> daemonset.Image:
 
 @pytest.fixture
 def node(tmp_path: Path, make_host: Callable[..., Path]) -> Iterator[Node]:
-    """Its directory is shared, as a node's file systems are: what is mounted later is seen in pods."""
+    """The node's directory is shared, like a node's file systems: later mounts appear in pods."""
     (tmp_path / "node").mkdir()
     run("mount", "--bind", tmp_path / "node", tmp_path / "node")
     try:
@@ -54,7 +54,7 @@ def node(tmp_path: Path, make_host: Callable[..., Path]) -> Iterator[Node]:
 
 @pytest.fixture
 def kubelets() -> Iterator[Path]:
-    """Its directory; the path of a socket must be short."""
+    """kubelet's directory; the path of a socket must be short."""
     with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp") as path:
         yield Path(path)
 
@@ -81,16 +81,16 @@ def pod(tmp_path: Path, image: daemonset.Image, node: Node, kubelets: Path) -> I
         one.close()
 
 
-def test_the_daemon_set_s_container(
+def test_daemon_set_s_container_serves_kubelet(
     pod: Callable[[], Container], node: Node, kubelets: Path, image: daemonset.Image, tmp_path: Path
 ) -> None:
-    """From a node where gpushare has not been started yet to a container with what kubelet chose, and to the end."""
+    """From a node where gpushare has not run yet to a container with kubelet's choice, and to the end."""
     assert [path.name for path in image.rootfs.iterdir()] == ["gpushare"]
     with Kubelet(kubelets) as kubelet:
         one = pod()
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
         assert not kubelet.healthy(MEMORY) and not kubelet.healthy(GPU)
-        assert node.cli("refresh").returncode == 0  # which mounts the state: what the pod sees of it is the node's
+        assert node.cli("refresh").returncode == 0  # mounts the state directory: the pod sees the node's
         kubelet.wait(lambda: kubelet.healthy(MEMORY))
         assert len(kubelet.healthy(MEMORY)) == 2 * EACH and not kubelet.healthy(GPU)
         env = kubelet.allocate(MEMORY, EACH - 100)
@@ -104,7 +104,7 @@ def test_the_daemon_set_s_container(
         finally:
             tenant.close()
 
-        # A device that goes, and a state that is made anew, as by the installer's next version: other shares
+        # A device disappears, and the state is made again, as by the installer's next version: other shares
         gpus = node.driver_root / "proc/driver/nvidia/gpus"
         bus = sorted(path.name for path in gpus.iterdir())[1]
         shutil.move(gpus / bus, tmp_path / "gone")

@@ -1,4 +1,4 @@
-"""The rule for udev, by udev itself: what it would do for a module and for a PCI device of this machine."""
+"""The udev rule in udev's own tools: its actions for a module and a PCI device of this machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from . import fetched
 
 RULE = (TREE / "packaging/60-gpushare.rules").read_text()
 RULES = Path("/usr/lib/udev")
-PLACES = (RULES, Path("/run/udev"))  # what it reads, and what it writes down
+PLACES = (RULES, Path("/run/udev"))  # the directories that udev reads and writes
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where udev looks, with nothing in it; of this run alone."""
+    """udev's empty rules directory, of this run alone."""
     made = [place for place in PLACES if not place.exists()]
     try:
         for place in PLACES:
@@ -41,13 +41,13 @@ def would(action: str, device: Path) -> str:
     return said.partition("Reading rules file")[2]
 
 
-def test_module_and_devices(folder: Path) -> None:
+def test_rule_matches_the_driver_s_module_and_devices(folder: Path) -> None:
     module = sorted(Path("/sys/module").iterdir())[0]
     device = sorted(Path("/sys/bus/pci/devices").iterdir())[0]
     seen = {name: (device / name).read_text().strip() for name in ("vendor", "class")}
     service = "gpushare-refresh.service"
 
-    (folder / "60-gpushare.rules").write_text(RULE)  # as it is: nothing of NVIDIA's is meant by it
+    (folder / "60-gpushare.rules").write_text(RULE)  # unchanged: this machine's devices are not NVIDIA's
     for action, place in ("add", module), ("bind", device):
         said = would(action, place)
         assert service not in said and "60-gpushare.rules:" not in said, said

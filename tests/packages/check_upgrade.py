@@ -1,4 +1,4 @@
-"""Upgrade from the packages of 0.1.0: a running container lives, is listed, resized and deleted."""
+"""Upgrade from the packages of 0.1.0: a running container survives and is listed, resized and deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEFORE = BUILD / "before" / "build" / "packages"  # made by packages.mk
 FORCE = {"rpm": ("--force",)}  # rpm: both versions are called 0.1.0
 
 
-def test_container_of_0_1_0_lives_through_the_upgrade(
+def test_container_of_0_1_0_survives_the_upgrade(
     kind: Kind,  # noqa: F811
     clean_root: CleanRoot,
     held: Callable[..., Held],  # noqa: F811
@@ -36,26 +36,26 @@ def test_container_of_0_1_0_lives_through_the_upgrade(
     configured = root.run("cat", "/etc/docker/daemon.json")
 
     root.run(*kind.upgrade, *FORCE.get(kind.install[0], ()), "/srv/new")
-    assert "snapshot" in root.run("ls", "/usr/libexec/gpushare/libexec")  # it is the new one
+    assert "snapshot" in root.run("ls", "/usr/libexec/gpushare/libexec")  # the new version
     assert first.process.poll() is None and first.mounts() == mounts and first.shim() == shim
     assert root.run("cat", "/etc/docker/daemon.json") == configured
     assert listed(root) == ["first"]
     inspected = json.loads(root.run("gpushare", "inspect", "first", "--format", "json"))
     assert inspected["id"] == "first" and inspected["shares"][0]["memory_limit_bytes"] == GIB
 
-    # The limit changes, for a process that starts now and for accounting on the host.
+    # The limit changes for a new process and for accounting on the host.
     root.run("gpushare", "limit", "set", "first", "--memory", "2Gi")
     again = root.call("gpushare-runtime", "exec", first.name, PROBE)
     assert json.loads(again.stdout)["total_bytes"] == 2 * GIB, again.stdout + again.stderr
     root.run("gpushare", "pause", "first")
     root.run("gpushare", "resume", "first")
 
-    # A container of the new version beside it gets a share of its own, from what is left.
+    # A container of the new version gets its own share of the remaining memory.
     second = held("second")
     assert second.said["total_bytes"] == GIB and listed(root) == ["first", "second"]
     second.end()
 
-    # Its own hooks are the old command lines: the new hook releases the lease.
+    # Its hooks are the old command lines: the new hook releases the lease.
     first.end()
     assert listed(root) == []
     assert root.run("sh", "-c", "ls /run/gpushare/containers /run/gpushare/trash").split() == [

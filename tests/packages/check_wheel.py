@@ -1,4 +1,4 @@
-"""The wheel, on a Debian of its own that has a Python, from being installed to being removed, with real containers."""
+"""Installation to removal of the wheel in a fresh Debian with Python, with real containers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SNAPSHOT = f"{VENV}/libexec/gpushare/snapshot"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[CleanRoot]:
-    """Without a package index: what the wheel depends on lies in /srv."""
+    """Without a package index: the wheel's dependencies are in /srv."""
     root = CleanRoot(tmp_path / "debian", PYTHON)
     try:
         (wheel,) = PACKAGES.glob("*_x86_64.whl")
@@ -52,7 +52,7 @@ def mount_points(one: Held) -> list[str]:
 
 @contextlib.contextmanager
 def no_python(root: CleanRoot) -> Iterator[None]:
-    """Every Python there, also that of the virtual environment, is a file that cannot be executed."""
+    """Make every Python there non-executable, also that of the virtual environment."""
     found = root.run("sh", "-c", f"readlink -f /usr/bin/python3* {VENV}/bin/python*").split()
     covered = sorted(set(found))
     root.put("/srv/empty", "")
@@ -67,7 +67,7 @@ def no_python(root: CleanRoot) -> Iterator[None]:
 
 
 def start_both_ways(root: CleanRoot) -> None:
-    """By the runtime, and by the hook under runc: the container has its share, and ends."""
+    """With the runtime, and with the hook under runc: the container gets its share and ends."""
     for runtime, hook in ((RUNTIME, None), ("runc", HOOK)):
         one = Held(root, "short", runtime, hook=hook)
         try:
@@ -77,8 +77,8 @@ def start_both_ways(root: CleanRoot) -> None:
             one.kill()
 
 
-def test_start_from_the_snapshot_and_without(root: CleanRoot) -> None:
-    """It needs no Python. Where it does not start, the Python of the virtual environment does."""
+def test_start_works_with_and_without_the_snapshot(root: CleanRoot) -> None:
+    """The snapshot needs no Python. Where it cannot start, the Python of the virtual environment does."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
     root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
     use_simulated_gpu(root)
@@ -97,8 +97,8 @@ def test_start_from_the_snapshot_and_without(root: CleanRoot) -> None:
     root.run("gpushare", "uninstall", "--yes", "--purge")
 
 
-def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
-    """Its programs know where they are; an upgrade, and the removal, leave a container that runs as it is."""
+def test_wheel_is_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Path) -> None:
+    """Its programs find their files; upgrade and removal leave a running container unchanged."""
     root.run(*PIP, "install", "--no-index", "--find-links", "/srv", "gpushare")
     root.run("ln", "-s", CLI, "/usr/local/bin/gpushare")
     assert root.run("gpushare", "version").startswith(f"gpushare {version()},")
@@ -126,7 +126,7 @@ def test_wheel_installed_used_upgraded_and_removed(root: CleanRoot, tmp_path: Pa
         shutil.copy(wheel, root.path / "srv")
         root.run(*PIP, "install", "--no-index", "--no-deps", "--upgrade", f"/srv/{wheel.name}")
         assert root.run("gpushare", "version").startswith(f"gpushare {newer.VERSION},")
-        assert mount_points(first) == places  # pip moves what it replaces aside, so what they show has another name
+        assert mount_points(first) == places  # pip renames replaced files, so the mounts' sources have another name
         made.append(second := Held(root, "second", RUNTIME))
         assert (first.shim(), second.shim()) == (content, content + newer.VERSION.encode())
         assert listed(root) == ["first", "second"]

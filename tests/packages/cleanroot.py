@@ -1,8 +1,8 @@
-"""A Debian of its own, as debootstrap makes it: what a package finds on a machine where nobody has prepared anything.
+"""A fresh Debian, made by debootstrap: a package's view of an unprepared machine.
 
-archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar, with that one, too. Run as
-                       a program, this module makes all of them, which may take longer than a test is given
-CleanRoot(directory)   that, unpacked to memory; `run` runs programs that have it as their root, and nothing else
+archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar with that package. Run as
+                       a program, this module makes all of them, which may exceed a test's time limit
+CleanRoot(directory)   the unpacked archive in memory; `run` runs programs with it as their root
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from tests.support.host import BUILD
 from tests.support.rootfs import run, unmount_below
 
-PYTHON = "python3-venv"  # a wheel is installed with it
-# What a host has: a runtime, systemd to look at our units with; and rpm, which installs .rpm wherever it is
+PYTHON = "python3-venv"  # for installing a wheel
+# A host's programs: a runtime, systemd to check the units, and rpm, which installs .rpm anywhere
 INCLUDED = "runc,systemd,rpm"
 _ENTER = """
 set -e
@@ -34,7 +34,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def archive(more: str = "") -> Path:
-    """The packages come from where this machine's own do; `more` is one that is in there, too."""
+    """Make or find the archive. Packages come from this machine's own mirror; `more` adds one package."""
     target = BUILD / ("debian-root" + f"-{more}" * bool(more) + ".tar")
     if target.exists():
         return target
@@ -54,7 +54,7 @@ def archive(more: str = "") -> Path:
 
 
 class CleanRoot:
-    """`path` is what is in it, as seen from here. Mounts that programs make in there are seen in there alone."""
+    """`path` is its root as seen from here. Mounts of its programs are visible only inside."""
 
     def __init__(self, directory: Path, more: str = "") -> None:
         self.path = directory
@@ -75,12 +75,12 @@ class CleanRoot:
         return [*inside, "env", "-i", f"PATH={_PATH}", "DEBIAN_FRONTEND=noninteractive", *command]
 
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """`command` to its end."""
+        """Run `command` to its end."""
         options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 120}
         return subprocess.run(self.words(*command), **options)
 
     def run(self, *command: str) -> str:
-        """Standard output of a command that has to succeed."""
+        """Return the standard output of a command that must succeed."""
         done = self.call(*command)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -95,7 +95,7 @@ class CleanRoot:
         target.write_text(text)
 
     def files(self, *folders: str) -> dict[str, bytes | str]:
-        """Path -> content, or what a link says."""
+        """Path -> content, or link target."""
         found: dict[str, bytes | str] = {}
         for top in folders:
             for folder, folders_in, names in os.walk(self.path / top.lstrip("/")):

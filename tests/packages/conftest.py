@@ -1,4 +1,4 @@
-"""Fixtures for what `make test-packages` looks at."""
+"""Fixtures for `make test-packages`."""
 
 from __future__ import annotations
 

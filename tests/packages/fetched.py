@@ -11,13 +11,13 @@ from tests.support.rootfs import run
 
 
 def program(package: str, path: str) -> Path:
-    """`path` of that package. It finds its libraries on this machine."""
+    """Return `path` of that package. It uses this machine's libraries."""
     target = BUILD / "fetched" / Path(path).name
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILD) as work:
             fetch = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package]
-            if subprocess.run(fetch, cwd=work, capture_output=True).returncode:  # no package lists, or old ones
+            if subprocess.run(fetch, cwd=work, capture_output=True).returncode:  # missing or outdated package lists
                 run("apt-get", "-q", "update")
                 run(*fetch, cwd=Path(work))
             (file,) = Path(work).glob(f"{package}_*.deb")
@@ -26,8 +26,8 @@ def program(package: str, path: str) -> Path:
     return target
 
 
-def call(program: Path, *words: str | Path, text: str = "") -> tuple[int, str]:
-    """(exit status, all that it says)"""
-    command = [str(word) for word in (program, *words)]
+def call(program: Path, *args: str | Path, text: str = "") -> tuple[int, str]:
+    """(exit status, all output)"""
+    command = [str(word) for word in (program, *args)]
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     return done.returncode, done.stdout

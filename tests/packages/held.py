@@ -1,4 +1,4 @@
-"""Containers that are started in a Debian of its own, and live while packages change."""
+"""Containers that run in a fresh Debian while packages change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cleanroot import CleanRoot
 
 GIB = 1 << 30
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
-# As containerd's CRI describes the container `cuda` of a pod that asks for 1 GiB
+# The container `cuda` of a pod that requests 1 GiB, as containerd's CRI describes it
 POD = {
     "io.kubernetes.cri.container-type": "container",
     "io.kubernetes.cri.container-name": "cuda",
@@ -27,7 +27,7 @@ IN_CONTAINER = "usr/lib/x86_64-linux-gnu/libcuda.so.1"
 
 
 class Held:
-    """A container that has taken all that it may, until `end`."""
+    """A container that has allocated up to its limit, until `end`."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Held:
 
     @property
     def view(self) -> Path:
-        """Its root, as its init sees it."""
+        """The container's root, as its init sees it."""
         (state,) = [one for one in json.loads(self.root.run("runc", "list", "-f", "json")) if one["id"] == self.name]
         return Path(f"/proc/{state['pid']}/root")
 
     def mounts(self) -> list[str]:
-        """As the kernel lists them. A source that was replaced is called deleted, and stays what it was."""
+        """Mounts in the kernel's list. A replaced source is marked deleted and stays the old file."""
         return (self.view.parent / "mountinfo").read_text().replace("//deleted ", " ").splitlines()
 
     def shim(self) -> bytes:
@@ -80,7 +80,7 @@ class Held:
 
 
 def use_simulated_gpu(root: CleanRoot) -> None:
-    """Installed as it is, the package looks for the host's driver; this is how an administrator says where it is."""
+    """Name the simulated driver in the configuration, as an administrator would; by default the host's is used."""
     make_simhost(root.path / "opt/driver", memory_bytes=16 * GIB)
     make_root(root.path / "srv/image")
     config = {"version": 1, "driver": {"root": "/opt/driver"}, "log": {"decisions": "/var/log/gpushare"}}

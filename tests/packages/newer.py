@@ -1,4 +1,4 @@
-"""What is handed out, as of a later version: it differs in its shim, and in what the program says of itself."""
+"""The release as a later version: its shim and its reported version differ."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.rootfs import run
 
 from .conftest import PACKAGES
 
-VERSION = "1000.0.0"  # than this tree will ever be
+VERSION = "1000.0.0"  # later than any version of this tree
 METADATA = "libexec/_internal/lib/python3*/gpushare-*.dist-info/METADATA"
 
 
 def packages(directory: Path) -> Path:
-    """A folder with .deb and .rpm."""
+    """Return a directory with .deb and .rpm."""
     stage, made = directory / "stage", directory / "packages"
     shutil.copytree(BUILD / "stage", stage, symlinks=True)
     _change(stage / "usr/libexec/gpushare")
@@ -48,7 +48,7 @@ def _change(bundle: Path) -> None:
 def wheel(directory: Path) -> Path:
     (old,) = PACKAGES.glob("*_x86_64.whl")
     new = directory / old.name.replace(version(), VERSION)
-    names = f"gpushare-{version()}.", f"gpushare-{VERSION}."  # of the folders of metadata and programs
+    names = f"gpushare-{version()}.", f"gpushare-{VERSION}."  # names of metadata and program directories
     with zipfile.ZipFile(old) as source, zipfile.ZipFile(new, "w") as target:
         for info in source.infolist():
             data = source.read(info)

@@ -1,5 +1,5 @@
-/* qemu-user has no set_robust_list(2), by which the kernel learns of a slot whose process has died;
- * without it a program gets no slot. Here it is granted, and nobody dies. */
+/* qemu-user lacks set_robust_list(2), by which the kernel marks the slot of a dead process. Without
+ * it a program gets no slot. This stub grants it; no process dies here. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdarg.h>

@@ -1,8 +1,8 @@
-"""make test-attacks: runs every attack of the table, prints the outcome of each, writes build/attacks.json.
+"""make test-attacks: run every attack of the table, print each outcome, write build/attacks.json.
 
 python -m tests.security [--runtime runc|crun] [--format table|json] [pytest's arguments]
 
-With crun the result is in build/attacks-crun.json, so that it stands beside that of runc.
+With crun the result is build/attacks-crun.json, beside that of runc.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import table
 
 
 class Row(NamedTuple):
-    """One attack as it is reported. `outcome`: share, refused, a count of both, held (elsewhere), failed, not run."""
+    """The report of one attack. `outcome`: share, refused, a count of both, held (elsewhere), failed, not run."""
 
     kind: str
     name: str
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Recorder:
-    """A pytest plugin: what became of each test, by its node id."""
+    """A pytest plugin that records each test's result by node id."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -77,7 +77,7 @@ class Recorder:
 
 
 def collected(recorder: Recorder, elsewhere: tuple[table.Elsewhere, ...]) -> list[Row]:
-    """A row for each attack and way; one for each attack that is tried elsewhere."""
+    """Return a row for each attack and way, and one for each attack that other tests cover."""
     here = "tests/security/test_attacks.py::"
     found: list[Row] = []
     for kind, test, some in (("attack", "test_attack", table.ATTACKS), ("race", "test_race", table.RACES)):
@@ -94,7 +94,7 @@ def collected(recorder: Recorder, elsewhere: tuple[table.Elsewhere, ...]) -> lis
 
 def show(rows: list[Row], runtime: str, path: Path) -> None:
     shown = Table(title=f"Attacks on the host, with {runtime}", title_justify="left")
-    for column in ("attack", "way", "outcome", "CVEs and words"):
+    for column in ("attack", "way", "outcome", "CVEs or conditions"):
         shown.add_column(column, overflow="fold")
     for row in rows:
         style = "red" if row.failed else ""
@@ -103,7 +103,7 @@ def show(rows: list[Row], runtime: str, path: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     console.print(shown)
     bad = sum(row.failed for row in rows)
-    console.print(f"{len(rows)} attacks, {bad} of them not held; build/{path.name} has the words of each refusal")
+    console.print(f"{len(rows)} attacks, {bad} failed or not run; build/{path.name} has the message of each refusal")
 
 
 def main(argv: list[str]) -> int:
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     quiet = ["-q", "--no-header"]
     stdout = sys.stdout
     if options.format == "json":
-        sys.stdout = sys.stderr  # only the JSON goes there
+        sys.stdout = sys.stderr  # only the JSON goes to standard output
     low_level = ["--low-level", options.runtime]
     code = pytest.main([*quiet, *low_level, "--rootdir", str(TREE), *others, *dict.fromkeys(tests)], plugins=[recorder])
     sys.stdout = stdout

@@ -1,4 +1,4 @@
-"""Print docs/attacks.md, written from the table of attacks. `make docs` puts it in place; a test compares.
+"""Print docs/attacks.md, generated from the table of attacks. `make docs` writes it; a test compares.
 
 python3 -m tests.security.docs
 """
@@ -8,36 +8,42 @@ from __future__ import annotations
 from . import table
 
 HEAD = """\
-# Attacks that are tried
+# Tested attacks
 
 Generated from `tests/security/table.py` by `make docs`; a test compares them.
 
-    make test-attacks
+```sh
+make test-attacks
+```
 
-tries each of these with a real container, by the hook and by the runtime. After each, a checksum walk of what the
-attack aims at and the host's mount table must be as before, nothing may be left of the container, and the whole device
-must be free. "Share" means: a program in the container that takes all it can get has exactly its limit, by CUDA, by
-NVML and by the device's own books. "Refused" means: the container does not start, and one line says why.
-What is promised, and what is not, is in [security.md](security.md).
+This command tries each attack with a real container, once with the hook and once with the runtime. After each attack,
+the checksums of its possible targets and the host's mount table must be unchanged. No trace of the container may
+remain, and the whole device must be free.
 
-| attack | by the hook | by the runtime | as in |
+* Share: a program in the container that allocates all it can gets exactly its limit, by CUDA, by NVML and by the
+  device's own ledger.
+* Refused: the container does not start, and one line gives the reason.
+
+[Security](security.md) lists the promises and their limits.
+
+| attack | with the hook | with the runtime | related CVEs |
 |---|---|---|---|
 """
 
 RACES = """
 ## Races
 
-A second container swaps a component in a loop while the first is started again and again. Each start is a share or a
-refusal. `GPUSHARE_RACES=1000 make test-attacks` makes each loop 1000 starts long.
+A second container swaps a path component in a loop while the first is started repeatedly. Each start must end in a
+share or a refusal. `GPUSHARE_RACES=1000 make test-attacks` runs 1000 starts for each race.
 
-| race | as in |
+| race | related CVEs |
 |---|---|
 """
 
 ELSEWHERE = """
-## Tried by other tests
+## Attacks in other tests
 
-| attack | as in | tests |
+| attack | related CVEs | tests |
 |---|---|---|
 """
 
@@ -55,7 +61,7 @@ def _cell(text: str) -> str:
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     attacks = [
         f"| {_cell(one.name)} | {_words(one.hook)} | {_words(one.runtime)} | {', '.join(one.cves)} |"
         for one in table.ATTACKS

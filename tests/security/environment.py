@@ -1,4 +1,5 @@
-"""Attacks by the image's environment: what a loader, an interpreter or a packer obeys, and what would raise a limit."""
+"""Attacks by the image's environment: variables of loaders, interpreters and packers, and variables that raise a
+limit."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ PROGRAMS = ("runc", "crun", "ldconfig", "mount", "python3", "sh", "gpushare-hook
 
 
 def _traps(scene: Scene) -> Path:
-    """A directory at one path on the host and (read-only) in the container: a library, modules and programs that each
-    write a line into the host's sentinel directory when they are used out there."""
+    """Make a directory at one path on the host and (read-only) in the container. It has a library, modules and programs
+    that each write a line into the host's sentinel directory when the host uses them."""
     trap = scene.directory / "trap"
     for name in ("lib", "modules", "bin", "tmp"):
         (trap / name).mkdir(parents=True)
@@ -40,14 +41,14 @@ def _traps(scene: Scene) -> Path:
 
 
 def obeyed(*lines: str) -> Prepare:
-    """The image's variables; `{trap}` in them is the directory of traps. The hook gets them too, as from an engine that
-    hands a container's environment to its hooks."""
+    """Set the image's variables; `{trap}` in them is the directory of traps. The hook gets them too, as from an engine
+    that passes a container's environment to its hooks."""
 
     def prepare(scene: Scene) -> None:
         trap = _traps(scene)
         scene.mount(trap, str(trap), "rbind", "ro")
         made = [line.format(trap=trap) for line in lines]
-        # The traps are for what runs on the host. In the container the program that the engine starts is not ours.
+        # The traps are for host processes. In the container the engine starts a foreign program.
         scene.set_env(*made)
         for entries in scene.spec["hooks"].values():
             for entry in entries:
@@ -61,7 +62,7 @@ def variables(*lines: str) -> Prepare:
 
 
 def variables_instead(*lines: str) -> Prepare:
-    """Instead of the request that the engine's user made."""
+    """Set variables instead of the request of the engine's user."""
 
     def prepare(scene: Scene) -> None:
         env = scene.spec["process"]["env"]

@@ -1,4 +1,4 @@
-"""Attacks on what all containers share on the host: the state directory's room, and processor time for look-ups."""
+"""Attacks on resources that all containers share: space in the state directory, and CPU time of path look-ups."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.runc import Container
 from . import image
 from .scene import LIBDIR, Scene
 
-STATE_BYTES = 6 << 20  # of the state directory in these attacks: what one image could take once over
-_LINKS = 38  # the kernel follows 40, and there are some on the way
-MAX_PROCESSOR_S = 3.0  # of a start in a maze: a tenth of it is what any start takes
-MANY = 4  # containers of that image, all at once
+STATE_BYTES = 6 << 20  # size of the state directory in these attacks: one image could fill it
+_LINKS = 38  # the kernel follows 40, and the path itself has some
+MAX_PROCESSOR_S = 3.0  # for a start in a maze: ten times that of any start
+MANY = 4  # concurrent containers of that image
 
 
 def large_cache(root: Path) -> None:
-    """The image's own loader cache, as large as any that is read, with names that no program looks up."""
+    """Make the image's own loader cache as large as the accepted maximum, with names that no program uses."""
     file = root / image.CACHE
     known = ldcache.parse(file.read_bytes())
     room = ldcache.MAX_BYTES - (16 << 10) - file.stat().st_size
@@ -32,8 +32,8 @@ def large_cache(root: Path) -> None:
 
 
 def fill_the_state(scene: Scene) -> None:
-    """A loader cache of 4 MiB in an image of which many containers are created at once, some of them never started.
-    Each must be created, and so must an honest one; nothing of the caches stays in the state directory."""
+    """Put a loader cache of 4 MiB into an image and create many of its containers at once; some are never started. Each
+    must be created, and so must an intact container; no cache stays in the state directory."""
     large_cache(scene.root)
     scene.node.cli("refresh")
     run("mount", "-o", f"remount,size={STATE_BYTES}", scene.node.state)
@@ -62,8 +62,8 @@ def fill_the_state(scene: Scene) -> None:
 
 
 def full_state(scene: Scene) -> None:
-    """Somebody else's file takes all of the state directory, or leaves a little: a start has its share, or is refused
-    in one line that says so, and leaves nothing."""
+    """Fill the state directory with a foreign file, or leave a little space: a start gets its share, or is refused in
+    one line with the reason, and leaves nothing."""
 
     def attack(_: Container) -> None:
         filler = scene.node.state / "node.filler"
@@ -80,7 +80,7 @@ def full_state(scene: Scene) -> None:
                 seen.add(refused is None)
                 if (
                     refused is not None and "gpushare: " not in refused.message
-                ):  # crun's own words, and no room to keep ours
+                ):  # crun's own message, and no space to store ours
                     assert scene.way == "hook", refused
                 elif refused is not None:
                     assert "internal error" not in refused.message and "Traceback" not in refused.message, refused
@@ -99,7 +99,7 @@ def full_state(scene: Scene) -> None:
 
 
 def _maze(root: Path) -> str:
-    """A path that costs the kernel 50,000 steps, and leads to nothing: links of PATH_MAX each, as many as may follow
+    """Make a path that costs the kernel 50,000 steps and leads nowhere: links of PATH_MAX each, as many as may follow
     each other."""
     place = root / "m"
     (place / "a").mkdir(parents=True)
@@ -111,7 +111,7 @@ def _maze(root: Path) -> str:
 
 
 def names_in_a_maze(scene: Scene) -> None:
-    """Very many names of a driver's library, each a link through a maze."""
+    """Make very many names of a driver library, each a link through a maze."""
     start = _maze(scene.root)
     for number in range(4000):
         os.symlink(start, scene.root / LIBDIR / f"libcuda.so.{number}.1")
@@ -119,7 +119,7 @@ def names_in_a_maze(scene: Scene) -> None:
 
 
 def paths_in_a_maze(scene: Scene) -> None:
-    """LD_LIBRARY_PATH with as many directories as are looked at, each of them behind a maze."""
+    """Fill LD_LIBRARY_PATH with the maximum number of directories, each behind a maze."""
     _maze(scene.root)
     (scene.root / "m" / f"l{_LINKS}").unlink()
     (scene.root / "m" / f"l{_LINKS}").mkdir()
@@ -128,7 +128,7 @@ def paths_in_a_maze(scene: Scene) -> None:
 
 
 def variants_in_a_maze(scene: Scene) -> None:
-    """Very many directories of variants for processors, in which libraries are looked for, each behind a maze."""
+    """Make very many directories of processor variants, which are searched for libraries, each behind a maze."""
     _maze(scene.root)
     (scene.root / "m" / f"l{_LINKS}").unlink()
     (scene.root / "m" / f"l{_LINKS}").mkdir()
@@ -140,7 +140,7 @@ def variants_in_a_maze(scene: Scene) -> None:
 
 
 def _bounded(scene: Scene) -> None:
-    """The start takes a few seconds of processor at most, in programs of ours and of the runtime."""
+    """Assert that the start uses a few seconds of CPU at most, in gpushare's programs and the runtime's."""
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
 
     def measure() -> None:

@@ -1,4 +1,4 @@
-"""Attacks by what is in the image: links, special files and crafted files where a hook of root looks or writes."""
+"""Attacks by the image's content: links, special files and crafted files at paths that a root hook reads or writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _clear(path: Path) -> None:
 
 
 def link(at: str, text: str) -> Prepare:
-    """`{host}` in `text` is the sentinel directory of the host."""
+    """Link `at` to `text`; `{host}` in it is the sentinel directory of the host."""
 
     def prepare(scene: Scene) -> None:
         _clear(scene.root / at)
@@ -57,7 +57,7 @@ def special(at: str, kind: str) -> Prepare:
 
 
 def content(at: str, data: bytes, size: int = 0) -> Prepare:
-    """A file that holds `data`, made `size` bytes long without taking the room."""
+    """Make a file with `data`, sparse and `size` bytes long."""
 
     def prepare(scene: Scene) -> None:
         _clear(scene.root / at)
@@ -69,7 +69,7 @@ def content(at: str, data: bytes, size: int = 0) -> Prepare:
 
 
 def hard_link(scene: Scene) -> None:
-    """Two names of one file: what is done at the first must not change the second."""
+    """Make two names of one file: an operation on the first must not change the second."""
     (scene.root / "etc/victim").write_text("the image's\n")
     os.link(scene.root / "etc/victim", scene.root / LIBCUDA)
 
@@ -80,7 +80,7 @@ def hard_link(scene: Scene) -> None:
 
 
 def baked_state(scene: Scene) -> None:
-    """The image brings our private directory: limits without an end, a usage file, a 'real' driver of its own."""
+    """Bring gpushare's private directory in the image: unlimited limits, a usage file, a 'real' driver."""
     for name in ("rw", "driver", "pages", "peers", "mps"):
         (scene.root / OURS / name).mkdir(parents=True, exist_ok=True)
     for name in ("limits", "rw/usage", "driver/libcuda-real.so.1"):
@@ -89,7 +89,7 @@ def baked_state(scene: Scene) -> None:
 
 
 def own_driver(directory: str, name: str) -> Prepare:
-    """The image's own working libcuda, where a loader or a program prefers it."""
+    """Put a working libcuda of the image where a loader or a program prefers it."""
 
     def prepare(scene: Scene) -> None:
         real = next(scene.node.driver_root.rglob(f"libcuda.so.{VERSION}"))
@@ -100,7 +100,7 @@ def own_driver(directory: str, name: str) -> Prepare:
 
 
 def compat_link_out(scene: Scene) -> None:
-    """A 'newer driver' that is a link to a secret of the host: it must never be shown in the container."""
+    """Make a 'newer driver' that is a link to a secret of the host, which must never appear in the container."""
     (scene.root / COMPAT).mkdir(parents=True)
     os.symlink(f"{scene.host}/secret", scene.root / COMPAT / "libcuda.so.999.1")
     os.symlink("libcuda.so.999.1", scene.root / COMPAT / "libcuda.so.1")
@@ -116,14 +116,14 @@ def etc_is_a_link(scene: Scene) -> None:
 
 
 def many_names(scene: Scene) -> None:
-    """Directories with very many entries where drivers are looked for."""
+    """Fill the directories that are searched for drivers with very many entries."""
     (scene.root / COMPAT).mkdir(parents=True)
     for number in range(20_000):
         (scene.root / COMPAT / f"libcuda.so.{number}").symlink_to("nothing")
 
 
 def device_link(scene: Scene) -> None:
-    """An image with a /dev of its own, which the container keeps: our node is a link to a file of the host."""
+    """Use an image with its own /dev, which the container keeps: a GPU's node is a link to a file of the host."""
     scene.unmount("/dev")
     scene.unmount("/dev/pts")
     scene.unmount("/dev/shm")
@@ -134,7 +134,8 @@ def device_link(scene: Scene) -> None:
 
 
 def swapped_null(scene: Scene) -> None:
-    """What masks paths in other tools, /dev/null, is a link to a file of the kernel's that only the host may write."""
+    """Make /dev/null, which other tools mount over masked paths, a link to a kernel file that only the host may
+    write."""
     device_link(scene)
     for name in ("nvidia0", "nvidiactl"):
         (scene.root / "dev" / name).unlink()
@@ -142,14 +143,15 @@ def swapped_null(scene: Scene) -> None:
 
 
 def immutable(scene: Scene) -> None:
-    """Nothing can be made in the library directory."""
+    """Make the library directory immutable."""
     upper = scene.one.bundle / "disk" / "upper" / LIBDIR
-    (scene.root / LIBDIR / "touched").write_text("")  # now the directory is in the upper layer
+    (scene.root / LIBDIR / "touched").write_text("")  # moves the directory into the upper layer
     run("chattr", "+i", upper)
     scene.after.append(lambda: run("chattr", "-i", upper))
 
 
 def cache_is_a_fifo(scene: Scene) -> None:
-    """Whoever opens it waits, the container's own loader too: it goes before the proof starts a program there."""
+    """Make the cache a FIFO. Every open blocks, also the container's own loader: it is removed before the proof starts
+    programs."""
     special(CACHE, "fifo")(scene)
     scene.inside.append(lambda _: (scene.root / CACHE).unlink())

@@ -1,4 +1,5 @@
-"""Attacks by a program in the running container, as its root: on its limits, its page, others' devices, the host."""
+"""Attacks by a program in the running container, as its root: on its limits, its activity files, other devices, the
+host."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ OURS = "/usr/lib/gpushare"
 
 
 def fails(*scripts: str) -> Prepare:
-    """Each must fail; what it did all the same is the proof's to find."""
+    """Run scripts that must fail; the proof detects their effects."""
 
     def attack(one: Container) -> None:
         for script in scripts:
@@ -30,7 +31,7 @@ def fails(*scripts: str) -> Prepare:
 
 
 def does(*scripts: str) -> Prepare:
-    """Each may work: it must not matter. Its own page is put back as it was, so that the share can be looked at."""
+    """Run scripts that may succeed without effect. The usage file is restored, so that the proof can read the share."""
 
     def attack(one: Container) -> None:
         keep = f"cp {OURS}/rw/usage /dev/shm/kept && {{ "
@@ -60,12 +61,12 @@ LIMITS = (
     "echo 1 >/proc/driver/nvidia/params",
 )
 
-# Another GPU, one that is not there, a disk of that number, the memory of the host, the capabilities of MIG
+# Another GPU, a missing GPU, a disk of that number, the memory of the host, the capabilities of MIG
 DEVICES = ("c 195 1", "c 195 7", "b 195 0", "b 7 0", "c 1 1", "c 1 2", "c 237 1")
 
 
 def makes(*nodes: str) -> Prepare:
-    """The cgroup denies the open of each, whether or not the node can be made."""
+    """Assert that the cgroup denies opening each node, whether or not it can be made."""
 
     def attack(one: Container) -> None:
         for node in nodes:
@@ -78,7 +79,7 @@ def makes(*nodes: str) -> Prepare:
 
 
 def descriptors(scene: Scene) -> None:
-    """What the container's first program has open is what the runtime gives any container: three streams."""
+    """The container's first program has only the three standard streams open, as from any runtime."""
 
     def attack(one: Container) -> None:
         script = "until [ $(cat /proc/1/comm) = sleep ]; do :; done; ls /proc/1/fd"
@@ -88,7 +89,7 @@ def descriptors(scene: Scene) -> None:
 
 
 def process_environment(scene: Scene) -> None:
-    """Nothing of the host's paths, and no token of the edit, is in what the container can read."""
+    """The container can read neither host paths nor a token of the edit."""
 
     def attack(one: Container) -> None:
         seen = one.exec("cat", "/proc/1/environ", "/proc/self/environ").stdout
@@ -102,7 +103,7 @@ def process_environment(scene: Scene) -> None:
 
 
 def other_tenant(scene: Scene) -> None:
-    """A second container on the same device: its MPS pipes, counters, limits and names are not in ours."""
+    """A second container on the same device: its MPS pipes, counters, limits and names are invisible in the first."""
 
     def attack(one: Container) -> None:
         with scene.container(["sleep", "inf"], name="other") as other:
@@ -125,7 +126,7 @@ def other_tenant(scene: Scene) -> None:
 
 
 def hidden_in_a_user_namespace(scene: Scene) -> None:
-    """A user namespace gives the right to mount over what is ours, for those in it: they lose the GPU, no more."""
+    """A user namespace may mount over gpushare's files: its processes then have no GPU."""
     scene.spec["process"]["noNewPrivileges"] = False
 
     def attack(one: Container) -> None:
@@ -143,8 +144,8 @@ def hidden_in_a_user_namespace(scene: Scene) -> None:
 
 
 def pid_of_another(scene: Scene) -> None:
-    """The process of a second container's state has gone, and its number is by now another container's, or the host's:
-    the hook refuses, and that one does not change."""
+    """The process of a second container's state has ended, and its pid is now another container's or the host's: the
+    hook refuses, and that process does not change."""
 
     def attack(one: Container) -> None:
         with scene.container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, name="stale", hook=scene.node.hook()) as stale:

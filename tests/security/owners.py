@@ -1,4 +1,4 @@
-"""Attacks by a container's root on files that it is shown: leases, and writes after the `ro` is gone."""
+"""Attacks by a container's root on mounted files: leases, and writes after `ro` is removed."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ print(json.dumps(done))
 
 
 def leases(scene: Scene) -> None:
-    """A lease on anything but its own two files is refused. With those the neighbour's CUDA starts, and the host
-    pauses, changes and lists both containers, before the kernel would break a lease."""
+    """A lease is refused on all files except the container's own two. With leases on those, the neighbour's CUDA
+    starts, and the host pauses, changes and lists both containers, before the kernel would break a lease."""
 
     def attack(one: Container) -> None:
         with scene.container(["sleep", "inf"], name="other") as other:
@@ -113,7 +113,7 @@ def leases(scene: Scene) -> None:
 
 
 def writes(scene: Scene) -> None:
-    """With CAP_SYS_ADMIN over the host, which policy allows here, each mount becomes writable, and no file in it. (Root
+    """With CAP_SYS_ADMIN over the host, which policy allows here, each mount becomes writable, but no file in it. (Root
     of the host has other ways: chown, or a clone without the id map.)"""
     for kind in ("bounding", "effective", "permitted"):
         scene.spec["process"]["capabilities"][kind].append("CAP_SYS_ADMIN")

@@ -1,7 +1,7 @@
-"""What every attack is judged by: the host is as it was, the container got its share or was refused, nothing is left.
+"""The proof of every attack: the host is unchanged, the container got its share or was refused, nothing is left.
 
-`host_state` is a checksum walk of what an attack could aim at; `mount_table` is the host's own table. Both are compared
-before the attack's container exists and after it is gone.
+`host_state` is a checksum walk of all possible targets; `mount_table` is the host's own table. Both are compared before
+the attack's container exists and after it is removed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.support.runc import Container, RuntimeFailed
 GIB = 1 << 30
 LIMIT = 2 * GIB
 LIMIT_WORD = "2Gi"
-MAX_LINE = 2000  # characters; what the low-level runtime puts around our line included
+MAX_LINE = 2000  # characters, including the low-level runtime's own around the line
 
-# Of the machine that runs the tests; what is not there must stay so.
+# Of the machine that runs the tests; missing files must stay missing.
 FILES = (
     "/etc/passwd", "/etc/shadow", "/etc/group", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.preload",
     "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/fs/binfmt_misc/status",
@@ -36,7 +36,7 @@ _MARK = "-- and what else there is"
 
 
 def walk(root: Path, contents: bool = True) -> dict[str, tuple[Any, ...]]:
-    """Every path below `root`: mode, owner, links, size, time of change and, of a file or link, what it holds."""
+    """Every path below `root`: mode, owner, links, size, time of change and the content of a file or link."""
     found: dict[str, tuple[Any, ...]] = {}
     for folder, folders, files in os.walk(root):
         for name in (".", *folders, *files):
@@ -53,21 +53,21 @@ def walk(root: Path, contents: bool = True) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-_sums: dict[tuple[int, ...], str] = {}  # of files as they were at one moment: identity, size, time of change
+_sums: dict[tuple[int, ...], str] = {}  # of unchanged files, by identity, size and time of change
 
 
 def _checksum(path: str) -> str:
-    """Read again only when the file is another, or the kernel says that it was changed: nobody sets the ctime."""
+    """Read a file again only after it was replaced or changed: no process can set the ctime."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        if key not in _sums or not status.st_size:  # what is in /proc has no size, and no time of change
+        if key not in _sums or not status.st_size:  # files in /proc have no size and no time of change
             _sums[key] = hashlib.sha256(file.read()).hexdigest()
         return _sums[key]
 
 
 def host_state(node: Node, sentinel: Path) -> dict[str, Any]:
-    """All that must not change: the attack's sentinel directory, our own files, the driver's, and the machine's."""
+    """All that must not change: the attack's sentinel directory, gpushare's files, the driver's, and the machine's."""
     found: dict[str, Any] = dict(walk(sentinel))
     for tree in (host.BIN, host.BIN.parent / "libexec", host.SHIM):
         found.update(walk(tree))
@@ -84,7 +84,7 @@ def host_state(node: Node, sentinel: Path) -> dict[str, Any]:
 
 
 def mount_table(node: Node) -> list[str]:
-    """This process's mounts, without ids and without our state directory, which node.left() looks at."""
+    """This process's mounts, without ids and without the state directory, which node.left() checks."""
     with open("/proc/self/mountinfo") as table:
         lines = [line.split(" ") for line in table]
     return sorted(" ".join(words[2:]) for words in lines if not f"{words[4]}/".startswith(f"{node.state}/"))
@@ -96,7 +96,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tupl
 
 
 def require_refusal(error: RuntimeFailed, words: tuple[str, ...], by: str) -> str:
-    """One line of ours (or, `by` "runc", the runtime's own), that has each of `words`, and no trace. Returns it."""
+    """Return gpushare's only line (or, with `by` "runc", the runtime's own). It must have each of `words` and no
+    traceback."""
     assert "Traceback" not in error.message and "internal error" not in error.message, error.message
     line = error.last_line
     assert len(line) < MAX_LINE and line.isprintable(), error.message
@@ -107,8 +108,8 @@ def require_refusal(error: RuntimeFailed, words: tuple[str, ...], by: str) -> st
 
 
 def require_share(node: Node, one: Container) -> None:
-    """A program that takes all that it can get has exactly the share, by both libraries and by the device's books; only
-    the granted nodes are there; limits are read-only and the host's."""
+    """A program that allocates all it can gets exactly the share, by both libraries and by the device's ledger. Only
+    the granted nodes exist; limits are read-only and the host's."""
     answer, sums, *nodes = _look(one, "sha256sum /usr/lib/gpushare/limits")
     assert "refused" not in answer, answer
     assert answer["total_bytes"] == answer["nvml_total_bytes"] == LIMIT, answer
@@ -122,14 +123,15 @@ def require_share(node: Node, one: Container) -> None:
 
 
 def require_no_gpu(one: Container) -> None:
-    """It started, with limits, and its own driver does not work: CUDA says so, and nobody has more than a share."""
+    """The container started with limits, and its own driver does not work: CUDA fails, and no container exceeds its
+    share."""
     answer, *nodes = _look(one, ":")
     assert answer.keys() == {"refused"}, answer
     _require_devices(nodes)
 
 
 def _look(one: Container, command: str) -> list[Any]:
-    """In the container: what grab.py says, the lines of `command`, and those that `_require_devices` wants."""
+    """Return from the container: grab.py's result, the lines of `command`, and those for `_require_devices`."""
     devices = f"ls -d /dev/nvidia[0-9]*; {{ mknod {MADE} c 195 1 && (: <{MADE}); }} 2>&1; rm -f {MADE}"
     script = f"{PYTHON} /opt/grab.py || exit 1; echo; echo {_MARK}; {command}; {devices}"
     done = one.exec(*CLEAN, "/bin/sh", "-c", script)
@@ -140,8 +142,8 @@ def _look(one: Container, command: str) -> list[Any]:
 
 
 def _require_devices(lines: list[str]) -> None:
-    """Nodes of this container only: no other GPU, as a node or by making one. What denies is the cgroup (/dev is no
-    nodev mount, and without a driver an open that is allowed says "No such device")."""
+    """Only this container's nodes exist, and no other GPU's node can be made and opened. The cgroup denies it (/dev is
+    no nodev mount, and without a driver an allowed open fails with "No such device")."""
     assert [line for line in lines if line.startswith("/dev/nvidia")] == ["/dev/nvidia0"], lines
     assert "Operation not permitted" in lines[-1], lines
 

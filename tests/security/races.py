@@ -1,6 +1,6 @@
 """Races: a second container that shares a directory swaps a component in a loop, over many starts of the first one.
 
-Each start must end as a share or as a refusal, and whatever the swap leads to on the host must stay as it is.
+Each start must end as a share or as a refusal, and the host's targets of the swap must stay unchanged.
 GPUSHARE_RACES=n makes the loop n starts long; without it a race takes at most RACE_S.
 """
 
@@ -23,10 +23,10 @@ from . import proof
 from .scene import LIBCUDA, VERSION, Scene
 
 RACE_S = 2.0  # seconds for one race and way in `make test`
-AT_LEAST = 3  # starts, however slow the machine is
+AT_LEAST = 3  # starts, on a machine of any speed
 SHOWN = f"{proof.LIMIT >> 20}MiB"
 
-# In a container, or on the host where the directory is the image itself. RENAME_EXCHANGE: there is always something.
+# Runs in a container, or on the host for the image's own directory. RENAME_EXCHANGE: the name always exists.
 SWAPPER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -55,7 +55,7 @@ for turn in range(1 << 60):
 
 
 class Race(NamedTuple):
-    """What is swapped: two names below a directory, which is a volume at `target` or (no target) in the image."""
+    """The swap of two names below a directory, which is a volume at `target` or (no target) in the image."""
 
     directory: Path
     name: str
@@ -65,7 +65,7 @@ class Race(NamedTuple):
 
 @contextlib.contextmanager
 def swapping(scene: Scene, race: Race) -> Iterator[None]:
-    """The second container; it shares the volume, or the image's own directory."""
+    """Run the second container; it shares the volume, or the image's own directory."""
     words = ["/usr/bin/python3", "-c", SWAPPER, "/opt/swapped", race.name, race.evil]
     swapper = scene.container(words, env={}, name="swapper", hook=None, runtime="")
     try:
@@ -83,7 +83,7 @@ def swapping(scene: Scene, race: Race) -> Iterator[None]:
 
 
 def _until_ready(swapper: Container) -> None:
-    """Its first line of output, awaited as an event of the file."""
+    """Wait for its first line of output, as an event of the file."""
     command = ["tail", "-f", "-n", "+1", f"--pid={swapper.pid}", str(swapper.bundle / "stdout")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
@@ -98,7 +98,7 @@ class Counted(NamedTuple):
 
 
 def run(scene: Scene, race: Race, look: str = "true") -> Counted:
-    """Starts the container again and again while the swapper runs; `look` is a command in it that must succeed."""
+    """Start the container again and again while the swapper runs; `look` is a command in it that must succeed."""
     shares = refusals = 0
     if race.target:
         scene.mount(race.directory, race.target, "rbind")
@@ -111,7 +111,7 @@ def run(scene: Scene, race: Race, look: str = "true") -> Counted:
                 one.start()
                 code = one.wait()
                 text = one.stdout
-                # A program that finds no library ends with an error: that is less than its share, never more.
+                # A program without its libraries ends with an error: that is less than its share, never more.
                 assert code or SHOWN in text, f"{text}\n{one.stderr}"
                 assert "16384MiB" not in text and "the host's" not in text, text
                 shares += 1
@@ -127,7 +127,7 @@ def run(scene: Scene, race: Race, look: str = "true") -> Counted:
 
 
 def rounds() -> Iterator[int]:
-    """As many as GPUSHARE_RACES says, or as fit into RACE_S."""
+    """Count rounds up to GPUSHARE_RACES, or for RACE_S."""
     wanted = int(os.environ.get("GPUSHARE_RACES", "0"))
     until = time.monotonic() + RACE_S
     number = 0
@@ -136,7 +136,7 @@ def rounds() -> Iterator[int]:
         number += 1
 
 
-# What is swapped
+# Targets of the swap
 
 
 def _driver(node: Node) -> bytes:
@@ -144,7 +144,7 @@ def _driver(node: Node) -> bytes:
 
 
 def leaf_in_a_volume(scene: Scene) -> Counted:
-    """A library that we cover, in a volume: now the file, now a link to the host's secret."""
+    """A covered library in a volume alternates with a link to the host's secret."""
     volume = scene.host.parent / "volume"
     volume.mkdir()
     (volume / "libcuda.so.1").write_bytes(_driver(scene.node))
@@ -154,7 +154,7 @@ def leaf_in_a_volume(scene: Scene) -> Counted:
 
 
 def parent_in_a_volume(scene: Scene) -> Counted:
-    """The directory of that library: now one, now a link to a directory of the host's."""
+    """The directory of that library alternates with a link to a directory of the host."""
     volume = scene.host.parent / "volume"
     (volume / "lib").mkdir(parents=True)
     (volume / "lib" / "libcuda.so.1").write_bytes(_driver(scene.node))
@@ -170,7 +170,7 @@ def _in_image(scene: Scene, directory: str) -> Path:
 
 
 def our_directory_in_a_shared_image(scene: Scene) -> Counted:
-    """Two containers of one root file system: our directory in it is now one, now a link to the host's."""
+    """Two containers of one root file system: gpushare's directory in it alternates with a link to the host's."""
     directory = _in_image(scene, "usr/lib")
     (directory / "gpushare").mkdir()
     os.symlink(f"../../../../../../../..{scene.host}/share", directory / "evil")
@@ -186,7 +186,7 @@ def library_in_a_shared_image(scene: Scene) -> Counted:
 
 
 def program_in_a_shared_image(scene: Scene) -> Counted:
-    """A mount point that the launcher finds, after the runtime has mounted the libraries."""
+    """A mount point that the launcher detects, after the runtime has mounted the libraries."""
     directory = _in_image(scene, "usr/bin")
     (directory / "nvidia-smi").write_bytes(b"")
     os.symlink(f"../../../../../../../..{scene.host}/passwd", directory / "evil")
@@ -194,7 +194,7 @@ def program_in_a_shared_image(scene: Scene) -> Counted:
 
 
 def cache_in_a_shared_image(scene: Scene) -> Counted:
-    """The loader's cache, which we write: now the image's, now a link to the host's."""
+    """The loader's cache, which gpushare writes, alternates with a link to the host's."""
     directory = _in_image(scene, "etc")
     (directory / "ld.so.cache").touch()
     os.symlink(f"../../../../../../../..{scene.host}/etc/ld.so.cache", directory / "evil")
@@ -202,7 +202,7 @@ def cache_in_a_shared_image(scene: Scene) -> Counted:
 
 
 def _remove(directory: Path) -> None:
-    """Below it is this machine's own directory, where somebody may make or remove files in the meantime."""
+    """This machine's own directory is below it, where other processes may create or remove files meanwhile."""
     while directory.exists():
         try:
             shutil.rmtree(directory)
@@ -212,18 +212,18 @@ def _remove(directory: Path) -> None:
 
 
 def etc_in_a_shared_image(scene: Scene) -> Counted:
-    """The directory that the cache is in."""
+    """The directory of the cache."""
     directory = scene.root
     (directory / "copy").mkdir()
     shutil.copy2(directory / "etc/ld.so.cache", directory / "copy")
     _remove(directory / "etc")
-    os.rename(directory / "copy", directory / "etc")  # of the upper layer alone: overlay swaps no merged directories
+    os.rename(directory / "copy", directory / "etc")  # in the upper layer alone: overlay swaps no merged directories
     os.symlink(f"../../../../../../../..{scene.host}/etc", directory / "evil")
     return run(scene, Race(directory, "etc", "evil"))
 
 
 def newer_driver_in_the_image(scene: Scene) -> Counted:
-    """The image's own newer driver, which is shown at another place: now the file, now a link to a secret."""
+    """The image's own newer driver, which is mounted at another place, alternates with a link to a secret."""
     directory = _in_image(scene, "usr/local/cuda-99/compat")
     name = "libcuda.so.999.1"
     (directory / name).write_bytes(_driver(scene.node))
@@ -240,7 +240,7 @@ RACES: tuple[Callable[[Scene], Counted], ...] = (
 
 
 def many_starts(scene: Scene) -> Counted:
-    """No second container: that the host's mount table and our state stay as they are over many starts."""
+    """Without a second container: the host's mount table and the state directory stay unchanged over many starts."""
     scene.spec["process"]["args"] = ["true"]
     before = proof.mount_table(scene.node)
     shares = 0

@@ -20,7 +20,7 @@ _OPEN = "mknod {path} c 195 {minor} && exec 3{mode}{path}"
 
 
 def opens_no_gpu(one: Container) -> None:
-    """A node made inside is not opened, in no mode; a rule for all devices loses the right to make it, too."""
+    """A node made inside cannot be opened, in any mode; a rule for all devices also loses the right to mknod."""
     for minor in (0, 1, 255):
         for number, mode in enumerate(("<", ">", "<>")):
             path = f"/dev/made-{minor}-{number}"
@@ -29,7 +29,7 @@ def opens_no_gpu(one: Container) -> None:
 
 
 def allowing(rule: dict[str, Any], asks: bool = True) -> Prepare:
-    """`rule`, in a container that asks for a share, or for nothing."""
+    """Add `rule` to a container that requests a share, or nothing."""
 
     def prepare(scene: Scene) -> None:
         scene.spec["linux"]["resources"]["devices"].append(rule)

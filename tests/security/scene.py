@@ -1,7 +1,7 @@
-"""Where an attack happens: a node, a sentinel directory of the host, and a container that is not started yet.
+"""The setting of an attack: a node, a sentinel directory of the host, and a container that is not started yet.
 
-An attack is a function of a Scene. It edits `spec`, `root` (the container's root file system) or `image_env` before
-the start, or appends to `inside`, which runs in the started container before the proof looks at it.
+An attack is a function of a Scene. It edits `spec`, `root` (the container's root file system) or `image_env` before the
+start, or appends to `inside`, which runs in the started container before the proof.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ VERSION = "535.261.03"
 LIBCUDA = f"{LIBDIR}/libcuda.so.{VERSION}"
 
 
-def lay_sentinel(path: Path) -> Path:
-    """A directory of the host that attacks aim at: things that look worth having, or worth changing."""
+def make_sentinel(path: Path) -> Path:
+    """Make a host directory that attacks aim at: files worth reading, or worth changing."""
     for name in ("lib", "etc", "dev", "share"):
         (path / name).mkdir(parents=True)
     (path / "passwd").write_text("the host's passwd\n")
@@ -38,15 +38,15 @@ def lay_sentinel(path: Path) -> Path:
 
 
 class Scene:
-    """One container and what surrounds it. `way` is how gpushare comes in: "hook" or "runtime"."""
+    """One container and its host. `way` is how gpushare runs: "hook" or "runtime"."""
 
     def __init__(self, directory: Path, way: str, node: Node) -> None:
         self.directory, self.way, self.node = directory, way, node
-        self.host = lay_sentinel(directory / "sentinel")
+        self.host = make_sentinel(directory / "sentinel")
         self.env = {"GPUSHARE_MEMORY": proof.LIMIT_WORD}
         self.inside: list[Callable[[Container], object]] = []
-        self.after: list[Callable[[], object]] = []  # takes back what the attack itself did to the host
-        self.raw: Callable[[str], str] = lambda text: text  # config.json as a text, for what is no value
+        self.after: list[Callable[[], object]] = []  # undoes the attack's own changes to the host
+        self.raw: Callable[[str], str] = lambda text: text  # edits config.json as text, for invalid JSON values
         self.one = self.container(["sleep", "inf"])
         self.root = self.one.rootfs
         self.spec = self.one.spec
@@ -62,7 +62,7 @@ class Scene:
         )
 
     def mount(self, source: Path | str, target: str, *options: str, kind: str = "bind") -> None:
-        """A mount of the user's, after those that are there."""
+        """Add a mount of the user's after the existing ones."""
         entry = {"type": kind, "source": str(source), "destination": target, "options": list(options or ("rbind",))}
         self.spec["mounts"].append(entry)
 
@@ -70,7 +70,7 @@ class Scene:
         self.spec["mounts"] = [entry for entry in self.spec["mounts"] if entry["destination"] != target]
 
     def set_env(self, *lines: str) -> None:
-        """Variables of the image, as they are: also twice, also without a name."""
+        """Set variables of the image unchanged: duplicates and malformed ones too."""
         self.spec["process"]["env"] += lines
 
     def write_spec(self) -> None:
@@ -78,7 +78,7 @@ class Scene:
 
     @staticmethod
     def write_of(one: Container) -> None:
-        """After a change of its spec."""
+        """Write config.json again after a change of the spec."""
         (one.bundle / "config.json").write_text(json.dumps(one.spec))
 
     def again(self) -> Container:
@@ -91,11 +91,11 @@ class Scene:
         return one
 
     def start(self) -> RuntimeFailed | None:
-        """Start it; the refusal if there is one."""
+        """Start it and return the refusal, if any."""
         return self.refusal_of(self.one)
 
     def refusal_of(self, one: Container) -> RuntimeFailed | None:
-        """Start `one`; the refusal if there is one."""
+        """Start `one` and return the refusal, if any."""
         try:
             one.start()
         except RuntimeFailed as error:
@@ -103,13 +103,13 @@ class Scene:
         return None
 
     def end(self) -> None:
-        """As an engine does."""
+        """End it, as an engine does."""
         if self.one.pid and self.one.exit_code is None:
             with contextlib.suppress(RuntimeFailed):  # it may have ended by itself
                 self.one.kill()
             self.one.wait()
         if self.one._created:
-            with contextlib.suppress(RuntimeFailed):  # nothing there after a create that failed
+            with contextlib.suppress(RuntimeFailed):  # nothing exists after a failed create
                 self.one.delete()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Attacks by config.json: a root, a directory or an identity that is none, a file that is no reasonable one."""
+"""Attacks by config.json: an invalid root, directory or identity, and unreasonable files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Prepare = Callable[[Scene], None]
 
 
 def put(path: str, value: Any) -> Prepare:
-    """A field of config.json; `{host}` and `{root}` in a text are the sentinel directory and the root file system."""
+    """Set a field of config.json; `{host}` and `{root}` in a text are the sentinel directory and the root file
+    system."""
 
     def prepare(scene: Scene) -> None:
         *above, last = path.split(".")
@@ -44,14 +45,14 @@ def dots_root(scene: Scene) -> None:
 
 
 def root_of_the_host(scene: Scene) -> None:
-    """root.path is "/". Without the mounts from this tree: where it is below /tmp, the spec's own tmpfs would hide it,
-    and runc would refuse before we see anything."""
+    """Set root.path to "/". The mounts from this tree are removed: below /tmp the spec's own tmpfs would hide it, and
+    runc would refuse before gpushare runs."""
     scene.spec["root"]["path"] = "/"
     scene.spec["mounts"] = [mount for mount in scene.spec["mounts"] if mount["type"] != "bind"]
 
 
 def linked_root(target: str) -> Prepare:
-    """root.path is a link."""
+    """Make root.path a link."""
 
     def prepare(scene: Scene) -> None:
         os.symlink(target.format(root=scene.root, host=scene.host), scene.one.bundle / "link")
@@ -72,13 +73,13 @@ def nested(depth: int) -> Prepare:
 
 
 def duplicate_objects(scene: Scene) -> None:
-    """Two `process` objects: Go merges them, and Python takes the last."""
+    """Write two `process` objects: Go merges them, and Python takes the last."""
     other = {**scene.spec["process"], "env": ["GPUSHARE_MEMORY=16Gi"]}
     scene.raw = lambda text: f'{{"process": {json.dumps(other)}, {text[1:]}'
 
 
 def _hidden_rule(key: str) -> Prepare:
-    """A device rule of a container that asks for nothing, in an object that Go merges into the other `linux`."""
+    """Add a device rule without a request, in an object that Go merges into the other `linux`."""
 
     def prepare(scene: Scene) -> None:
         rules.allowing(rules.GPUS, asks=False)(scene)
@@ -93,12 +94,12 @@ rule_in_another_case, rule_in_a_second_object = _hidden_rule("Linux"), _hidden_r
 
 
 def other_case(scene: Scene) -> None:
-    """Go's parser takes field names in any case, and the last one counts."""
+    """Write field names in another case: Go's parser accepts any case, and the last one counts."""
     env = [line for line in scene.spec["process"]["env"] if not line.startswith("GPUSHARE_MEMORY=")]
     other = {**scene.spec["process"], "env": [*env, "GPUSHARE_MEMORY=16Gi"]}
     scene.raw = lambda text: text[:-1] + f', "Process": {json.dumps(other)}' + "}"
 
 
 def directory_of_descriptors(number: int) -> Prepare:
-    """A descriptor of the host's that leaked into the container's init would be its working directory."""
+    """Set the working directory to a host descriptor that leaked into the container's init."""
     return put("process.cwd", f"/proc/self/fd/{number}")

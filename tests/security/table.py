@@ -1,8 +1,8 @@
 """The table of attacks: one row each. `make test-attacks` runs it, `make docs` prints it.
 
-A row of ATTACKS is a function that prepares a container (see scene.py) and what must come of it by each way in; a row of
-RACES is a loop of starts while a second container swaps something; a row of ELSEWHERE names tests of other directories
-that try the attack with the same strength.
+A row of ATTACKS is a function that prepares a container (see scene.py) and its expected outcome for each way; a row of
+RACES is a loop of starts while a second container swaps files; a row of ELSEWHERE names tests of other directories that
+try the attack with the same strength.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Union
 from . import environment, exhaustion, image, inside, owners, races, rules, spec, volumes
 from .scene import LIBCUDA, LIBDIR, Scene
 
-# What a hook must survive, as the project's collection of facts from the field has it. Each word has a row.
+# Conditions that a hook must survive, from the project's collection of facts. Each has a row.
 FACTS = (
     "leaf link", "parent link", "magic link", "special file", "immutable file", "swapped component", "user mount",
     "read-only user mount", "host's /dev", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "GCONV_PATH", "TMPDIR", "PYTHON*",
@@ -33,7 +33,7 @@ FACTS = (
     "image claims a pod",
 )  # fmt: skip
 
-# Known CVEs of NVIDIA's toolkit and of runc, by what they are about.
+# Known CVEs of NVIDIA's toolkit and of runc, by subject.
 LINKS = ("CVE-2024-0132", "CVE-2024-0133", "CVE-2024-0135", "CVE-2024-0136", "CVE-2025-23359")
 LOOP = ("CVE-2024-0132", "CVE-2025-23359", "CVE-2026-24260", "CVE-2021-30465", "CVE-2024-45310")
 CACHE = ("CVE-2025-23267",)
@@ -46,22 +46,22 @@ CVES = tuple(sorted({*LINKS, *LOOP, *CACHE, *PRELOAD, *DESCRIPTORS, *PROC, *BINA
 
 
 class Refused(NamedTuple):
-    """The container does not start; the message has `words`. `by` "runc": by the low-level runtime itself."""
+    """The container does not start; the message has `words`. `by` "runc": the low-level runtime refuses."""
 
     words: tuple[str, ...] = ()
     by: str = "gpushare"
 
 
 class Other(NamedTuple):
-    """It may start, without a share to look at; `words` say what comes of it. The host is looked at as always."""
+    """It may start without a share to check; `words` describe the outcome. The host is checked as always."""
 
     words: str
 
 
 Verdict = Union[Refused, Other, None]
-SHARE = None  # it starts, and has exactly what it asked for
-NO_GPU = Other("starts, no GPU")  # its own files stand in the way of its programs
-ENDS = Other("ends at once")  # its program is none
+SHARE = None  # it starts, and has exactly its request
+NO_GPU = Other("starts, no GPU")  # its own files block its programs
+ENDS = Other("ends at once")  # its program is invalid
 DENIED = Other("starts, opens no GPU")  # without a share
 
 
@@ -101,7 +101,7 @@ class Elsewhere(NamedTuple):
 
 
 def both(name: str, facts: str, prepare: Callable[[Scene], None], gets: Verdict = SHARE, *cves: str) -> Attack:
-    """A row with one outcome for both ways; `facts` separated by semicolons."""
+    """A row with one outcome for hook and runtime; `facts` separated by semicolons."""
     return Attack(name, tuple(facts.split("; ")), prepare, gets, gets, cves)
 
 
@@ -267,7 +267,7 @@ EXHAUSTION = (
 
 ATTACKS = (*IMAGE, *VOLUMES, *ENVIRONMENT, *SPEC, *INSIDE, *BY_RULE, *EXHAUSTION)
 
-# Where the outcome with crun is another one than with runc: (name, way)
+# Where the outcome with crun differs from runc's: (name, way)
 CRUN: dict[tuple[str, str], Verdict] = {
     **{("/dev/null is a link to core_pattern", way): RUNC for way in ("hook", "runtime")},
     **{
@@ -292,73 +292,73 @@ RACES = (
 
 T = "integration/"
 ELSEWHERE = (
-    Elsewhere("65,000 mounts and 60 roots of others, while containers start and end", ("mount table growth", "hanging hook"), (T + "test_leftovers.py::test_no_end_and_no_start_looks_at_mounts_or_processes_of_others",)),
-    Elsewhere("a process that outlives its init and pivots away with its CUDA context", ("pid reused",), (T + "test_leftovers.py::test_context_of_a_process_that_pivoted_away_keeps_the_lease",)),
-    Elsewhere("a descriptor of the usage file, passed on with a lock", ("corrupted usage and pages",), (T + "test_leftovers.py::test_passed_descriptor_keeps_no_share",)),
-    Elsewhere("forged shares after the state directory was lost", ("user namespace",), (T + "test_forged_shares.py::test_forged_share_is_ignored", T + "test_forged_shares.py::test_share_made_by_root_of_a_user_namespace_in_a_container_is_ignored")),
-    Elsewhere("a lock on the directory below the state's mount", ("hanging hook",), (T + "test_host_user.py::test_lock_of_a_user_on_the_directory_below_the_mount_holds_up_no_first_start",)),
-    Elsewhere("links of every kind, op by op", ("leaf link", "parent link", "magic link"), (T + "test_paths.py::test_a_leaf_link_out_of_the_library_directories", T + "test_paths.py::test_magic_links", T + "test_paths.py::test_a_link_name_that_is_a_link_to_passwd"), LINKS),
-    Elsewhere("special files, op by op", ("special file",), (T + "test_path_kinds.py::test_a_special_file_at_a_mount_target", T + "test_path_kinds.py::test_a_special_file_at_a_links_name", T + "test_path_kinds.py::test_a_special_file_at_a_device_target")),
-    Elsewhere("an immutable directory", ("immutable file",), (T + "test_path_kinds.py::test_an_immutable_directory",)),
-    Elsewhere("a component swapped in a loop, without openat2 too", ("swapped component",), (T + "test_paths.py::test_a_component_swapped_in_a_loop", T + "test_images.py::test_a_source_that_was_swapped_is_refused"), LOOP),
-    Elsewhere("a mount point changed between config.json and our hook", ("swapped component", "special file", "user mount"), (T + "test_adopt_mounts.py::test_target_that_was_changed_is_refused_by_name", T + "test_adopt_mounts.py::test_file_that_a_user_mounts_there_meanwhile_is_covered"), LOOP),
-    Elsewhere("a runtime that leaves hooks out", ("image raises its limit",), (T + "test_adopt_mounts.py::test_without_our_hook_there_is_no_gpu",)),
-    Elsewhere("all hostile variables at once, from the bundle", ("LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "PYTHON*", "PyInstaller's variables"), (T + "test_bundle.py::test_nothing_of_the_environment_reaches_loader_or_interpreter", T + "test_hook_errors.py::test_environment_and_directory_of_the_hook_are_not_believed"), PRELOAD),
-    Elsewhere("any value in any field of config.json", ("deep or wrong types",), (T + "test_runtime_bad_input.py::test_whatever_is_in_there_the_answer_is_one_line", T + "test_runtime_bad_input.py::test_config_that_cannot_be_read")),
-    Elsewhere("ids that leave the state directory", ("id or annotation with ../",), (T + "test_runtime_bad_input.py::test_id_that_could_leave_the_state_directory",)),
-    Elsewhere("a record of ours that is forged", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_not_believed",)),
-    Elsewhere("a process that has gone, or is the host's", ("pid reused",), (T + "test_apply.py::test_a_process_that_has_exited_is_refused", T + "test_hook_errors.py::test_process_without_a_mount_namespace_is_refused")),
-    Elsewhere("mounts that would reach the host", ("shared propagation",), (T + "test_apply.py::test_mounts_never_reach_a_host_that_shares_the_rootfs", T + "test_apply.py::test_mounts_below_a_shared_source_do_not_reach_it", T + "test_adopt_mounts.py::test_nothing_shows_at_a_peer")),
-    Elsewhere("rootfsPropagation shared, rshared, slave", ("shared propagation",), (T + "test_propagation.py::test_nothing_of_a_share_shows_on_the_host",)),
-    Elsewhere("another user of the host, with all locks", ("hanging hook",), (T + "test_host_user.py::test_another_user_sees_no_share_and_holds_up_no_start",)),
-    Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_whoever_was_first",)),
-    Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_the_limit_is_seen_in_every_layout", T + "test_images.py::test_musl_gets_devices_and_no_promise")),
-    Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_audit_log.py::test_hostile_text_adds_no_field_or_line", T + "test_decisions.py::test_a_hostile_request_is_refused_in_one_line_without_its_value")),
-    Elsewhere("an image names files of the host for what hooks print", ("image's text in our lines",), (T + "test_podman.py::test_image_names_files_of_the_host_for_what_hooks_print", T + "test_hook_output.py::test_runtime_names_no_file_for_what_hooks_print", T + "test_hook_output.py::test_runtime_removes_them_from_its_own_config_json", T + "test_hook_output.py::test_hook_prints_nothing_under_crun")),
-    Elsewhere("a link of the image whose text is a command", ("image's text in our lines", "leaf link"), (T + "test_hook_output.py::test_link_of_an_image_is_quoted_and_printed_nowhere_else",)),
+    Elsewhere("65,000 mounts and 60 roots of others, while containers start and end", ("mount table growth", "hanging hook"), (T + "test_leftovers.py::test_start_and_end_read_no_foreign_mounts_or_processes",)),
+    Elsewhere("a process that outlives its init and pivots away with its CUDA context", ("pid reused",), (T + "test_leftovers.py::test_cuda_context_in_another_root_keeps_the_lease",)),
+    Elsewhere("a descriptor of the usage file, passed on with a lock", ("corrupted usage and pages",), (T + "test_leftovers.py::test_passed_descriptor_does_not_keep_the_share",)),
+    Elsewhere("forged shares after the state directory was lost", ("user namespace",), (T + "test_forged_shares.py::test_forged_share_is_ignored", T + "test_forged_shares.py::test_share_forged_in_a_container_s_user_namespace_is_ignored")),
+    Elsewhere("a lock on the directory below the state's mount", ("hanging hook",), (T + "test_host_user.py::test_user_s_lock_below_the_mount_does_not_block_the_first_start",)),
+    Elsewhere("links of every kind, op by op", ("leaf link", "parent link", "magic link"), (T + "test_paths.py::test_leaf_link_out_of_the_library_directories_is_refused", T + "test_paths.py::test_magic_links_are_refused", T + "test_paths.py::test_link_name_that_leads_to_passwd_is_refused"), LINKS),
+    Elsewhere("special files, op by op", ("special file",), (T + "test_path_kinds.py::test_special_file_at_a_mount_target_is_refused", T + "test_path_kinds.py::test_special_file_at_a_link_s_name_is_refused", T + "test_path_kinds.py::test_special_file_at_a_device_target_is_refused")),
+    Elsewhere("an immutable directory", ("immutable file",), (T + "test_path_kinds.py::test_immutable_directory_is_refused",)),
+    Elsewhere("a component swapped in a loop, without openat2 too", ("swapped component",), (T + "test_paths.py::test_component_swapped_in_a_loop_is_never_followed_out", T + "test_images.py::test_swapped_source_is_refused"), LOOP),
+    Elsewhere("a mount point changed between config.json and our hook", ("swapped component", "special file", "user mount"), (T + "test_adopt_mounts.py::test_changed_target_is_refused_by_name", T + "test_adopt_mounts.py::test_file_mounted_over_the_target_is_covered"), LOOP),
+    Elsewhere("a runtime that leaves hooks out", ("image raises its limit",), (T + "test_adopt_mounts.py::test_runtime_without_hooks_gives_no_gpu",)),
+    Elsewhere("all hostile variables at once, from the bundle", ("LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "PYTHON*", "PyInstaller's variables"), (T + "test_bundle.py::test_hostile_environment_reaches_neither_loader_nor_interpreter", T + "test_hook_errors.py::test_hook_ignores_python_settings_of_environment_and_directory"), PRELOAD),
+    Elsewhere("any value in any field of config.json", ("deep or wrong types",), (T + "test_runtime_bad_input.py::test_arbitrary_config_starts_or_is_refused_in_one_line", T + "test_runtime_bad_input.py::test_unreadable_config_is_refused")),
+    Elsewhere("ids that leave the state directory", ("id or annotation with ../",), (T + "test_runtime_bad_input.py::test_id_with_a_path_is_refused",)),
+    Elsewhere("a record of ours that is forged", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_ignored",)),
+    Elsewhere("a process that has gone, or is the host's", ("pid reused",), (T + "test_apply.py::test_exited_process_is_refused", T + "test_hook_errors.py::test_process_without_a_mount_namespace_is_refused")),
+    Elsewhere("mounts that would reach the host", ("shared propagation",), (T + "test_apply.py::test_mounts_do_not_propagate_to_a_host_that_shares_the_rootfs", T + "test_apply.py::test_mounts_below_a_shared_source_do_not_propagate_to_it", T + "test_adopt_mounts.py::test_mounts_do_not_propagate_to_peers")),
+    Elsewhere("rootfsPropagation shared, rshared, slave", ("shared propagation",), (T + "test_propagation.py::test_mounts_of_a_share_do_not_propagate_to_the_host",)),
+    Elsewhere("another user of the host, with all locks", ("hanging hook",), (T + "test_host_user.py::test_another_user_cannot_read_shares_or_block_starts",)),
+    Elsewhere("a container of a user namespace", ("user namespace",), (T + "test_pages.py::test_containers_see_each_other_in_any_start_order",)),
+    Elsewhere("images without a shell, without glibc", ("no /etc, distroless, musl",), (T + "test_images.py::test_limit_is_visible_in_each_image_layout", T + "test_images.py::test_musl_image_gets_devices_and_limits_are_refused")),
+    Elsewhere("forged lines in the log of decisions", ("NUL, newline, 1 MiB",), ("unit/test_audit_log.py::test_hostile_text_adds_no_field_or_line", T + "test_decisions.py::test_hostile_request_is_logged_in_one_line_without_its_value")),
+    Elsewhere("an image names files of the host for what hooks print", ("image's text in our lines",), (T + "test_podman.py::test_image_cannot_redirect_hook_output_to_host_files", T + "test_hook_output.py::test_runtime_drops_image_annotations_for_hook_output", T + "test_hook_output.py::test_restart_drops_annotations_from_the_edited_config_json", T + "test_hook_output.py::test_hook_prints_nothing_under_crun")),
+    Elsewhere("a link of the image whose text is a command", ("image's text in our lines", "leaf link"), (T + "test_hook_output.py::test_image_s_link_text_is_quoted_in_the_refusal_alone",)),
     Elsewhere("connections to the exporter that never end", ("slow clients",), ("unit/test_export_clients.py::test_scrape_is_answered_beside_slow_clients", "unit/test_export_clients.py::test_whole_request_has_one_deadline", "unit/test_export_clients.py::test_bounded_reader_stops_at_limit")),
     Elsewhere("commands in every name and value of a request", ("image's text in our lines",), ("unit/test_quoting_messages.py::test_image_text_is_always_quoted", "unit/test_quoting.py::test_shell_runs_nothing_in_message")),
     Elsewhere("a start killed at any point", ("killed hook",), (T + "test_lifecycle.py::test_start_killed_at_any_point_leaves_nothing", T + "test_adopt.py::test_adoption_killed_at_any_call_leaves_nothing", T + "test_kill_points.py::test_gpushare_run_killed_at_any_point_leaves_nothing")),
-    Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_finished_by_the_next",)),
-    Elsewhere("a hook that hangs", ("hanging hook",), (T + "test_hook_errors.py::test_hook_that_hangs_meets_its_own_deadline",)),
-    Elsewhere("attacks on its own counters", ("corrupted usage and pages",), (T + "test_lifecycle.py::test_attack_on_its_own_page_hurts_nobody_else",)),
-    Elsewhere("attacks on its own page", ("corrupted usage and pages",), (T + "test_pages.py::test_attack_on_its_own_page_hurts_no_start_and_no_release", T + "test_pages.py::test_pages_that_a_tenant_forged_are_not_taken_up")),
-    Elsewhere("other tenants' pages", ("corrupted usage and pages",), (T + "test_pages.py::test_not_even_root_writes_what_is_not_its_own",)),
+    Elsewhere("a release killed at any point", ("killed hook",), (T + "test_release.py::test_poststop_killed_at_any_call_is_completed_by_the_next_start",)),
+    Elsewhere("a hook that hangs", ("hanging hook",), (T + "test_hook_errors.py::test_hanging_hook_ends_at_its_deadline",)),
+    Elsewhere("attacks on its own counters", ("corrupted usage and pages",), (T + "test_lifecycle.py::test_corrupt_usage_file_affects_only_its_container",)),
+    Elsewhere("attacks on its own page", ("corrupted usage and pages",), (T + "test_pages.py::test_corrupt_activity_file_affects_no_start_or_release", T + "test_pages.py::test_forged_activity_files_are_ignored")),
+    Elsewhere("other tenants' pages", ("corrupted usage and pages",), (T + "test_pages.py::test_root_cannot_write_foreign_activity_files",)),
     Elsewhere("other GPUs' minors, on cgroup v2", ("mknod",), (T + "test_cgroup_v2.py::test_another_minor_made_inside_cannot_be_opened", T + "test_policy.py::test_privileged_container_gets_no_other_gpu"), ("CVE-2024-0136",)),
     Elsewhere("the index of a device is truncated under a program", ("corrupted usage and pages",), ("shim/test_compute_life.py::test_index_that_is_truncated_under_a_running_program_does_not_kill_it",)),
-    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("CAP_SYS_ADMIN",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_an_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_needs_none")),
-    Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_where_policy_says_so", T + "test_policy.py::test_ordinary_container_with_rules_for_gpus_opens_none_under_crun")),
-    Elsewhere("leases and writes from a user namespace with CAP_SYS_ADMIN", ("file lease", "CAP_SYS_ADMIN", "user namespace"), (T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_of_its_own_writes_no_file_that_it_is_shown",)),
-    Elsewhere("leases where a file system cannot hide owners, and after an upgrade", ("file lease",), (T + "test_hidden_owner.py::test_driver_on_a_file_system_that_cannot_hide_owners", T + "test_hidden_owner.py::test_state_directory_of_a_gpushare_without_it_is_completed")),
-    Elsewhere("annotations of a CRI in an image of podman's, with devices and policy", ("image claims a pod",), (T + "test_podman_claims.py::test_injected_device_has_the_limit_of_the_user", T + "test_podman_claims.py::test_policy_holds", T + "test_podman_claims.py::test_privileges_need_an_entry")),
+    Elsewhere("CAP_SYS_ADMIN over the host, without an entry in policy", ("CAP_SYS_ADMIN",), (T + "test_sys_admin.py::test_sys_admin_over_the_host_needs_a_policy_entry", T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_needs_no_policy_entry")),
+    Elsewhere("device rules that open GPUs, on cgroup v1 and v2, runc and crun", ("device rule", "mknod"), (T + "test_policy.py::test_device_rules_open_no_other_gpu", T + "test_policy.py::test_hook_refuses_rules_that_open_gpus", T + "test_policy.py::test_rule_that_names_a_gpu_is_refused_by_policy", T + "test_policy.py::test_container_without_request_opens_no_gpu_under_crun")),
+    Elsewhere("leases and writes from a user namespace with CAP_SYS_ADMIN", ("file lease", "CAP_SYS_ADMIN", "user namespace"), (T + "test_sys_admin.py::test_sys_admin_in_a_user_namespace_cannot_write_mounted_files",)),
+    Elsewhere("leases where a file system cannot hide owners, and after an upgrade", ("file lease",), (T + "test_hidden_owner.py::test_driver_without_id_mapped_mounts_starts_and_doctor_warns", T + "test_hidden_owner.py::test_state_directory_of_an_earlier_version_is_completed")),
+    Elsewhere("annotations of a CRI in an image of podman's, with devices and policy", ("image claims a pod",), (T + "test_podman_claims.py::test_injected_device_has_the_user_s_limit", T + "test_podman_claims.py::test_policy_applies_to_a_claimed_pod", T + "test_podman_claims.py::test_privileged_container_of_a_claimed_pod_needs_a_policy_entry")),
     Elsewhere("annotations of two CRIs that contradict each other", ("image claims a pod",), ("unit/test_oci.py::test_contradicting_cri_annotations_are_refused",)),
     Elsewhere("a device in the sandbox of a pod", ("image claims a pod",), (T + "test_policy.py::test_device_in_a_sandbox_is_refused",)),
-    Elsewhere("an image adds to its user's limit", ("image raises its limit",), (T + "test_podman_widening.py::test_image_adds_to_a_limit_where_policy_accepts_it", T + "test_podman_widening.py::test_image_adds_nothing_to_a_limit_in_a_cluster", "unit/test_widening.py::test_widening_variable_is_ignored_and_reported_by_policy")),
-    Elsewhere("an image replaces another scheduler's limit by a larger one", ("image raises its limit",), (T + "test_podman_widening.py::test_image_replaces_another_schedulers_limit_where_policy_accepts_it", "unit/test_widening.py::test_memory_above_other_schedulers_limit_is_ignored")),
-    Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_without_the_limits_there_is_no_gpu", T + "test_lost_state.py::test_tenant_cannot_make_his_share_look_smaller")),
-    Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_no_trick_gets_more",)),
+    Elsewhere("an image adds to its user's limit", ("image raises its limit",), (T + "test_podman_widening.py::test_image_s_options_are_added_only_where_policy_accepts_them", T + "test_podman_widening.py::test_image_s_options_are_ignored_in_a_cluster", "unit/test_widening.py::test_widening_variable_is_ignored_and_reported_by_policy")),
+    Elsewhere("an image replaces another scheduler's limit by a larger one", ("image raises its limit",), (T + "test_podman_widening.py::test_image_replaces_a_scheduler_s_limit_only_where_policy_accepts_it", "unit/test_widening.py::test_memory_above_other_schedulers_limit_is_ignored")),
+    Elsewhere("limits hidden from the shim", ("writable or hard-linked limits",), (T + "test_hidden_limits.py::test_hidden_limits_file_gives_no_gpu", T + "test_lost_state.py::test_tenant_cannot_understate_its_share")),
+    Elsewhere("tricks of a program that wants more", ("image raises its limit",), (T + "test_limits.py::test_bypass_attempts_get_no_more_than_the_limit",)),
     Elsewhere("the loader's cache has a name of megabytes", ("crafted ld.so.cache", "hanging hook"), ("unit/test_ldcache.py::test_huge_name_is_refused_uncompared",), CACHE),
-    Elsewhere("an image has a volume at the path of a GPU", ("image raises its limit",), (T + "test_podman_image_asks.py::test_volume_at_the_path_of_a_gpu_gives_no_gpu", T + "test_podman_image_asks.py::test_volume_at_the_path_of_a_gpu_changes_no_limit")),
-    Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_that_stays_in_the_callers_cgroup_is_refused")),
-    Elsewhere("a start that may open few files", ("few descriptors", "hanging hook"), (T + "test_few_descriptors.py::test_runtime_refuses_before_anything_is_reserved", T + "test_few_descriptors.py::test_table_of_files_that_is_full_later_is_no_internal_error")),
-    Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_commit_and_run_again", T + "test_docker_files.py::test_copied_limits_do_not_count")),
+    Elsewhere("an image has a volume at the path of a GPU", ("image raises its limit",), (T + "test_podman_image_asks.py::test_volume_at_a_gpu_s_path_gives_no_gpu", T + "test_podman_image_asks.py::test_volume_at_a_gpu_s_path_changes_no_limit")),
+    Elsewhere("a container that stays in its caller's cgroup", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_caller_s_cgroup_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_in_the_caller_s_cgroup_is_refused")),
+    Elsewhere("a start that may open few files", ("few descriptors", "hanging hook"), (T + "test_few_descriptors.py::test_runtime_with_few_descriptors_is_refused_before_any_reservation", T + "test_few_descriptors.py::test_later_lack_of_descriptors_is_no_internal_error")),
+    Elsewhere("what stays of a container is used again", ("image raises its limit",), (T + "test_docker_files.py::test_committed_image_gets_a_new_share", T + "test_docker_files.py::test_copied_limits_file_has_no_effect")),
 )  # fmt: skip
 
-# Tests of ELSEWHERE that runs with crun leave out, and why
+# Tests of ELSEWHERE that runs with crun omit, and why
 RUNC_ALONE = {
     **{
         T + f"test_docker_files.py::{test}": "docker has runc below it"
-        for test in ("test_commit_and_run_again", "test_copied_limits_do_not_count")
+        for test in ("test_committed_image_gets_a_new_share", "test_copied_limits_file_has_no_effect")
     },
-    T + "test_podman_cgroups.py::test_cgroup_of_the_caller_gets_no_rule": "starts no container",
-    T + "test_policy.py::test_no_rule_for_devices_reaches_another_gpu": "on cgroup v1 crun takes no rule with -1",
+    T + "test_podman_cgroups.py::test_caller_s_cgroup_gets_no_rule": "starts no container",
+    T + "test_policy.py::test_device_rules_open_no_other_gpu": "on cgroup v1 crun takes no rule with -1",
     T
     + "test_policy.py::test_privileged_container_gets_no_other_gpu": "on cgroup v2 crun raises a limit that a test machine may not raise",
 }
 
 
 def elsewhere(low_level: str) -> tuple[Elsewhere, ...]:
-    """The rows of ELSEWHERE with their tests for this runtime; without those that have none."""
+    """The rows of ELSEWHERE with their tests for this runtime, without rows that have none."""
     if low_level != "crun":
         return ELSEWHERE
     rows = (row._replace(tests=tuple(test for test in row.tests if test not in RUNC_ALONE)) for row in ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Every row of the table, by both ways in."""
+"""Every row of the table, with hook and runtime."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(some: tuple[table.Attack, ...] | tuple[table.Race, ...]) -> list[object
 
 
 def names_of_ours(one: Container) -> set[str]:
-    """What there is of a driver in the image's own layer."""
+    """Driver files in the image's own layer."""
     upper = one.bundle / "disk" / "upper"
     return {str(path) for path in upper.rglob("*") if re.search("nvidia|libcuda|gpushare", path.name)}
 
@@ -71,14 +71,14 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
 
 
 def outcome_of(error: RuntimeFailed | None, expected: table.Verdict) -> str:
-    """For the report: the words of a refusal, or what came of the start."""
+    """Return the refusal's message or the start's outcome, for the report."""
     if error is not None:
         return error.last_line
     return expected.words if isinstance(expected, table.Other) else "share"
 
 
 def ours_alone(way: str, error: RuntimeFailed) -> bool:
-    """Whether we refused before the low-level runtime made mount points of its own: empty files, in the image."""
+    """Whether gpushare refused before the low-level runtime made its mount points: empty files in the image."""
     by_low_level = ("runc create failed", "error executing hook")
     return "gpushare: " in error.message and (way == "hook" or not any(word in error.message for word in by_low_level))
 
@@ -96,7 +96,7 @@ def test_race(race: table.Race, scene: Scene, record_property: Callable[[str, ob
 
 
 def require_whole_device(scene: Scene) -> None:
-    """Whatever happened, the host works, and all of the device is free."""
+    """Assert that the host works and the whole device is free."""
     with scene.container(["true"], env={"GPUSHARE_MEMORY": "16Gi"}, name="next") as following:
         assert following.run() == 0, following.stderr
         following.delete()

@@ -1,4 +1,4 @@
-"""Attacks by mounts: of users over our targets, of the host's directories, and mounts that show on the host."""
+"""Attacks by mounts: users' mounts over gpushare's targets, host directories, and mounts that propagate to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prepare = Callable[[Scene], None]
 
 
 def over(target: str, *options: str, files: tuple[str, ...] = ()) -> Prepare:
-    """A directory of the host at `target`, with these files in it."""
+    """Mount a host directory with these files at `target`."""
 
     def prepare(scene: Scene) -> None:
         volume = scene.host / "share"
@@ -27,7 +27,7 @@ def over(target: str, *options: str, files: tuple[str, ...] = ()) -> Prepare:
 
 
 def over_file(target: str, *options: str) -> Prepare:
-    """A file of the host at `target`."""
+    """Mount a host file at `target`."""
 
     def prepare(scene: Scene) -> None:
         (scene.host / "file").write_bytes(b"\xff" * 4096)
@@ -41,7 +41,7 @@ def tmpfs(target: str, *options: str) -> Prepare:
 
 
 def host_libraries(*options: str) -> Prepare:
-    """The machine's own library directory: nothing may be made there."""
+    """Mount the machine's own library directory: nothing may be created there."""
     return lambda scene: scene.mount(f"/{LIBDIR}", f"/{LIBDIR}", "rbind", *options)
 
 
@@ -62,7 +62,7 @@ def host_root(*options: str) -> Prepare:
 
 
 def shared_library(scene: Scene) -> None:
-    """A library that we cover lies on a volume that is a shared mount: what is mounted there shows on the host."""
+    """A covered library is on a volume that is a shared mount: mounts there propagate to the host."""
     volume = scene.host / "share"
     (volume / "libcuda.so.1").write_bytes(next(scene.node.driver_root.rglob(f"libcuda.so.{VERSION}")).read_bytes())
     rootfs.run("mount", "--bind", volume, volume)
@@ -73,7 +73,7 @@ def shared_library(scene: Scene) -> None:
 
 
 def library_in_a_volume(*options: str) -> Prepare:
-    """The user's own libcuda in a volume: covered in the container, and the user's file stays as it is."""
+    """The user's own libcuda in a volume: covered in the container, while the user's file stays unchanged."""
 
     def prepare(scene: Scene) -> None:
         volume = scene.host / "share"
@@ -85,7 +85,7 @@ def library_in_a_volume(*options: str) -> Prepare:
 
 
 def link_in_a_volume(scene: Scene) -> None:
-    """In the volume, libcuda's name is a link to a secret of the host by a path that exists on both sides."""
+    """In the volume, libcuda's name is a link to a host secret, by a path that exists on both sides."""
     volume = scene.host / "share"
     os.symlink(f"../../../../../../../..{scene.host}/secret", volume / "libcuda.so.1")
     scene.set_env("LD_LIBRARY_PATH=/opt/v")
@@ -93,7 +93,7 @@ def link_in_a_volume(scene: Scene) -> None:
 
 
 def host_proc(scene: Scene) -> None:
-    """The host's /proc instead of the container's own: its magic links lead to the host's files."""
+    """Mount the host's /proc instead of the container's own: its magic links lead to the host's files."""
     scene.unmount("/proc")
     scene.mount("/proc", "/proc", "rbind")
     link = scene.root / LIBCUDA
@@ -105,7 +105,7 @@ def device_covered(scene: Scene) -> None:
 
 
 def nested(scene: Scene) -> None:
-    """A directory of the host at our directory, and mounts of the user's below it again."""
+    """Mount a host directory over gpushare's directory, and the user's mounts below it again."""
     volume = scene.host / "share"
     for name in ("driver", "rw", "pages", "peers"):
         (volume / name).mkdir()

@@ -1,7 +1,7 @@
-"""Starts and ends of containers while somebody kills: the hook, the launcher, the runtime, the container, a delete.
+"""Start and end containers while killing processes: the hook, launcher, runtime, container, or a delete.
 
-Whoever is killed, an engine that knows nothing of us then does what engines do (delete --force, or nothing at all when
-it was killed as well), and the next start, or `gpushare prune` in the end, finds and removes what was left.
+After a kill, an engine that knows nothing of gpushare does what engines do (delete --force, or nothing when it was
+killed as well). The next start, or a final `gpushare prune`, finds and removes the leftovers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .stage import GIB, MEMORY_BYTES, MILL, Stage
 
 WORKERS = 6
 LIMIT_BYTES = GIB
-ENGINE_DIES = 0.2  # then nobody deletes
+ENGINE_DIES = 0.2  # then no delete runs
 LET_LIVE = 0.3
-HOOK_ENDS_S = 10.0  # on a machine with much else to do
+HOOK_ENDS_S = 10.0  # on a busy machine
 
 
-def kind_of(pid: int) -> str:
-    """Who this process is for a start: hook, launcher, runtime or container; "" for somebody else."""
+def role_of(pid: int) -> str:
+    """Return the process's role in a start: hook, launcher, runtime or container; "" for a foreign process."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -49,28 +49,28 @@ def kind_of(pid: int) -> str:
     return "runtime" if os.path.basename(words[0]) == b"runc" else ""
 
 
-def family(pid: int) -> dict[int, str]:
-    """`pid` and its descendants, by kind."""
+def descendants(pid: int) -> dict[int, str]:
+    """`pid` and its descendants, by role."""
     found, look_at = {}, [pid]
     while look_at:
         one = look_at.pop()
-        if kind := kind_of(one):
+        if kind := role_of(one):
             found[one] = kind
         try:
             for task in Path(f"/proc/{one}/task").iterdir():
                 look_at += [int(word) for word in (task / "children").read_text().split()]
         except OSError:
-            continue  # gone meanwhile
+            continue  # ended meanwhile
     return found
 
 
 class Churn:
-    """All workers' counts; `once` is one container's life."""
+    """All workers' counts; `once` runs one container's lifecycle."""
 
     def __init__(self, stage: Stage, until: float) -> None:
         self.stage, self.until = stage, until
         self.counts: Counter[str] = Counter()
-        self.create_s = 0.3  # how long a create takes, roughly: kills fall all over it
+        self.create_s = 0.3  # rough duration of a create: kills are spread over it
         self._lock = threading.Lock()
 
     def worker(self, number: int) -> None:
@@ -84,7 +84,7 @@ class Churn:
 
     def once(self, dice: random.Random) -> None:
         way = dice.choice(("hook", "runtime"))
-        command = ["sh", "-c", f"sleep inf | {MILL} 1 2 {dice.randrange(1 << 30)}"]  # until somebody ends it
+        command = ["sh", "-c", f"sleep inf | {MILL} 1 2 {dice.randrange(1 << 30)}"]  # until it is killed
         with self.stage.container(command, memory=str(LIMIT_BYTES), way=way) as one:
             victim = "" if dice.random() < LET_LIVE else self.killed_create(one, dice)
             if one.pid or not victim:
@@ -92,14 +92,15 @@ class Churn:
             self.finish(one, dice)
 
     def killed_create(self, one: Container, dice: random.Random) -> str:
-        """A create with a kill somewhere in it: who it was; "" when nobody was. It can be there nevertheless."""
+        """Run a create with a kill in it and return the victim's role; "" without one. The container may exist
+        anyway."""
         begin = time.monotonic()
         create = one.begin_create()
         try:
             create.wait(dice.uniform(0, 1.2 * self.create_s))
         except subprocess.TimeoutExpired:
             pass
-        victims = family(create.pid) if create.poll() is None else {}
+        victims = descendants(create.pid) if create.poll() is None else {}
         wanted = dice.choice(sorted(set(victims.values()))) if victims else ""
         for pid in [pid for pid, kind in victims.items() if kind == wanted][:1]:
             try:
@@ -114,31 +115,31 @@ class Churn:
         if code == 0:
             one.pid = int((one.bundle / "pid").read_text())
         elif not wanted:
-            self.stage.say_wrong(f"{one.id}: create ended with {code}, and nobody was killed: {one.stderr}")
-            return "nobody"
+            self.stage.record_error(f"{one.id}: create ended with {code}, without a kill: {one.stderr}")
+            return "none"
         return wanted
 
     def live(self, one: Container, dice: random.Random, victim: str) -> None:
-        """It runs, so it has a lease; for a moment, and then it is killed, or left to its delete."""
+        """Check that the running container has a lease; after a moment kill it, or leave it to its delete."""
         try:
             one.start()
         except RuntimeFailed as error:
             if not victim:
-                self.stage.say_wrong(f"{one.id}: nobody killed it: {error}")
+                self.stage.record_error(f"{one.id}: ended without a kill: {error}")
             return
         if not victim and one.id not in self.stage.node.leases():
-            self.stage.say_wrong(f"{one.id} runs without a lease")
+            self.stage.record_error(f"{one.id} runs without a lease")
         self.stage.stopped.wait(dice.uniform(0, 0.3))
         if dice.random() < 0.5:
             try:
                 os.kill(one.pid, signal.SIGKILL)
             except ProcessLookupError:
-                return  # with its victim
+                return  # ended with its victim
             one.wait()
             self.count("killed container")
 
     def finish(self, one: Container, dice: random.Random) -> None:
-        """Deleted by an engine; or that delete is killed, or there is no engine any more."""
+        """Delete it as an engine; or kill that delete, or run no engine at all."""
         if dice.random() < ENGINE_DIES:
             self.count("never deleted")
             self.dead_engine(one)
@@ -157,8 +158,8 @@ class Churn:
                 self.count("killed delete")
         delete.wait(120)
         self.dead_engine(one)
-        # A dead lease may wait for the next start: runc has no poststop for what it does not know (any more). And the
-        # hook of a runc that was killed goes on for a moment with what it has reserved, and sees the page until then.
+        # A dead lease may wait for the next start: runc has no poststop for a container that it does not know (any
+        # more). The hook of a killed runc runs on for a moment and keeps its reservation and activity file until then.
         until = time.monotonic() + HOOK_ENDS_S
         late = False
         while held := self.held(one.id):
@@ -166,12 +167,12 @@ class Churn:
                 late = True
                 self.count(f"lease lived a moment longer: {held}")
             if time.monotonic() > until:
-                self.stage.say_wrong(f"{one.id} is gone and has a living lease: {held}")
+                self.stage.record_error(f"{one.id} has ended and its lease is alive: {held}")
                 return
             self.stage.stopped.wait(0.02)
 
     def held(self, container_id: str) -> str:
-        """Why its lease lives; "" when it does not, or is only reserved."""
+        """Return why its lease is alive; "" if it is dead or only reserved."""
         state = str(self.stage.node.state)
         for lease in leases.view(state).live:
             if (lease.id, lease.state) != (container_id, "held"):
@@ -183,7 +184,7 @@ class Churn:
         return ""
 
     def dead_engine(self, one: Container) -> None:
-        """No process of the container and no cgroup is left, as after an engine's restart; poststop never ran."""
+        """Remove all processes and cgroups of the container, as an engine's restart does; poststop never ran."""
         self.stage.sweep(one.id)
         one.after_kill()
         one._created = False
@@ -193,14 +194,14 @@ class Churn:
             self.counts[what] += 1
 
 
-def look_on(stage: Stage, until: float) -> int:
-    """As a monitor would, all the time: no look fails, and no more is granted than there is. How often it looked."""
+def poll(stage: Stage, until: float) -> int:
+    """Poll like a monitor: every query succeeds, and grants never exceed the device. Return the number of queries."""
     looks = 0
     while time.monotonic() < until and not stage.stopped.is_set():
         stage.cli("list")
         for device in json.loads(stage.cli("devices", "--format", "json") or "[]"):
             if device["granted_bytes"] > MEMORY_BYTES:
-                stage.say_wrong(f"more is granted than there is: {device}")
+                stage.record_error(f"grants exceed the device: {device}")
         looks += 1
         stage.stopped.wait(0.5)
     return looks
@@ -212,7 +213,7 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
     churn = Churn(stage, until)
     with ThreadPoolExecutor(WORKERS + 1) as pool:
         working = [pool.submit(churn.worker, number) for number in range(WORKERS)]
-        looks = pool.submit(look_on, stage, until)
+        looks = pool.submit(poll, stage, until)
         for one in working:
             one.result()
         churn.counts["looks"] = looks.result()
@@ -220,9 +221,9 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
     stage.sweep()
     for pid in processes.children():  # hooks whose runtime was killed
         if processes.wait_exit(pid, 60) is None:
-            stage.say_wrong(f"pid {pid} does not end")
+            stage.record_error(f"pid {pid} does not end")
     stage.cli("prune")
     if left := stage.node.left():
-        stage.say_wrong(f"prune left {left}")
+        stage.record_error(f"prune left {left}")
     stage.show.end(", ".join(f"{number} {what}" for what, number in sorted(churn.counts.items())))
     return dict(churn.counts)

@@ -1,12 +1,11 @@
-/* Processes of many threads that take and give memory, launch, fork and die, all at one limit.
+/* Processes of many threads that allocate and free memory, launch, fork and die, all at one limit.
  *
  *   mill PROCESSES THREADS SEED [KILL_MS [ENOUGH]]
  *
- * Each process has a context and THREADS threads at random work; one of them is killed every 50 ms,
- * or KILL_MS (0: none is), and another takes its place. A byte on standard input ends that, or
- * ENOUGH allocations and some launches: nobody dies or changes anything
- * any more, all look at what the container uses, and one line of JSON says what was done. They hold
- * what they have until standard input ends. */
+ * Each process has a context and THREADS threads at random work. Every 50 ms, or KILL_MS (0:
+ * never), one process is killed and replaced. A byte on standard input, or ENOUGH allocations and
+ * some launches, ends that phase: no process dies or changes anything, all read the container's
+ * use, and one line of JSON reports the work. They keep their memory until standard input ends. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -31,7 +30,7 @@
 struct board {
     _Atomic int stop;
     _Atomic unsigned long granted, refused, launched, forks, killed, starts, no_room;
-    _Atomic int wrong; /* a result that nothing here explains */
+    _Atomic int wrong; /* results with an unknown cause */
     char where[64];
     _Atomic unsigned long used[MAX_PROCESSES];
 };
@@ -92,11 +91,11 @@ static void launch(struct thread *t) {
         wrong(result, "launch", "");
 }
 
-#ifndef PLACES /* of prefetches: to the host, too, where nobody compares what the device holds */
+#ifndef PLACES /* of prefetches: also to the host, unless the device's contents are compared */
 #define PLACES CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE
 #endif
 
-/* A hint, which may be one for memory that is not managed. */
+/* Give a hint, which may be invalid for memory that is not managed. */
 static void prefetch_one(struct thread *t) {
     static const CUmemLocationType places[] = {PLACES};
     const struct held *held = &t->live[chance(t) % t->n];
@@ -109,7 +108,7 @@ static void prefetch_one(struct thread *t) {
         wrong(result, "prefetch", held->family->name);
 }
 
-/* A forked child has no context and no share of its own; it ends, and its parent's stays. */
+/* A forked child has no context and no share; it ends, and its parent's stay. */
 static void fork_once(void) {
     int status = -1;
     pid_t child = fork();
@@ -124,7 +123,7 @@ static void fork_once(void) {
         wrong((CUresult)(status ? status : -1), "fork", "");
 }
 
-#ifdef PLANTED /* a race, for the test of those who look for them */
+#ifdef PLANTED /* a race, to test the detectors */
 static unsigned long turns;
 #endif
 
@@ -176,7 +175,7 @@ static void work(unsigned index, unsigned threads, uint64_t number) {
         result = cuModuleLoadData(&module, "SIMMOD globals=0 code=4096\n");
     if (!result)
         result = cuModuleGetFunction(&kernel, module, "spin_us_500");
-    if (result == CUDA_ERROR_OUT_OF_MEMORY) { /* the others have all of it: the next one tries */
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) { /* the limit is reached: the next one tries */
         board->no_room++;
         _exit(1);
     }
@@ -214,7 +213,7 @@ static void begin(unsigned index, unsigned threads) {
     work(index, threads, number);
 }
 
-/* Whoever has ended: replaced. In a container orphans come here too. */
+/* Replace ended processes. In a container orphans are included. */
 static void replace(unsigned processes, unsigned threads, int again) {
     int status;
     for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
@@ -244,9 +243,9 @@ static void churn(unsigned processes, unsigned threads, int kill_ms, unsigned lo
     }
 }
 
-/* One step of each process that lives; those that found no room never come so far. */
+/* One step of each living process; a process without memory never gets this far. */
 static void wait_for_all(unsigned processes, unsigned threads) {
-    unsigned told = 0;
+    unsigned steps = 0;
     struct pollfd some = {.fd = done[0], .events = POLLIN};
     char byte;
     for (int waited = 0; waited < QUIET_MS;) {
@@ -254,17 +253,17 @@ static void wait_for_all(unsigned processes, unsigned threads) {
         replace(processes, threads, 0);
         for (unsigned i = 0; i < processes; i++)
             alive += pids[i] > 0;
-        if (told >= alive)
+        if (steps >= alive)
             return;
         if (poll(&some, 1, 10) == 1)
-            told += read(done[0], &byte, 1) == 1;
+            steps += read(done[0], &byte, 1) == 1;
         else
             waited += 10;
     }
     wrong((CUresult)-1, "stuck", "");
 }
 
-static void say(unsigned processes) {
+static void print_report(unsigned processes) {
     const char *comma = "";
     printf("{\"granted\": %lu, \"refused\": %lu, \"launched\": %lu, \"forks\": %lu, ",
            board->granted, board->refused, board->launched, board->forks);
@@ -303,7 +302,7 @@ int main(int argc, char **argv) {
         if (g < END)
             close(gate[g][1]);
     }
-    say(processes);
+    print_report(processes);
     while (read(0, &byte, 1) > 0)
         ;
     close(gate[END][1]);

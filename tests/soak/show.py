@@ -1,4 +1,4 @@
-"""What a soak says while it runs: a bar for each phase on a terminal, plain lines elsewhere."""
+"""Progress of a soak: a bar for each phase on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class Show:
-    """phase(name, total), then advance(text) for each step; used by one thread at a time or under the caller's lock."""
+    """phase(name, total), then advance(text) for each step. One thread at a time, or under the caller's lock."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -40,7 +40,7 @@ class Show:
             self._console.print(f"{name} ...")
 
     def advance(self, text: str, by: float = 1) -> None:
-        """Further by so much of the total; `text` is what there is so far."""
+        """Advance by so much of the total; `text` is the progress so far."""
         self._done += by
         self._bars.update(self._task, advance=by, said=text)
         if self._plain and time.monotonic() >= self._next:

@@ -1,4 +1,4 @@
-"""Where a soak plays: one simulated host, our containers on it, and what all phases need."""
+"""The setting of a soak: one simulated host, its containers, and helpers for all phases."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MILL = "/opt/mill"  # in the container
 
 
 class Stopped(Exception):
-    """Somebody ended the soak; whoever notices just returns."""
+    """The soak was stopped; workers that catch this return."""
 
 
 class Stage:
-    """`wrong` collects what must not be, a line each; `close` leaves nothing, whatever happened before."""
+    """`wrong` collects one line for each mismatch; `close` leaves nothing in any case."""
 
     def __init__(self, directory: Path, show: Show, seed: int) -> None:
         self.directory, self.show, self.seed = directory, show, seed
@@ -51,7 +51,7 @@ class Stage:
             self.directory / "bundles", args, env=env, name="soak", mounts=mounts, **self.node.way(way), **more
         )
 
-    def say_wrong(self, line: str) -> None:
+    def record_error(self, line: str) -> None:
         self.wrong.append(line)
         self.show.note(line)
 
@@ -60,14 +60,14 @@ class Stage:
             raise Stopped
 
     def cli(self, *words: str) -> str:
-        """What `gpushare` prints; that it fails is wrong."""
+        """Return the output of `gpushare`; a failure is a mismatch."""
         done = self.node.cli(*words, timeout_s=300)
         if done.returncode or done.stderr:
-            self.say_wrong(f"gpushare {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
+            self.record_error(f"gpushare {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
     def sweep(self, container_id: str = "") -> None:
-        """What an engine does for a container (or all) whose runtime was killed: ends its processes, removes its
+        """Clean up after a killed runtime like an engine, for one container or all: end its processes, remove its
         cgroups."""
         for group in cgroups(container_id or f"{self.prefix}*"):
             try:
@@ -76,7 +76,7 @@ class Stage:
                     end(pid)
                 remove(group)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENODEV):  # not there, or gone since it was opened
+                if error.errno not in (errno.ENOENT, errno.ENODEV):  # missing, or removed after the open
                     raise
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Stage:
 
 
 def end(pid: int) -> None:
-    """SIGKILL, and until it is dead; a parent may have to reap it still."""
+    """SIGKILL and wait until it is dead; its parent may still have to reap it."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -107,11 +107,11 @@ def end(pid: int) -> None:
         os.kill(pid, 9)
         processes.wait_exit(pid, 10)  # an orphan is our child
     except (ProcessLookupError, ChildProcessError):
-        pass  # the child of somebody who dies with it, and reaps it or hands it on
+        pass  # the child of a dying process, which reaps it or passes it on
 
 
 def remove(group: Path, within_s: float = 10) -> None:
-    """Removes a cgroup as soon as its processes are gone: the kernel tells nobody when that is on cgroup v1."""
+    """Remove a cgroup once its processes have ended: the kernel does not notify on cgroup v1."""
     deadline = time.monotonic() + within_s
     while True:
         try:

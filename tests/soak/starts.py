@@ -1,4 +1,4 @@
-"""Starts: one after the other, and all at once."""
+"""Container starts: one after another, and all at once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def figures(values_ms: list[float]) -> dict[str, float]:
 
 
 def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
-    """`count` containers, both ways in turn, each deleted before the next; no more of them after `seconds`, which may
-    be infinite. They have one root file system, in which what a start adds would add up."""
+    """Run `count` containers, alternating hook and runtime, each deleted before the next; stop after `seconds`, which
+    may be infinite. They share one root file system, where leftovers of starts would accumulate."""
     stage.show.phase("starts in a row", count)
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
@@ -47,10 +47,10 @@ def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
                 one.create()
                 took[way].append((time.perf_counter() - begin) * 1000)
                 if one.run():
-                    stage.say_wrong(f"{one.id} ({way}) ended with {one.exit_code}: {one.stderr}")
+                    stage.record_error(f"{one.id} ({way}) ended with {one.exit_code}: {one.stderr}")
                 one.delete()
                 if left := stage.node.left():
-                    stage.say_wrong(f"{one.id} ({way}) left {left}")
+                    stage.record_error(f"{one.id} ({way}) left {left}")
             stage.show.advance(f"{number + 1} of {count}")
     result: dict[str, Any] = {"wanted": count, **{way: figures(values) for way, values in took.items()}}
     done = sum(len(values) for values in took.values())
@@ -59,7 +59,7 @@ def in_a_row(stage: Stage, count: int, seconds: float) -> dict[str, Any]:
 
 
 def at_once(stage: Stage, count: int) -> dict[str, Any]:
-    """`count` containers that begin together, live together, and are deleted together."""
+    """Run `count` containers that start together, run together, and are deleted together."""
     stage.show.phase("starts at once", 2 * count)
     lock = threading.Lock()
     together = threading.Barrier(count)
@@ -71,7 +71,7 @@ def at_once(stage: Stage, count: int) -> dict[str, Any]:
         try:
             one.start()
         except RuntimeFailed as error:
-            stage.say_wrong(f"{one.id}: {error}")
+            stage.record_error(f"{one.id}: {error}")
         with lock:
             took.append((time.perf_counter() - begin) * 1000)
             stage.show.advance(f"{len(took)} of {count} run")
@@ -91,10 +91,10 @@ def at_once(stage: Stage, count: int) -> dict[str, Any]:
             list(pool.map(create, several))
             listed = {one["id"]: one["state"] for one in json.loads(stage.cli("list", "--format", "json"))}
             if listed != {one.id: "running" for one in several}:
-                stage.say_wrong(f"{count} containers run, and `gpushare list` says {listed}")
+                stage.record_error(f"{count} containers run, and `gpushare list` reports {listed}")
             numbers = list(stage.node.state.glob("devices/*/[0-9]*"))
             if len(numbers) != count:
-                stage.say_wrong(f"{count} containers have {len(numbers)} pages")
+                stage.record_error(f"{count} containers have {len(numbers)} activity files")
             list(pool.map(delete, several))
     result = {"wanted": count, **figures(took)}
     stage.show.end(str(result))

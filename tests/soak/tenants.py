@@ -1,5 +1,5 @@
-"""One container with 64 processes of 16 threads that allocate, free, launch, fork and are killed, at a memory limit and
-a compute limit; judged by the simulated device's own books."""
+"""One container with 64 processes of 16 threads that allocate, free, launch, fork and are killed, at a memory and a
+compute limit; judged by the simulated device's own ledger."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.support.spec import Mount
 from .stage import GIB, MILL, Stage
 
 PROCESSES, THREADS = 64, 16
-LIMIT_BYTES = 28 * GIB  # their contexts take 19
+LIMIT_BYTES = 28 * GIB  # their contexts use 19
 COMPUTE_PERCENT = 30
-DEVICE = 1  # not where the containers of the other phases are
+DEVICE = 1  # the other phases use device 0
 REPORT_S = 240
 LOOK_S = 5.0
-# What a process has on the device when it is killed is not charged, and one is killed every 50 ms.
+# Use of a process at its death is not charged, and one is killed every 50 ms.
 COMPUTE_POINTS = 15.0
 
 
 def books(stage: Stage) -> dict[str, Any]:
-    """The ledger of the device, read by a process of its own."""
+    """The device's ledger, read by a separate process."""
     program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
     command = [sys.executable, str(program), str(device), "--format", "json"]
-    said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return said
+    report: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return report
 
 
 def run(stage: Stage, seconds: float) -> dict[str, Any]:
-    """Lets them work for `seconds`, ends it, and compares who says what."""
+    """Run the load for `seconds`, stop it, and compare all reports."""
     stage.show.phase(f"{PROCESSES} x {THREADS} threads", seconds)
     channel = stage.directory / "channel"
     channel.mkdir()
@@ -60,21 +60,21 @@ def run(stage: Stage, seconds: float) -> dict[str, Any]:
         one.start()
         shares = work(stage, seconds, one)
         os.write(ends["in"], b"\n")
-        report = hear(ends["out"], one)
+        report = read_report(ends["out"], one)
         judge(stage, report, shares)
         one.kill()
         one.wait()
         one.delete()
     for line in books(stage)["clients"]:
         if line["alive"]:
-            stage.say_wrong(f"the device still has a client: {line}")
+            stage.record_error(f"the device still has a client: {line}")
     result = {**{key: value for key, value in report.items() if key != "used"}, "compute_percent": shares}
     stage.show.end(", ".join(f"{value} {key}" for key, value in result.items() if key != "wrong"))
     return result
 
 
 def work(stage: Stage, seconds: float, one: Container) -> list[float]:
-    """The container's part of the device's time in each look."""
+    """Return the container's percentage of the device's time in each sample."""
     shares = []
     until = time.monotonic() + seconds
     pidfd = os.pidfd_open(one.pid)
@@ -94,32 +94,32 @@ def work(stage: Stage, seconds: float, one: Container) -> list[float]:
     return shares
 
 
-def hear(fd: int, one: Container) -> dict[str, Any]:
+def read_report(fd: int, one: Container) -> dict[str, Any]:
     text = b""
     while not text.endswith(b"\n"):
         if not select.select([fd], [], [], REPORT_S)[0]:
             raise RuntimeError(f"no report after {REPORT_S} s: {text!r} {one.stderr}")
         text += os.read(fd, 1 << 16)
-    said: dict[str, Any] = json.loads(text)
-    return said
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
 def judge(stage: Stage, report: dict[str, Any], shares: list[float]) -> None:
-    """While all hold what they have: the container, the host's list and the device say the same, byte for byte."""
+    """While the processes keep their memory, container, host and device report the same, byte for byte."""
     seen = books(stage)
     listed = json.loads(stage.cli("list", "--format", "json"))
     used = seen["used_bytes"]
     peak = max(group["peak_bytes"] for group in seen["groups"])
     if report["wrong"]:
-        stage.say_wrong(f"a call failed: {report['wrong']}")
+        stage.record_error(f"a call failed: {report['wrong']}")
     if set(report["used"]) != {used}:
-        stage.say_wrong(f"processes say {sorted(set(report['used']))} bytes, the device {used}")
+        stage.record_error(f"processes report {sorted(set(report['used']))} bytes, the device {used}")
     if [row["shares"][0]["memory_used_bytes"] for row in listed] != [used]:
-        stage.say_wrong(f"`gpushare list` says {listed}, the device {used} bytes")
+        stage.record_error(f"`gpushare list` reports {listed}, the device {used} bytes")
     if peak > LIMIT_BYTES:
-        stage.say_wrong(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
+        stage.record_error(f"the container had {peak} bytes, its limit is {LIMIT_BYTES}")
     for what in ("granted", "refused", "launched", "killed", "forks"):
         if not report[what]:
-            stage.say_wrong(f"nothing was {what}, so this shows nothing")
+            stage.record_error(f"nothing was {what}, so the run proves nothing")
     if shares and sum(shares) / len(shares) > COMPUTE_PERCENT + COMPUTE_POINTS:
-        stage.say_wrong(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")
+        stage.record_error(f"{shares} % of the device's time, limit {COMPUTE_PERCENT} %")

@@ -1,7 +1,7 @@
-"""What containers could leave behind on a host: looked at before and after, and compared.
+"""Possible leftovers of containers on a host: counted before and after, and compared.
 
-look(node, prefix) -> Traces          `prefix`: how the ids of our containers begin
-left(before, after) -> lines          empty when everything is back where it was
+count(node, prefix) -> Traces         `prefix`: the common prefix of our containers' ids
+left(before, after) -> lines          empty when all counts are back
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tests.support.host import Node
 from tests.support.rootfs import mount_points
 
 CGROUPS = Path("/sys/fs/cgroup")
-ERRORS_KEPT = 256 + 1  # hook/gpushare/state/log.py keeps that many, and the one that is being written
+ERRORS_KEPT = 256 + 1  # hook/gpushare/state/log.py keeps that many, and one in progress
 
 
 class Traces(NamedTuple):
-    """Everything countable; a name that occurs more often afterwards was left behind."""
+    """All countable objects; a name with a higher count afterwards is a leak."""
 
     mounts: Counter[str]
-    files: Counter[str]  # open ones of this process
-    state: Counter[str]  # leases, trash, pages of the state directory
+    files: Counter[str]  # open files of this process
+    state: Counter[str]  # leases, trash and activity files in the state directory
     tmpfs: Counter[str]  # "<mount> blocks" and "<mount> inodes" in use
     cgroups: Counter[str]
     processes: Counter[str]
-    device: Counter[str]  # "nvidia0 bytes": what the simulated device holds, for the dead as well
+    device: Counter[str]  # "nvidia0 bytes": use on the simulated device, also of dead processes
 
 
-def look(node: Node, prefix: str) -> Traces:
-    """The host as it is now. What refusals are remembered is bounded, and forgotten first: it is no leak."""
+def count(node: Node, prefix: str) -> Traces:
+    """Count the host's objects. Remembered refusals are limited in number and are cleared first: no leak."""
     remembered = list((node.state / "errors").glob("*"))
     for path in remembered:
         path.unlink()
@@ -55,7 +55,7 @@ def look(node: Node, prefix: str) -> Traces:
 
 
 def left(before: Traces, after: Traces) -> list[str]:
-    """One line for each thing of which there is more than before."""
+    """Return one line for each kind with a higher count than before."""
     lines = []
     for kind in Traces._fields:
         more = getattr(after, kind) - getattr(before, kind)
@@ -64,9 +64,9 @@ def left(before: Traces, after: Traces) -> list[str]:
 
 
 def cgroups(name: str) -> list[Path]:
-    """Cgroups of that name (which may have wildcards), in every hierarchy, and those below, the deepest first."""
+    """Return the cgroups of that name (with wildcards) and those below, in every hierarchy, the deepest first."""
     found = [path for pattern in (name, f"*/{name}") for path in CGROUPS.glob(pattern)]
-    below = [Path(folder) for path in found for folder, _, _ in os.walk(path)]  # which passes over what goes meanwhile
+    below = [Path(folder) for path in found for folder, _, _ in os.walk(path)]  # os.walk skips directories that vanish
     return sorted(below, key=lambda path: -len(path.parts))
 
 
@@ -76,7 +76,7 @@ def _files() -> Iterable[str]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue  # the listing itself
-        # An anonymous one is known by its kind: numbers of pipes and sockets differ, their count must not.
+        # Anonymous files count by kind: numbers of pipes and sockets differ, their count must not.
         yield target.partition(":[")[0]
 
 
@@ -96,15 +96,15 @@ def _tmpfs(node: Node) -> Counter[str]:
     return used
 
 
-def _processes(*words: str) -> Iterable[str]:
-    """Of anybody who names our state directory or a container, and our own children."""
+def _processes(*names: str) -> Iterable[str]:
+    """Processes that name the state directory or a container, and our own children."""
     found = set(processes.children().values())
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
-            continue  # gone meanwhile
-        if int(path.parent.name) != os.getpid() and any(word in command for word in words):
+            continue  # ended meanwhile
+        if int(path.parent.name) != os.getpid() and any(name in command for name in names):
             found.add(command)
     return found
 

@@ -40,12 +40,12 @@ CLOCK = (
     "tests/conformance/test_conformance.py",
     "tests/integration/test_compute_limits.py",
     "tests/shim/test_compute_turns.py",
-    "tests/integration/test_backends.py::test_compute_is_reached",
-    "tests/integration/test_live_limits.py::test_a_container_without_a_compute_limit",
-    "tests/integration/test_live_limits.py::test_a_pause_holds",
-    "tests/integration/test_live_limits.py::test_a_program_without_a_container",
-    "tests/integration/test_live_limits.py::test_changes_and_a_pause",
-    "tests/integration/test_live_limits.py::test_compute_follows",
+    "tests/integration/test_backends.py::test_compute_limit_holds",
+    "tests/integration/test_live_limits.py::test_container_without_compute_limit",
+    "tests/integration/test_live_limits.py::test_pause_blocks",
+    "tests/integration/test_live_limits.py::test_gpushare_run_can",
+    "tests/integration/test_live_limits.py::test_changes_and_pause",
+    "tests/integration/test_live_limits.py::test_changed_compute_limit",
 )
 # Tests with a real driver (fixture `userland`), whose NVML creates a node in /dev, and tests that watch the host
 DRIVER = (

@@ -1,5 +1,5 @@
-/* A tenant that keeps a GPU busy, and says in one line of JSON what it got done. It knows the
- * driver's interface only, found by soname, so it runs on real and simulated GPUs, in containers
+/* A tenant that keeps a GPU busy, and reports its work in one line of JSON. It uses only the
+ * driver's interface, found by soname, so it runs on real and simulated GPUs, in containers
  * without Python, and under any limit.
  *
  *     busy [--KEY VALUE]...
@@ -10,29 +10,29 @@
  *               graph    launches graphs
  *               pair     kernels that spin until another one has run: in a second stream, with
  *                        --devices 2 on the other device, with --processes 2 in the other process
- *     kernel    microseconds, or several to take in turn (50,1000); lognormal (median 100 us),
+ *     kernel    microseconds, or several in rotation (50,1000); lognormal (median 100 us),
  *               bimodal (50 us, a tenth of them 1 ms); default 1000
  *     jitter    percent of a kernel's time, default 0
  *     streams, threads (of each process, with streams each), processes: default 1
  *     nodes     kernels of a graph, default 10
  *     seconds   how long, default 10; ends earlier at SIGTERM or SIGINT, with the same line
- *     ahead     microseconds of work in a stream that may be on its way; 0 (default): until the
+ *     ahead     microseconds of work in a stream that may be pending; 0 (default): until the
  *               driver's queue is full
- *     mark      microseconds of work between the events by which it learns what is done, or 0;
+ *     mark      microseconds of work between the events that report completion, or 0;
  *               default 1000
  *     burst, pause   microseconds, of mode pause, default 2000 and 1000
- *     wait 1    says "ready" and begins at the end of a line of input
- *     drain 1   in the end waits for all that was launched
+ *     wait 1    prints "ready" and starts at the end of a line of input
+ *     drain 1   waits for all launches at the end
  *     blocks    of a kernel's grid; default one for each multiprocessor, which on the simulated
  *               device means that kernels of several streams run one after the other
  *     iterations-per-ms   of the kernels' loop; measured when it is not given
- *     classic   limits itself to so many percent, by the law that is common in the field
- *     device, devices   the first one, and over how many the streams are dealt out, default 1
+ *     classic   limits itself to so many percent, with the limiter common in the field
+ *     device, devices   the first device, and the number that share the streams, default 1
  *     seed
  *
- * {"started_ns", "ended_ns": CLOCK_MONOTONIC, "pidns", "launches", "asked_ns": device time of what
- * was launched, "done", "done_ns": the same of what is known to be completed, "longest_call_ns": of
- * a launch, "stuck": threads that did not come back, "failed": name of the first call that did,
+ * {"started_ns", "ended_ns": CLOCK_MONOTONIC, "pidns", "launches", "asked_ns": device time of
+ * all launches, "done", "done_ns": the same of completed ones, "longest_call_ns": of a launch,
+ * "stuck": threads that did not return, "failed": name of the first failed call,
  * "code"}. A graph is one launch. Exit code 1 when a call failed or a thread is stuck. */
 #define _GNU_SOURCE
 #include "busy.h"
@@ -125,7 +125,7 @@ static bool read_option(struct options *o, const char *key, const char *value) {
     return false;
 }
 
-/* In a worker process: tells that it is ready, and returns when all shall begin. */
+/* In a worker process: report that it is ready, and return when all should begin. */
 static void wait_for_go(void) {
     char byte = 0;
     if (write(ready_pipe[1], &byte, 1) != 1)
@@ -150,8 +150,8 @@ static pid_t start(const struct options *o, struct shared *shared, unsigned proc
     _exit(work(o, shared, process, wait_for_go));
 }
 
-/* Waits for a signal, at most until `until_ns`. True: one that ends the run; the end of a process
- * is counted in *left. */
+/* Wait for a signal, at most until `until_ns`. Return true for one that ends the run; count a child
+ * that ended in *left. */
 static bool wait_for_signal(const sigset_t *signals, uint64_t until_ns, unsigned *left) {
     uint64_t now = now_ns();
     uint64_t ns = until_ns > now ? until_ns - now : 0;

@@ -1,4 +1,4 @@
-/* A tenant that keeps a GPU busy. busy.c says how it is used. */
+/* A tenant that keeps a GPU busy. busy.c documents its usage. */
 #ifndef BUSY_H
 #define BUSY_H
 
@@ -18,13 +18,13 @@ struct options {
     uint64_t milliseconds, device, devices, wait, drain, seed, classic;
 };
 
-/* What one thread has done; in memory that all processes share, so that nothing it did is lost when
- * it hangs in a launch or is killed. */
+/* The work of one thread, in memory shared by all processes: nothing is lost when the thread hangs
+ * in a launch or is killed. */
 struct tally {
     uint64_t launches, asked_ns;
-    uint64_t done, done_ns; /* known to be completed */
+    uint64_t done, done_ns; /* known to be complete */
     uint64_t longest_call_ns;
-    uint64_t calling_since_ns; /* inside a launch; 0: not */
+    uint64_t calling_since_ns; /* start of the current launch; 0: in none */
     uint64_t finished;
     int code;
     char failed[44];
@@ -37,7 +37,7 @@ struct shared {
     struct tally tally[MAX_WORKERS];
 };
 
-/* busy_cuda.c: the driver, by name. A call that fails is told in the tally, and is false. */
+/* busy_cuda.c: the driver, by name. A failed call is recorded in the tally and returns false. */
 #define CU(tally, name, ...) \
     cuda_result(tally, name, cuda_function(name) ? cuda_function(name)(__VA_ARGS__) : -1)
 int (*cuda_function(const char *name))();
@@ -49,12 +49,12 @@ struct kernels {
     uint64_t iterations_per_ms; /* of the loop, on real hardware */
     unsigned blocks;
 };
-/* Of one device, counted from the first that is used. Its primary context is current afterwards. */
+/* Of one device, counted from the first one in use. Its primary context is current afterwards. */
 bool cuda_open(struct kernels *kernels, const struct options *options, unsigned device,
                struct tally *tally);
 
-/* busy_work.c: a process's part; returns its exit code. `ready` is called once when all its threads
- * may begin, and returns when they shall. */
+/* busy_work.c: run a process's part and return its exit code. `ready` is called once when all its
+ * threads can begin, and returns when they should. */
 int work(const struct options *options, struct shared *shared, unsigned process,
          void (*ready)(void));
 uint64_t now_ns(void);
@@ -64,7 +64,7 @@ double uniform(uint64_t *state);
 double normal(uint64_t *state);
 double exponential(double x); /* e^x for |x| < 7 */
 
-/* busy_classic.c: returns when the classic law lets a launch through. */
+/* busy_classic.c: return when the classic limiter admits a launch. */
 void classic_wait(const struct options *options, const struct shared *shared);
 
 #endif

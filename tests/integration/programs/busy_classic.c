@@ -1,6 +1,5 @@
-/* The law that is common in the field, for comparison: each process has a bucket of launches, and
- * every 120 ms it gets more or fewer of them, by how far the utilisation that NVML tells for it is
- * from its share. */
+/* The limiter common in the field, for comparison: each process has a bucket of launches. Every
+ * 120 ms it gets more or fewer launches, by the distance between its share and NVML's utilisation. */
 #define _GNU_SOURCE
 #include "busy.h"
 
@@ -28,7 +27,7 @@ static void *nvml(const char *name) {
     return library ? dlsym(library, name) : NULL;
 }
 
-/* Percent of the device that this process used lately; -1: not known. */
+/* Return the percentage of the device that this process used lately; -1: unknown. */
 static double used(unsigned device) {
     static void *handle;
     struct sample sample[SAMPLES];

@@ -1,6 +1,5 @@
-/* The driver by name, and one program image that both real hardware and the simulated driver run:
- * hardware counts loops, the simulator takes the time from a kernel's name or its first argument.
- */
+/* The driver by name, and one program image for real hardware and the simulated driver. Hardware
+ * counts loops; the simulator reads the time from a kernel's name or its first argument. */
 #define _GNU_SOURCE
 #include "busy.h"
 
@@ -13,7 +12,7 @@ enum { FIRST_ITERATIONS = 20000, ROUNDS = 5, SM_COUNT = 16 };
 static const char head[] = ".version 6.0\n.target sm_50\n.address_size 64\n";
 
 /* Reading the clock keeps the compiler from removing the loop; the store is never reached. A clock
- * alone would count the time of other contexts, too: loops are work, clocks are not. */
+ * alone would include the time of other contexts: loops measure work, clocks do not. */
 static const char spin[] = ".visible .entry %s(.param .u64 ns, .param .u64 iterations)\n"
                            "{\n"
                            "    .reg .u64 %%r<5>;\n"
@@ -80,8 +79,8 @@ static void add(char *text, size_t size, const char *format, const char *name) {
     snprintf(text + n, size - n, format, name);
 }
 
-/* How many loops this device makes in a millisecond; other tenants can only make it look slower, so
- * the best of some tries counts. */
+/* Measure this device's loops per millisecond. Other tenants can only slow it down, so the best of
+ * several tries counts. */
 static bool calibrate(struct kernels *k, struct tally *tally) {
     void *start = NULL, *end = NULL, *stream = NULL;
     uint64_t ns = 20000, iterations = FIRST_ITERATIONS;

@@ -1,4 +1,4 @@
-/* Chance, without a mathematics library. */
+/* Random numbers, without a mathematics library. */
 #include "busy.h"
 
 double uniform(uint64_t *state) { /* splitmix64 */
@@ -8,7 +8,7 @@ double uniform(uint64_t *state) { /* splitmix64 */
     return (double)((z ^ (z >> 31)) >> 11) / 9007199254740992.0;
 }
 
-/* Of twelve uniform ones: near enough, and without a library. */
+/* The sum of twelve uniform numbers: close enough, without a library. */
 double normal(uint64_t *state) {
     double sum = -6;
     for (int i = 0; i < 12; i++)

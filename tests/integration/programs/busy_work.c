@@ -1,4 +1,4 @@
-/* What the threads of one process do. */
+/* The work of one process's threads. */
 #define _GNU_SOURCE
 #include "busy.h"
 
@@ -16,7 +16,7 @@ enum {
     PORTABLE = 3 /* and mapped */
 };
 
-/* A point in a stream up to which everything is done once its event is. */
+/* A point in a stream: all work before it is complete once its event is. */
 struct mark {
     void *event;
     uint64_t launches, ns;
@@ -26,7 +26,7 @@ struct lane {
     unsigned device;
     void *stream, *graph;
     struct mark *mark;
-    unsigned first, last;     /* of the marks on their way */
+    unsigned first, last;     /* of the pending marks */
     uint64_t launches, ns;    /* since the last mark */
     uint64_t graph_ns, value; /* the last flag value waited for or set */
     uint64_t ahead_ns;
@@ -51,7 +51,7 @@ uint64_t now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* The kernel of launch `n`: its function, and how long it shall take. */
+/* Return the kernel of launch `n`: its function and duration. */
 static void *choose(struct thread *t, const struct kernels *k, uint64_t n, uint64_t *ns) {
     unsigned i = (unsigned)(n % t->o->n_times);
     double us = (double)t->o->time_us[i];
@@ -97,7 +97,7 @@ static bool make_graph(struct thread *t, struct lane *lane) {
            CU(t->tally, "cuGraphInstantiateWithFlags", &lane->graph, graph, 0ull);
 }
 
-/* The flags of a pair: of this process, or of the first one where several share them. */
+/* Return the flags of a pair: of this process, or of the first one if several share them. */
 static bool open_flags(struct thread *t) {
     struct {
         unsigned char bytes[64];
@@ -110,7 +110,7 @@ static bool open_flags(struct thread *t) {
         memcpy(&handle, t->shared->ipc, sizeof handle);
         return CU(t->tally, "cuIpcOpenMemHandle_v2", &t->flags, handle, (unsigned)IPC_LAZY);
     }
-    if (t->o->devices > 1) /* the devices meet in the host's memory */
+    if (t->o->devices > 1) /* devices share the host's memory */
         return CU(t->tally, "cuMemHostAlloc", &t->flags, (size_t)4096, (unsigned)PORTABLE);
     if (!CU(t->tally, "cuMemAlloc_v2", &t->flags, (size_t)(2 << 20)) ||
         !CU(t->tally, "cuMemsetD32_v2", t->flags, 0u, (size_t)1024) ||
@@ -125,7 +125,7 @@ static bool open_flags(struct thread *t) {
     return true;
 }
 
-/* A kernel that spins until another one, in the other stream or process, has run. */
+/* Launch a kernel that spins until its counterpart in the other stream or process has run. */
 static bool pair(struct thread *t, uint64_t n, uint64_t *ns) {
     bool waits = t->o->processes > 1 ? t->process % 2 == 0 : n % 2 == 0;
     struct lane *lane = &t->lane[waits ? 0 : 1];
@@ -158,7 +158,7 @@ static void settle(struct thread *t, struct lane *lane) {
     }
 }
 
-/* Marks the work since the last mark, where that is enough of it; waits when too much is ahead. */
+/* Mark the work since the last mark, if it is enough; wait if too much is pending. */
 static bool note(struct thread *t, struct lane *lane, uint64_t ns) {
     lane->launches++;
     lane->ns += ns;

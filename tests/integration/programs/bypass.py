@@ -1,5 +1,5 @@
-"""Takes memory of a GPU from the real driver, past the shim: a library loaded by its path is not the one that stands in
-its place. Prints "held" and stays."""
+"""Allocate GPU memory with the real driver, bypassing the shim: a library loaded by its path is not the one mounted in
+its place. Print "held" and keep the memory."""
 
 from __future__ import annotations
 

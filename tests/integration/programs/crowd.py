@@ -1,5 +1,5 @@
-"""Thousands of mounts and dozens of roots, as an ordinary user or a container's root can make them in namespaces of its
-own: unshare -Urm python3 crowd.py MOUNTS PROCESSES. Writes a line when all are there, holds them until its input ends.
+"""Make thousands of mounts and dozens of roots in new namespaces, as an unprivileged user or a container's root can:
+unshare -Urm python3 crowd.py MOUNTS PROCESSES. Print a line when all exist, and keep them until the input ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(mounts: int, processes: int) -> None:
         if copies >= mounts:
             break
         os.mkdir(f"{base}/{step}")
-        mount(base, f"{base}/{step}", "none", _MS_BIND | _MS_REC)  # twice as many
+        mount(base, f"{base}/{step}", "none", _MS_BIND | _MS_REC)  # the recursive bind doubles the number
         copies *= 2
     children = []
     ready, done = os.pipe()

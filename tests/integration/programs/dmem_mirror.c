@@ -1,6 +1,6 @@
-/* LD_PRELOAD for a runtime on a kernel without the dmem controller: its files of a cgroup below
- * /sys/fs/cgroup are plain files of the same path below $DMEM_TREE, where those are. Everything
- * else is as it is. */
+/* LD_PRELOAD for a runtime on a kernel without the dmem controller: its files in a cgroup below
+ * /sys/fs/cgroup are plain files of the same path below $DMEM_TREE, if they exist. All other files
+ * are unchanged. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

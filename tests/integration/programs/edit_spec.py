@@ -1,9 +1,9 @@
-"""An OCI runtime for tests that changes config.json, and becomes the next runtime.
+"""An OCI runtime for tests that edits config.json and executes the next runtime.
 
     edit_spec.py EDIT ARGUMENT NEXT [its own options...] <the engine's command line>
 
-drop-capability CAP_X     this machine may lack it, so that --privileged cannot work as it is
-inject DRIVER_ROOT        what NVIDIA's runtime leaves: device 0, the driver's libraries, its hooks
+drop-capability CAP_X     for --privileged on a machine that lacks the capability
+inject DRIVER_ROOT        the edits of NVIDIA's runtime: device 0, the driver's libraries, its hooks
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def inject(spec: dict[str, Any], root: str) -> None:
     paths = [f"{LIBDIR}/libcuda.so.{VERSION}", f"{LIBDIR}/libnvidia-ml.so.{VERSION}", "/dev/nvidia0"]
     for path in paths:
         spec["mounts"].append({"type": "bind", "source": root + path, "destination": path, "options": ["bind"]})
-    # Both would fail: they are not on this machine.
+    # Both would fail: they are missing on this machine.
     hooks = spec.setdefault("hooks", {})
     hooks.setdefault("prestart", []).append({"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["x"]})
     hooks.setdefault("createContainer", []).append({"path": "/usr/bin/nvidia-cdi-hook", "args": ["update-ldcache"]})
@@ -39,21 +39,21 @@ EDITS = {"drop-capability": drop_capability, "inject": inject}
 
 
 def file_of(words: tuple[str, ...]) -> str:
-    """config.json of a create, the process of an exec; "" for all other commands."""
+    """Return config.json of a create, the process file of an exec; "" for all other commands."""
     if "create" in words:
         return os.path.join(words[words.index("--bundle") + 1], "config.json")
     return words[words.index("--process") + 1] if "exec" in words else ""
 
 
-def main(edit: str, argument: str, following: str, *words: str) -> None:
-    path = file_of(words)
+def main(edit: str, argument: str, following: str, *args: str) -> None:
+    path = file_of(args)
     if path:
         with open(path) as file:
             spec = json.load(file)
         EDITS[edit](spec, argument)
         with open(path, "w") as file:
             json.dump(spec, file)
-    os.execv(following, [following, *words])
+    os.execv(following, [following, *args])
 
 
 if __name__ == "__main__":

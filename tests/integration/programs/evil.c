@@ -1,4 +1,4 @@
-/* A library that an image could name in LD_PRELOAD or LD_AUDIT: writes down who loaded it. */
+/* A library that an image could name in LD_PRELOAD or LD_AUDIT: it records its process. */
 
 #include <fcntl.h>
 #include <stdlib.h>

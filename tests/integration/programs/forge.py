@@ -1,5 +1,5 @@
-"""Something that looks like a share, in namespaces of its own: unshare -Urm python3 forge.py STATE <limits. Says "made"
-into the file DONE, if given, and sleeps."""
+"""Make a forged share in new namespaces: unshare -Urm python3 forge.py STATE [DONE] <limits. Write "made" into the file
+DONE, if given, and sleep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mount(source: str, target: str, kind: str, flags: int = 0) -> None:
 def main(state: str, done: str) -> None:
     limits = sys.stdin.buffer.read()
     said = os.open(done, os.O_WRONLY) if done else 1
-    mount("top", "/usr/lib", "tmpfs")  # nothing can be loaded from there any more
+    mount("top", "/usr/lib", "tmpfs")  # nothing can be loaded from there afterwards
     os.mkdir("/usr/lib/gpushare")
     mount(state, "/tmp", "tmpfs")
     share = "/tmp/containers/x/share"

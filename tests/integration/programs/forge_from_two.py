@@ -1,8 +1,8 @@
-"""Something that looks like a share, made by two user namespaces: python3 forge_from_two.py STATE [DONE] <limits. Says
-"made" into the file DONE, if given, and sleeps.
+"""Make a forged share with two user namespaces: python3 forge_from_two.py STATE [DONE] <limits. Write "made" into the
+file DONE, if given, and sleep.
 
-The first namespace maps the host's uid 0, so its tmpfs has files of that owner. It hands the mount, detached, to a
-second one, which does not map it. For CAP_SETUID and CAP_SETGID in a container, which engines give.
+The first namespace maps the host's uid 0, so its tmpfs has files of that owner. It passes the detached mount to a
+second namespace, which does not map that uid. Needs CAP_SETUID and CAP_SETGID in a container, which engines grant.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def call(name: str, result: int) -> int:
 
 
 def detached_share(state: str, limits: bytes) -> int:
-    """The tmpfs of a state directory with a share in it."""
+    """Return the detached tmpfs of a state directory with a share in it."""
     fs = call("fsopen", _libc.syscall(_FSOPEN, b"tmpfs", 0))
     call("fsconfig", _libc.syscall(_FSCONFIG, fs, 1, b"source", state.encode(), 0))
     call("fsconfig", _libc.syscall(_FSCONFIG, fs, 6, None, None, 0))
@@ -39,7 +39,7 @@ def detached_share(state: str, limits: bytes) -> int:
 
 
 def show(mount: int) -> None:
-    """That share where a container has its own."""
+    """Mount that share at a container's usual place."""
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     call("mount /usr/lib", _libc.mount(b"top", b"/usr/lib", b"tmpfs", 0, None))
@@ -49,7 +49,8 @@ def show(mount: int) -> None:
 
 
 def start(host_id: int, handed: socket.socket) -> socket.socket:
-    """A child in namespaces of its own, which map their 0 to `host_id`; the socket on which its parent waits."""
+    """Start a child in new namespaces that map their 0 to `host_id`, and return the socket on which its parent
+    waits."""
     above, below = socket.socketpair()
     child = os.fork()
     if child == 0:

@@ -1,8 +1,8 @@
-"""In a container, beside demo/tenant.py: take memory until refused and say what came of it, in one line of JSON.
+"""In a container, beside demo/tenant.py: allocate memory until refused and print the result in one line of JSON.
 
-grab.py [fork|closed]      fork: in a child that did not exec; closed: after closing every descriptor
+grab.py [fork|closed]      fork: in a child without exec; closed: after closing every descriptor
 
-{"total_bytes", "nvml_total_bytes", "got_bytes"} or {"refused": name of the error} when not even a context is to be had.
+{"total_bytes", "nvml_total_bytes", "got_bytes"} or {"refused": name of the error} if not even a context was created.
 """
 
 from __future__ import annotations

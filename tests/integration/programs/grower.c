@@ -1,12 +1,12 @@
-/* Processes that all take device memory as far as they get and launch without end, for limits that
+/* Processes that allocate as much device memory as possible and launch constantly, for limits that
  * change meanwhile. Simulated devices only.
  *
  *   grower PROCESSES churn|hold
  *
- * In each process one thread allocates, another launches kernels of 250 us. churn: gives half of
- * its memory back at each refusal. hold: keeps all, and asks again each millisecond; at SIGUSR1 it
- * gives all back, and begins anew. "ready" on standard output when all are at work; a call that
- * fails in another way than for want of memory ends everything with its name. */
+ * In each process one thread allocates, another launches kernels of 250 us. churn: free half of the
+ * memory at each refusal. hold: keep all, and retry each millisecond; at SIGUSR1 free all and start
+ * again. "ready" on standard output when all run; a call that fails for another reason than memory
+ * ends everything with its name. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -104,7 +104,7 @@ static void work(bool churn, int ready, int go) {
     check(find(&kernel, module, "spin_us_250"), "cuModuleGetFunction");
     check(pthread_create(&thread, NULL, launches, NULL), "pthread_create");
     check(write(ready, "x", 1) != 1, "write");
-    check(read(go, &byte, 1) != 1, "read"); /* who is first would leave no room for a context */
+    check(read(go, &byte, 1) != 1, "read"); /* or the first would leave no room for a context */
     grow(churn);
 }
 

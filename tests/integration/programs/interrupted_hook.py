@@ -1,10 +1,10 @@
-"""The hook, the runtime, or `gpushare run`, with a signal sent to itself at a chosen point of its work. For tests only:
+"""The hook, the runtime, or `gpushare run`, which sends itself a signal at a chosen point of its work. For tests only:
 the product has no such switch.
 
-The points lie before and after each system call that can change something, counted by the interpreter's profiler.
-`write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes down how many
-points it passed. `write_adopt` stands before our hook, whose system calls strace counts. tests/support/kills.py says
-at which of the points a test kills.
+There is a point before and after each system call that can change something, counted by the interpreter's profiler.
+`write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes its number of
+points. `write_adopt` wraps the hook, whose system calls strace counts. tests/support/kills.py chooses the points where
+a test kills.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ os._exit(code)
 
 
 def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Path:
-    """A program with the hook's command line that sends itself `number` at point `at` (counted from 1)."""
+    """Return a program with the hook's command line that sends itself `number` at point `at` (counted from 1)."""
     site = next((TREE / "build" / "venv" / "lib").glob("python3*/site-packages"))
     program = directory / f"interrupted-hook-{at}-{int(number)}"
     program.write_text(
@@ -104,9 +104,9 @@ os._exit(code)
 def write_runtime(
     directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None, waits: bool = False
 ) -> Path:
-    """A program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create. The
-    hook that it puts into config.json is `hook`, or that of this tree. With `waits` that hook is waited for by one that
-    the runtime leaves (waiting.py), and the points are those of its adoption."""
+    """Return a program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create.
+    It puts `hook` into config.json, or the hook of this tree. With `waits` the runtime leaves a process that waits for
+    that hook (waiting.py), and the points are those of its adoption."""
     program = write_hook(directory, at, number)
     text = program.read_text()
     begin = text[: text.index("from gpushare.programs import hook")]
@@ -136,7 +136,7 @@ sys.exit(main())
 
 
 def write_cli(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Path:
-    """The CLI, for `gpushare run`, which sends itself `number` at point `at` before it becomes the command."""
+    """Return the CLI for `gpushare run`, which sends itself `number` at point `at` before it executes the command."""
     program = write_hook(directory, at, number)
     text = program.read_text()
     begin = text[: text.index("from gpushare.programs import hook")]
@@ -155,13 +155,13 @@ exec strace -f -qq -o {log} {inject} $launcher "$@"
 
 
 def write_adopt(directory: Path, at: int = 0, stage: str = "adopt") -> Path:
-    """Our hook, killed at its system call number `at` (from 1) when it adopts a container, or in another stage;
-    with 0 its calls are logged in `directory`/calls, which must be there for any other."""
+    """Return the hook, killed at its system call number `at` (from 1) when it adopts a container, or in another stage.
+    With 0 its calls are logged in `directory`/calls, which any other number needs."""
     launcher = TREE / "build" / "bin" / "gpushare-hook"
     inject = ""
     if at:  # strace counts each call by its name
         names = [line.split()[1].partition("(")[0] for line in (directory / "calls").read_text().splitlines()]
-        at += names[at - 1] == "execve"  # strace sends nothing at one that succeeds
+        at += names[at - 1] == "execve"  # strace does not count a successful execve
         inject = f"-e inject={names[at - 1]}:signal=KILL:when={names[:at].count(names[at - 1])}"
     program = directory / f"{stage}-{at}"
     log = directory / "calls" if not at else "/dev/null"
@@ -181,13 +181,13 @@ exec {adopt} "$@" <{hook}-state
 
 
 def write_before(hook: Path, adopt: Path, commands: str) -> None:
-    """`hook` is `adopt` (of `write_adopt`), but an adoption begins with shell commands; $pid is the container's."""
+    """Write `hook` as `adopt` (of `write_adopt`) whose adoption begins with shell commands; $pid is the container's."""
     hook.write_text(_BEFORE.format(hook=hook, adopt=adopt, commands=commands))
     hook.chmod(0o755)
 
 
 def points(directory: Path) -> int:
-    """How many points the last run with at=0 passed."""
+    """Return the number of points that the last run with at=0 passed."""
     return int((directory / "points").read_text())
 
 

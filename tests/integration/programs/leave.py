@@ -1,5 +1,5 @@
-"""In a container, in a user and a mount namespace of its own (unshare -Urm): a CUDA context, then pivot_root away from
-everything that the container had mounted. Says so in a file of its old root, by a descriptor, and sleeps."""
+"""In a container, in its own user and mount namespace (unshare -Urm): make a CUDA context, then pivot_root away from
+all of the container's mounts. Report it in a file of the old root, through a descriptor, and sleep."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Starts CUDA and says what MPS made of it: one line of JSON; then waits for its standard input to end when told to.
+"""Start CUDA and print the result with MPS in one line of JSON; then wait for the end of standard input if requested.
 
 mpsclient.py [hold | again | child] [bytes of one allocation]
 mpsclient.py crowd N
 
-crowd: what each of N processes is told, which all stay until then
-child: when a line has come, the same in a child of this program, instead
-again: when a line has come, once more; the driver was initialised before
+crowd: the results of N processes, which all stay until then
+child: after a line of input, the same in a child of this program instead
+again: after a line of input, once more; the driver was initialised before
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 
-import taker  # stands beside it
+import taker  # in the same directory
 
 WORDS = ("PIPE_DIRECTORY", "ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT")
 
@@ -28,7 +28,7 @@ def crowd(number: int) -> None:
         if os.fork() == 0:
             os.close(ends[1])
             os.write(mine[1], ctypes.CDLL("libcuda.so.1").cuInit(0).to_bytes(4, "little"))
-            os.read(ends[0], 1)  # until the first of us is gone
+            os.read(ends[0], 1)  # until the first process ends
             os._exit(0)
         said.append(int.from_bytes(os.read(mine[0], 4), "little"))
     print(json.dumps(said), flush=True)

@@ -1,4 +1,4 @@
-"""In a container with a MIG device, beside demo/tenant.py: what both libraries show of it, and memory until it is
+"""In a container with a MIG device, beside demo/tenant.py: print what both libraries show of it, and the memory until
 refused, in one line of JSON."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from tenant import allocate_until_refused, call
 
 
 def shown() -> dict[str, Any]:
-    """NVML: the GPU, which shows nothing of itself, and its parts, each with (uuid, GPU instance, total, used)."""
+    """NVML's view: the GPU, without information of its own, and its MIG devices, each with (uuid, GPU instance, total,
+    used)."""
     pynvml.nvmlInit()
     gpu, parts = pynvml.nvmlDeviceGetHandleByIndex(0), []
     for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):

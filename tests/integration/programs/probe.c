@@ -1,12 +1,12 @@
-/* A CUDA program for images without Python: it knows the driver's interface only, finds both
- * libraries as every program does, by soname, and says what it sees in one line of JSON.
+/* A CUDA program for images without Python. It uses only the driver's interface, finds both
+ * libraries by soname as every program does, and prints the result in one line of JSON.
  *
- *     probe            sees the device and takes memory until refused
- *     probe hold       the same, then waits for the end of its input before it gives anything back
+ *     probe            reads the device's memory and allocates until refused
+ *     probe hold       the same, then waits for the end of its input before it frees anything
  *     probe hold 2048  the same with so many MiB at most
  *
  * {"pidns", "devices", "total_bytes", "nvml_total_bytes", "got_bytes", "refused": the error that
- * ended it} or {"failed": "what", "code": N} when it does not come that far. */
+ * ended it} or {"failed": "what", "code": N} after an earlier failure. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,12 +1,12 @@
-/* A tenant that lies, in the memory that it can write and others read, until it is killed.
+/* A tenant that corrupts its writable memory, which other processes read, until it is killed.
  *
  *   scribble garbage|noise|idle|crowd|most USAGE PAGES
  *
- * garbage: anything anywhere in both files, extremes above all; noise: the same in PAGES alone, so
- * that it can still work itself; idle: its contexts never had work; crowd: as many contexts as
- * there can be have work all the time, and its own process believes that, too; most: one more
- * context, to which nobody listens in its own container, had most of the device. It begins when
- * somebody in the container has a context: there is nothing to lie about before. */
+ * garbage: any value anywhere in both files, mostly extremes. noise: the same in PAGES alone, so
+ * that the tenant itself can still work. idle: its contexts appear to have no work. crowd: as many
+ * contexts as possible appear to work all the time, also to its own process. most: one extra
+ * context, which nothing in its own container reads, appears to have used most of the device. It
+ * starts when a context exists in the container: before, there is nothing to corrupt. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -36,7 +36,7 @@ static uint64_t some_word(void) {
     return which < 12 ? now_ns() + chance() % 40000000 - 20000000 : chance();
 }
 
-/* The head of a file is right most of the time: behind a wrong one nobody looks further. */
+/* Keep the head of a file correct most of the time: readers stop at a wrong one. */
 static void garbage(uint64_t *file, size_t bytes, size_t head) {
     uint64_t was[16];
     memcpy(was, file, head);
@@ -65,7 +65,7 @@ static void claim(struct gs_pages *pages, int busy) {
         pages->high = GS_MAX_PAGES;
 }
 
-/* Its owner is nobody's slot, so that only the others look at it. */
+/* Its owner is in no slot, so only other containers read it. */
 static void had_most(struct gs_pages *pages) {
     uint64_t now = now_ns();
     struct gs_activity said = {

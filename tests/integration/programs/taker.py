@@ -1,6 +1,7 @@
-"""In a container: what it sees of the first GPU, and how much it gets, in one line of JSON. Only ctypes, to begin soon.
+"""In a container: print the first GPU's memory and how much can be allocated, in one line of JSON. Only ctypes, to
+start fast.
 
-taker.py [hold] [bytes of one allocation]     none: until refused; hold: until its standard input ends
+taker.py [hold] [bytes of one allocation]     none: until refused; hold: until standard input ends
 
 {"cuInit", "multiprocessors", "cuda_total_bytes", "nvml_total_bytes", "free_bytes", "got_bytes", "refusal"}
 """
@@ -28,7 +29,7 @@ def nvml_total_bytes() -> int:
 
 
 def begin(cuda: ctypes.CDLL) -> tuple[int, int]:
-    """(multiprocessors of the first device, CUresult of a context on it)"""
+    """Return (multiprocessors of the first device, CUresult of a context on it)."""
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     cuda.cuDeviceGetAttribute(ctypes.byref(count), MULTIPROCESSORS, device)
     error: int = cuda.cuCtxCreate_v2(ctypes.byref(context), 0, device)
@@ -36,7 +37,7 @@ def begin(cuda: ctypes.CDLL) -> tuple[int, int]:
 
 
 def taken(cuda: ctypes.CDLL, size: int) -> int:
-    """CUresult of an allocation."""
+    """Return the CUresult of an allocation."""
     error: int = cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(size))
     return error
 

@@ -1,8 +1,8 @@
-"""The hook, or the runtime, with a look at the container at each point of interrupted_hook.py: what a kill there would
-leave to it. For tests only.
+"""The hook or the runtime, which records the container's state at each point of interrupted_hook.py: what a kill there
+would leave. For tests only.
 
-`write_hook` and `write_runtime` make the program; it writes a JSON list to `directory`/seen, of one row for each point:
-what of the container is in place, by the names in PARTS.
+`write_hook` and `write_runtime` make the program. It writes a JSON list to `directory`/seen with one row for each
+point: the parts of the container that are in place, by the names in PARTS.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def _watched(program: Path, directory: Path, state: Path, targets: str, only: st
 
 
 def write_hook(directory: Path, state: Path) -> Path:
-    """With the hook's command line; looks at the mounts of the container's init."""
+    """Return it with the hook's command line; it records the mounts of the container's init."""
     program = interrupted_hook.write_hook(directory)
     _watched(program, directory, state, _HOOK, "sys.argv[-1] != 'poststop'")
     return program
 
 
 def write_runtime(directory: Path, state: Path) -> Path:
-    """With the command line of gpushare-runtime; looks at config.json, which is what a killed create leaves."""
+    """Return it with gpushare-runtime's command line; it records config.json, which a killed create leaves."""
     program = interrupted_hook.write_runtime(directory)
     _watched(program, directory, state, _RUNTIME, "'create' in sys.argv")
     return program
