@@ -1,5 +1,6 @@
 /* The limiter common in the field, for comparison: each process has a bucket of launches. Every
- * 120 ms it gets more or fewer launches, by the distance between its share and NVML's utilisation. */
+ * 120 ms it gets more or fewer launches, by the distance between its share and NVML's utilisation.
+ */
 #define _GNU_SOURCE
 #include "busy.h"
 
