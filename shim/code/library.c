@@ -1,9 +1,14 @@
-/* Libraries belong to no context; they are loaded into each one in which they are used. */
+/* Libraries belong to no context; their code is loaded into each one in which it is used. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "accounting/compute.h"
 #include "code.h"
 
-static struct gs_map libraries; /* CUlibrary -> extra = bytes | flags */
-static struct gs_map kernels;   /* CUkernel -> extra = CUlibrary */
+/* CUlibrary -> extra = its struct gs_image, 0 while it is unread; bytes = where to read it then */
+static struct gs_map libraries;
+static struct gs_map kernels; /* CUkernel -> extra = CUlibrary, bytes = hash of its name */
+struct gs_map gs_library_modules;
 /* How many kernels were handed out: launches of other programs skip the look-up. */
 static _Atomic uint64_t kernels_known;
 
@@ -11,131 +16,106 @@ static uint64_t key_of(const void *handle) {
     return (uint64_t)(uintptr_t)handle;
 }
 
-static uint64_t loaded_key(CUlibrary library, CUcontext context) {
-    uint64_t key = (key_of(library) * UINT64_C(0x9e3779b97f4a7c15)) ^ key_of(context);
-    key &= UINT64_MAX >> 1;
-    return key ? key : 1;
+/* Read the image of a library at its first use: programs load many libraries that they never use.
+ * False: no memory. */
+static bool read_image(CUlibrary library, const struct gs_here *here) {
+    struct gs_entry entry;
+    if (!gs_map_get(&libraries, key_of(library), &entry) || entry.extra)
+        return true;
+    struct gs_image *image =
+        gs_image_read((const void *)(uintptr_t)entry.bytes, SIZE_MAX, gs_arch(here->device));
+    if (!image)
+        return false;
+    gs_lock(&gs_self()->lock_context);
+    bool first = gs_map_get(&libraries, key_of(library), &entry) && !entry.extra;
+    entry.extra = first ? key_of(image) : entry.extra;
+    if (!first || !gs_map_put(&libraries, key_of(library), &entry))
+        free(image);
+    gs_unlock(&gs_self()->lock_context);
+    return true;
 }
 
-#define UNMEASURED UINT64_C(1) /* in gs_loaded, beside the library's handle */
-
-/* Charge a library in the current context, once. A kernel handle may be launched as it is, and then
- * loads its library: so handing one out is the first use. */
-CUresult gs_library_use_begin(struct gs_use *use, CUlibrary library, bool loads) {
-    struct gs_entry known, entry;
-    struct gs_charge charge;
+CUresult gs_library_use(CUlibrary library, uint64_t part) {
     struct gs_here here;
-    *use = (struct gs_use){.library = library, .loads = loads};
+    struct gs_entry entry;
+    struct gs_part found = {0};
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!gs_map_get(&libraries, key_of(library), &known) || known.extra == 0)
+    if (!gs_map_get(&libraries, key_of(library), &entry) || !gs_here(&here) ||
+        gs_code_is_charged(key_of(library), &here, part))
         return CUDA_SUCCESS;
-    if (known.extra & GS_DEAD)
+    if (!gs_lazy_loading())
+        part = GS_PART_ALL;
+    if (!read_image(library, &here))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    if (!gs_here(&here))
-        return CUDA_SUCCESS;
-    use->key = loaded_key(library, here.context);
-    if (gs_map_get(&gs_loaded, use->key, &entry)) {
-        use->measure = entry.extra & UNMEASURED;
-        use->before = use->measure ? gs_free_now() : 0;
-        return CUDA_SUCCESS;
-    }
-    bool unread = known.extra & GS_UNREAD;
-    uint64_t before = unread ? gs_free_now() : 0;
-    CUresult result = gs_charge_begin(&charge, known.extra & ~GS_UNREAD);
-    if (result != CUDA_SUCCESS)
-        return result;
-    entry = (struct gs_entry){.bytes = charge.bytes,
-                              .context = key_of(here.context),
-                              .dev = charge.dev,
-                              .kind = GS_KIND_WHOLE,
-                              .extra = key_of(library) | (unread ? UNMEASURED : 0)};
     gs_lock(&gs_self()->lock_context);
-    bool raced = gs_map_get(&gs_loaded, use->key, &known);
-    bool kept = !raced && gs_map_put(&gs_loaded, use->key, &entry);
+    if (gs_map_get(&libraries, key_of(library), &entry) && entry.extra)
+        found = gs_part_of((const struct gs_image *)(uintptr_t)entry.extra, part);
     gs_unlock(&gs_self()->lock_context);
-    if (!kept)
-        gs_charge_abort(&charge);
-    use->measure = kept && unread;
-    use->before = before;
-    return raced || kept ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return gs_part_use(key_of(library), &here, &found);
 }
 
-static void forget_uses(CUlibrary library);
+#define GS_USE(library, part, ...) \
+    CUresult result = gs_library_use(library, part); \
+    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
 
-/* Too large: it goes, and its handle is remembered, so that the program may still unload it. */
-CUresult gs_library_use_end(struct gs_use *use, CUresult result) {
-    CUlibrary library = use->library;
-    struct gs_entry entry;
-    uint64_t more;
-    if (!use->measure || !gs_map_take(&gs_loaded, use->key, &entry))
-        return result;
-    if (gs_charge_measured(use->before, entry.bytes, &more) == CUDA_SUCCESS) {
-        entry.bytes += more;
-        if (more || (use->loads && result == CUDA_SUCCESS))
-            entry.extra &= ~UNMEASURED;
-        gs_map_put(&gs_loaded, use->key, &entry);
-        return result;
-    }
-    gs_compute_forget();
-    GS_REAL(cuLibraryUnload)(library);
-    gs_release(entry.dev, entry.bytes);
-    forget_uses(library);
-    if (gs_map_take(&libraries, key_of(library), &entry)) {
-        entry.extra = GS_DEAD;
-        gs_map_put(&libraries, key_of(library), &entry);
-    }
-    return CUDA_ERROR_OUT_OF_MEMORY;
-}
+/* ---- loading -------------------------------------------------------------------------------- */
 
-#define GS_USE(loads, library, ...) \
-    struct gs_use use; \
-    CUresult result = gs_library_use_begin(&use, library, loads); \
-    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(__VA_ARGS__)) : result
-
-/* The image of a library that is too large to be counted is as good as unread. */
-static CUresult library_loaded(CUresult result, const CUlibrary *library, struct gs_image image) {
-    if (result != CUDA_SUCCESS || !library || !gs_slot())
+/* Keep a library's image, or where it is. Takes the image over. */
+static CUresult keep(CUresult result, const CUlibrary *library, struct gs_image *image,
+                     const void *code) {
+    struct gs_entry entry = {.bytes = key_of(code), .extra = key_of(image)};
+    if (result == CUDA_SUCCESS && library && gs_map_put(&libraries, key_of(*library), &entry))
         return result;
-    struct gs_entry entry;
-    gs_map_take(&libraries, key_of(*library), &entry); /* a dead one of the same handle */
-    entry = (struct gs_entry){.extra = image.bytes < GS_DEAD ? image.bytes : GS_DEAD - GS_BLOCK};
-    if (!image.known)
-        entry.extra |= GS_UNREAD;
-    if (gs_map_put(&libraries, key_of(*library), &entry))
+    free(image);
+    if (result != CUDA_SUCCESS || !library)
         return result;
     GS_REAL(cuLibraryUnload)(*library);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Eager loading takes the memory in the call, so it is charged before; undone when there is none.
- */
-static CUresult room_for(uint64_t bytes, struct gs_charge *charge) {
-    charge->passed = true;
-    return bytes && !gs_lazy_loading() && gs_slot() ? gs_charge_begin(charge, bytes) : CUDA_SUCCESS;
+/* Eager loading takes the memory within the call, in the current context. `load` is the call. */
+#define GS_LOAD(image, library, code, load) \
+    struct gs_here here; \
+    bool eager = (image) && !gs_lazy_loading() && gs_here(&here); \
+    CUresult result = \
+        eager ? gs_code_take(&here, (image)->all, (image)->known) : CUDA_SUCCESS; \
+    if (result != CUDA_SUCCESS) { \
+        free(image); \
+        return result; \
+    } \
+    uint64_t all = eager ? (image)->all : 0; \
+    result = keep(load, library, image, code); \
+    if (eager && result == CUDA_SUCCESS) \
+        return gs_code_record(key_of(*library), &here, GS_PART_ALL, all); \
+    if (eager) \
+        gs_code_give(gs_context_key(here.context), here.dev, all); \
+    return result
+
+static unsigned arch_here(void) {
+    struct gs_here here;
+    return gs_arch(gs_here(&here) ? here.device : 0);
 }
 
-#define GS_LIBRARY(read, ...) \
-    struct gs_image image = read; \
-    struct gs_charge room; \
-    struct gs_use use; \
-    CUresult result = room_for(image.bytes, &room); \
-    if (result != CUDA_SUCCESS) \
-        return result; \
-    uint64_t before = image.known ? 0 : gs_free_now(); \
-    result = library_loaded(real(__VA_ARGS__), library, image); \
-    bool eager = result == CUDA_SUCCESS && library && !gs_lazy_loading(); \
-    gs_charge_abort(&room); \
-    if (!eager || gs_library_use_begin(&use, *library, true) != CUDA_SUCCESS) \
-        return result; \
-    use.before = before; \
-    return gs_library_use_end(&use, result)
+/* The program keeps the image in place for as long as the library is loaded. */
+static bool is_preserved(const CUlibraryOption *option, void *const *value, unsigned n) {
+    for (unsigned i = 0; option && value && i < n; i++)
+        if (option[i] == CU_LIBRARY_BINARY_IS_PRESERVED && value[i])
+            return true;
+    return false;
+}
 
 GS_EXPORT CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *code,
                                              CUjit_option *jit, void **jitv, unsigned int njit,
                                              CUlibraryOption *opt, void **optv, unsigned int nopt) {
     GS_NEED(real, cuLibraryLoadData);
-    GS_LIBRARY(gs_image_read(code, SIZE_MAX), library, code, jit, jitv, njit, opt, optv, nopt);
+    if (!gs_slot() || !code)
+        return real(library, code, jit, jitv, njit, opt, optv, nopt);
+    bool later = is_preserved(opt, optv, nopt) && gs_lazy_loading();
+    struct gs_image *image = later ? NULL : gs_image_read(code, SIZE_MAX, arch_here());
+    if (!image && !later)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    GS_LOAD(image, library, code, real(library, code, jit, jitv, njit, opt, optv, nopt));
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char *file,
@@ -143,103 +123,112 @@ GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char 
                                                  CUlibraryOption *opt, void **optv,
                                                  unsigned int nopt) {
     GS_NEED(real, cuLibraryLoadFromFile);
-    GS_LIBRARY(gs_image_read_file(file), library, file, jit, jitv, njit, opt, optv, nopt);
+    struct gs_image *image = gs_slot() ? gs_image_read_file(file, arch_here()) : NULL;
+    if (!image)
+        return gs_slot() ? CUDA_ERROR_OUT_OF_MEMORY
+                         : real(library, file, jit, jitv, njit, opt, optv, nopt);
+    GS_LOAD(image, library, NULL, real(library, file, jit, jitv, njit, opt, optv, nopt));
 }
 
-static bool of_library(uint64_t key, const struct gs_entry *entry, void *arg) {
+static bool is_of_library(uint64_t key, const struct gs_entry *entry, void *library) {
     (void)key;
-    return (entry->extra & ~UNMEASURED) == key_of(arg);
+    return entry->extra == key_of(library);
 }
 
-static void unloaded(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)arg;
-    gs_uncharge(key, entry);
-}
-
-static void forgotten(uint64_t key, const struct gs_entry *entry, void *arg) {
+static void forget_one(uint64_t key, const struct gs_entry *entry, void *arg) {
     (void)key, (void)entry, (void)arg;
-}
-
-static void forget_uses(CUlibrary library) {
-    gs_map_take_all(&gs_loaded, of_library, unloaded, library);
-    gs_map_take_all(&kernels, of_library, forgotten, library);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
     GS_NEED(real, cuLibraryUnload);
     struct gs_entry entry;
     bool known = gs_slot() && gs_map_take(&libraries, key_of(library), &entry);
-    if (known && entry.extra & GS_DEAD)
-        return CUDA_SUCCESS;
     gs_compute_forget(); /* its kernels' handles may be another library's next */
     CUresult result = real(library);
-    if (known && result == CUDA_SUCCESS)
-        forget_uses(library);
-    else if (known)
+    if (known && result != CUDA_SUCCESS)
         gs_map_put(&libraries, key_of(library), &entry);
+    if (!known || result != CUDA_SUCCESS)
+        return result;
+    gs_map_take_all(&kernels, is_of_library, forget_one, library);
+    gs_map_take_all(&gs_library_modules, is_of_library, forget_one, library);
+    gs_code_forget(key_of(library));
+    gs_lock(&gs_self()->lock_context); /* while a thread may still read the sizes */
+    free((void *)(uintptr_t)entry.extra);
+    gs_unlock(&gs_self()->lock_context);
     return result;
 }
 
+/* ---- kernels -------------------------------------------------------------------------------- */
+
+static void learn_kernel(CUkernel kernel, CUlibrary library, uint64_t part) {
+    struct gs_entry known, entry = {.extra = key_of(library), .bytes = part};
+    if (!gs_slot() || gs_map_get(&kernels, key_of(kernel), &known))
+        return;
+    gs_map_put(&kernels, key_of(kernel), &entry);
+    atomic_fetch_add(&kernels_known, 1);
+}
+
+/* A kernel handle loads nothing until it is used in a context. */
 GS_EXPORT CUresult CUDAAPI cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library,
                                               const char *name) {
     GS_NEED(real, cuLibraryGetKernel);
-    struct gs_entry entry = {.extra = key_of(library)}, known;
-    struct gs_use use;
-    CUresult result = gs_library_use_begin(&use, library, false);
-    if (result == CUDA_SUCCESS)
-        result = gs_library_use_end(&use, real(pKernel, library, name));
-    if (result == CUDA_SUCCESS && pKernel && !gs_map_get(&kernels, key_of(*pKernel), &known)) {
-        gs_map_put(&kernels, key_of(*pKernel), &entry);
-        atomic_fetch_add(&kernels_known, 1);
-    }
+    CUresult result = real(pKernel, library, name);
+    if (result == CUDA_SUCCESS && pKernel && name)
+        learn_kernel(*pKernel, library, gs_image_hash(name, strlen(name)));
     return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel *out, unsigned int n, CUlibrary lib) {
     GS_NEED(real, cuLibraryEnumerateKernels);
-    struct gs_entry entry = {.extra = key_of(lib)}, known;
-    struct gs_use use;
-    CUresult result = gs_library_use_begin(&use, lib, false);
-    if (result == CUDA_SUCCESS)
-        result = gs_library_use_end(&use, real(out, n, lib));
+    __typeof__(&cuKernelGetName) get_name = GS_REAL(cuKernelGetName);
+    CUresult result = real(out, n, lib);
     for (unsigned i = 0; result == CUDA_SUCCESS && out && i < n && out[i]; i++) {
-        if (gs_map_get(&kernels, key_of(out[i]), &known))
-            continue;
-        gs_map_put(&kernels, key_of(out[i]), &entry);
-        atomic_fetch_add(&kernels_known, 1);
+        const char *name;
+        bool named = get_name && get_name(&name, out[i]) == CUDA_SUCCESS && name;
+        learn_kernel(out[i], lib, named ? gs_image_hash(name, strlen(name)) : GS_PART_ALL);
     }
     return result;
 }
 
+bool gs_is_kernel(const void *function) {
+    struct gs_entry entry;
+    return atomic_load_explicit(&kernels_known, memory_order_relaxed) != 0 &&
+           gs_map_get(&kernels, key_of(function), &entry);
+}
+
+CUresult gs_kernel_use(const void *function) {
+    struct gs_entry entry;
+    if (atomic_load_explicit(&kernels_known, memory_order_relaxed) == 0 ||
+        !gs_map_get(&kernels, key_of(function), &entry))
+        return CUDA_SUCCESS;
+    return gs_library_use((CUlibrary)(uintptr_t)entry.extra, entry.bytes);
+}
+
+/* ---- what else of a library is used --------------------------------------------------------- */
+
 GS_EXPORT CUresult CUDAAPI cuLibraryGetModule(CUmodule *pMod, CUlibrary library) {
     GS_NEED(real, cuLibraryGetModule);
-    GS_USE(false, library, pMod, library);
+    struct gs_entry entry = {.extra = key_of(library)};
+    CUresult result = real(pMod, library);
+    if (result == CUDA_SUCCESS && pMod && gs_slot())
+        gs_map_put(&gs_library_modules, key_of(*pMod), &entry);
+    return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                               const char *name) {
     GS_NEED(real, cuLibraryGetGlobal);
-    GS_USE(true, library, dptr, bytes, library, name);
+    GS_USE(library, GS_PART_SHARED, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                                const char *name) {
     GS_NEED(real, cuLibraryGetManaged);
-    GS_USE(true, library, dptr, bytes, library, name);
+    GS_USE(library, GS_PART_SHARED, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library,
                                                        const char *symbol) {
     GS_NEED(real, cuLibraryGetUnifiedFunction);
-    GS_USE(true, library, fptr, library, symbol);
-}
-
-/* Another context than the one in which the kernel was asked for: loaded there as well. */
-CUresult gs_kernel_use_begin(struct gs_use *use, const void *function) {
-    *use = (struct gs_use){0};
-    struct gs_entry entry;
-    if (atomic_load_explicit(&kernels_known, memory_order_relaxed) == 0 ||
-        !gs_map_get(&kernels, key_of(function), &entry))
-        return CUDA_SUCCESS;
-    return gs_library_use_begin(use, (CUlibrary)(uintptr_t)entry.extra, true);
+    GS_USE(library, GS_PART_ALL, fptr, library, symbol);
 }

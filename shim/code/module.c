@@ -1,219 +1,182 @@
-/* Program images take device memory for their code and global data. When depends on the loading
- * mode: at the load, or (lazy, the default) when a function or variable of them is first asked for
- * in a context. The size is read from the image before the driver sees it (image.c). */
+/* Modules take device memory for their code and global data: at the load, or (lazy, the default)
+ * piece by piece, when a function or variable is first asked for. The sizes are read from the image
+ * before the driver sees it (image.c). */
 #include "code.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Modules are in gs_objects, with `extra` = their struct gs_image. A module that belongs to a
+ * library is in gs_library_modules, with `extra` = the library. */
 
 static uint64_t key_of(const void *handle) {
     return (uint64_t)(uintptr_t)handle;
 }
 
-bool gs_lazy_loading(void) {
-    __typeof__(&cuModuleGetLoadingMode) get = GS_REAL(cuModuleGetLoadingMode);
-    CUmoduleLoadingMode mode = CU_MODULE_EAGER_LOADING;
-    return get && get(&mode) == CUDA_SUCCESS && mode == CU_MODULE_LAZY_LOADING;
-}
+struct load {
+    struct gs_here here;
+    struct gs_image *image;
+    bool eager, passed;
+};
 
-/* ---- what cannot be read is measured ---------------------------------------------------------
- *
- * By how much less memory the device has after the load. Others may allocate in the meantime, and
- * then this is charged too much; it is done only for images that cannot be read. */
-
-uint64_t gs_free_now(void) {
-    size_t free_bytes = 0, total;
-    __typeof__(&cuMemGetInfo_v2) get = GS_REAL(cuMemGetInfo_v2);
-    return get && get(&free_bytes, &total) == CUDA_SUCCESS ? free_bytes : 0;
-}
-
-CUresult gs_charge_measured(uint64_t before, uint64_t charged, uint64_t *more) {
-    struct gs_charge charge;
-    uint64_t now = gs_free_now(), took = before > now ? before - now : 0;
-    *more = 0;
-    if (took <= charged)
-        return CUDA_SUCCESS;
-    CUresult result = gs_charge_begin(&charge, took - charged);
-    if (result == CUDA_SUCCESS && !charge.passed)
-        *more = charge.bytes;
+/* Eager loading takes the memory within the call, so it is charged before. */
+static CUresult load_begin(struct load *load, struct gs_image *image, bool passed) {
+    load->image = image;
+    load->passed = passed;
+    load->eager = !passed && !gs_lazy_loading();
+    if (!passed && !image)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result =
+        load->eager ? gs_code_take(&load->here, image->all, image->known) : CUDA_SUCCESS;
+    if (result != CUDA_SUCCESS)
+        free(image);
     return result;
 }
 
-/* ---- modules: entry of gs_objects, extra = bytes not charged yet | flags -----------------------
- */
+/* The size of a cubin whose image the driver takes from memory is not known: SIZE_MAX. */
+static CUresult begin_data(struct load *load, const void *image) {
+    bool passed = !gs_slot() || !gs_here(&load->here);
+    return load_begin(
+        load, passed ? NULL : gs_image_read(image, SIZE_MAX, gs_arch(load->here.device)), passed);
+}
 
-struct load {
-    struct gs_charge charge;
-    struct gs_image image;
-    bool later;
-    uint64_t before;
-};
-
-static CUresult load_begin(struct load *load, struct gs_image image) {
-    load->image = image;
-    load->later = gs_lazy_loading();
-    load->before = image.known ? 0 : gs_free_now();
-    return gs_charge_begin(&load->charge, load->later ? 0 : image.bytes);
+static CUresult begin_file(struct load *load, const char *path) {
+    bool passed = !gs_slot() || !gs_here(&load->here);
+    return load_begin(load,
+                      passed ? NULL : gs_image_read_file(path, gs_arch(load->here.device)), passed);
 }
 
 static CUresult load_end(struct load *load, CUresult result, const CUmodule *module) {
-    uint64_t more = 0;
-    struct gs_entry entry;
-    if (result != CUDA_SUCCESS || !module) {
-        gs_charge_abort(&load->charge);
-        return result;
+    if (load->passed) {
+        if (result == CUDA_SUCCESS && module) /* the driver should have refused it */
+            GS_REAL(cuModuleUnload)(*module);
+        return result == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : result;
     }
-    gs_map_take(&gs_objects, key_of(*module), &entry); /* a dead one of the same handle */
-    if (!load->image.known)
-        result = gs_charge_measured(load->before, load->charge.bytes, &more);
-    uint64_t later = load->later ? gs_round_up(load->image.bytes, GS_BLOCK) : 0;
-    entry = (struct gs_entry){.bytes = load->charge.bytes + more,
-                              .context = key_of(load->charge.context),
-                              .dev = load->charge.dev,
-                              .kind = GS_KIND_WHOLE,
-                              .extra = later < GS_DEAD ? later : GS_DEAD - GS_BLOCK};
-    if (load->later && !load->image.known)
-        entry.extra |= GS_UNREAD;
-    if (result == CUDA_SUCCESS && !load->charge.passed &&
-        gs_map_put(&gs_objects, key_of(*module), &entry))
+    uint64_t context = gs_context_key(load->here.context);
+    struct gs_entry entry = {.context = context,
+                             .dev = load->here.dev,
+                             .kind = GS_KIND_MODULE,
+                             .extra = key_of(load->image)};
+    if (result == CUDA_SUCCESS && module && gs_map_put(&gs_objects, key_of(*module), &entry)) {
+        if (!load->eager)
+            return result;
+        return gs_code_record(key_of(*module), &load->here, GS_PART_ALL, load->image->all);
+    }
+    if (load->eager)
+        gs_code_give(context, load->here.dev, load->image->all);
+    free(load->image);
+    if (result != CUDA_SUCCESS || !module)
         return result;
     GS_REAL(cuModuleUnload)(*module);
-    gs_release(load->charge.dev, more);
-    gs_charge_abort(&load->charge);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-struct use {
-    bool measure;
-    uint64_t before;
+/* Charge one part of a module in the context that it belongs to. */
+static CUresult use(CUmodule module, uint64_t part) {
     struct gs_entry entry;
-};
-
-/* First use: charge what was put off. Whoever takes the entry out charges; others find it charged.
- */
-static CUresult use_begin(struct use *use, CUmodule module) {
-    struct gs_entry *entry = &use->entry;
-    struct gs_charge charge;
-    use->measure = false;
+    struct gs_here here;
+    struct gs_part found;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!gs_map_get(&gs_objects, key_of(module), entry) || entry->extra == 0)
+    if (gs_map_get(&gs_library_modules, key_of(module), &entry))
+        return gs_library_use((CUlibrary)(uintptr_t)entry.extra, part);
+    gs_lock(&gs_self()->lock_context);
+    bool known =
+        gs_map_get(&gs_objects, key_of(module), &entry) && entry.kind == GS_KIND_MODULE;
+    if (known)
+        found = gs_part_of((const struct gs_image *)(uintptr_t)entry.extra, part);
+    gs_unlock(&gs_self()->lock_context);
+    if (!known || !gs_here_of_context((CUcontext)(uintptr_t)entry.context, &here))
         return CUDA_SUCCESS;
-    if (entry->extra & GS_DEAD)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    if (!gs_map_take(&gs_objects, key_of(module), entry))
-        return CUDA_SUCCESS;
-    bool unread = entry->extra & GS_UNREAD;
-    uint64_t before = unread ? gs_free_now() : 0;
-    CUresult result = gs_charge_begin(&charge, entry->extra & ~GS_UNREAD);
-    if (result == CUDA_SUCCESS && !charge.passed) {
-        entry->bytes += charge.bytes;
-        entry->extra = 0;
-        use->measure = unread;
-        use->before = before;
-    }
-    if (!use->measure)
-        gs_map_put(&gs_objects, key_of(module), entry);
-    return result;
+    return gs_part_use(key_of(module), &here, &found);
 }
 
-/* Too large: it goes, and its handle is remembered, so that the program may still unload it. */
-static CUresult use_end(struct use *use, CUresult result, CUmodule module) {
-    uint64_t more;
-    if (!use->measure)
-        return result;
-    if (gs_charge_measured(use->before, use->entry.bytes, &more) == CUDA_SUCCESS) {
-        use->entry.bytes += more;
-        if (result != CUDA_SUCCESS && !more) /* perhaps it was not loaded */
-            use->entry.extra = GS_UNREAD;
-        gs_map_put(&gs_objects, key_of(module), &use->entry);
-        return result;
-    }
-    GS_REAL(cuModuleUnload)(module);
-    gs_release(use->entry.dev, use->entry.bytes);
-    use->entry.bytes = 0;
-    use->entry.extra = GS_DEAD;
-    gs_map_put(&gs_objects, key_of(module), &use->entry);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+static uint64_t kernel_part(const char *name) {
+    return name ? gs_image_hash(name, strlen(name)) : GS_PART_SHARED;
 }
 
-#define GS_LOAD(image, ...) \
+#define GS_LOAD(begin, image, ...) \
     struct load load; \
-    CUresult result = load_begin(&load, image); \
+    CUresult result = begin(&load, image); \
     return result == CUDA_SUCCESS ? load_end(&load, real(__VA_ARGS__), module) : result
 
-#define GS_USE(module, ...) \
-    struct use use; \
-    CUresult result = use_begin(&use, module); \
-    return result == CUDA_SUCCESS ? use_end(&use, real(__VA_ARGS__), module) : result
+#define GS_USE(module, part, ...) \
+    CUresult result = use(module, part); \
+    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoad(CUmodule *module, const char *fname) {
     GS_NEED(real, cuModuleLoad);
-    GS_LOAD(gs_image_read_file(fname), module, fname);
+    GS_LOAD(begin_file, fname, module, fname);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
     GS_NEED(real, cuModuleLoadData);
-    GS_LOAD(gs_image_read(image, SIZE_MAX), module, image);
+    GS_LOAD(begin_data, image, module, image);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int n,
                                               CUjit_option *options, void **values) {
     GS_NEED(real, cuModuleLoadDataEx);
-    GS_LOAD(gs_image_read(image, SIZE_MAX), module, image, n, options, values);
+    GS_LOAD(begin_data, image, module, image, n, options, values);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin) {
     GS_NEED(real, cuModuleLoadFatBinary);
-    GS_LOAD(gs_image_read(fatCubin, SIZE_MAX), module, fatCubin);
+    GS_LOAD(begin_data, fatCubin, module, fatCubin);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleUnload(CUmodule hmod) {
     GS_NEED(real, cuModuleUnload);
     struct gs_entry entry;
-    if (gs_map_get(&gs_objects, key_of(hmod), &entry) && entry.extra & GS_DEAD)
-        return gs_map_take(&gs_objects, key_of(hmod), &entry) ? CUDA_SUCCESS
-                                                              : CUDA_ERROR_INVALID_HANDLE;
-    return GS_FREE(gs_objects, key_of(hmod), real(hmod));
+    bool known = gs_map_take(&gs_objects, key_of(hmod), &entry);
+    CUresult result = real(hmod);
+    if (known && result != CUDA_SUCCESS)
+        gs_map_put(&gs_objects, key_of(hmod), &entry);
+    if (!known || result != CUDA_SUCCESS)
+        return result;
+    gs_code_forget(key_of(hmod));
+    gs_lock(&gs_self()->lock_context); /* while a thread may still read the sizes */
+    gs_uncharge(key_of(hmod), &entry);
+    gs_unlock(&gs_self()->lock_context);
+    return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetFunction);
-    GS_USE(hmod, hfunc, hmod, name);
+    GS_USE(hmod, kernel_part(name), hfunc, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr *dptr, size_t *bytes, CUmodule hmod,
                                                 const char *name) {
     GS_NEED(real, cuModuleGetGlobal_v2);
-    GS_USE(hmod, dptr, bytes, hmod, name);
+    GS_USE(hmod, GS_PART_SHARED, dptr, bytes, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetGlobal(CUdeviceptr_v1 *dptr, unsigned int *bytes,
                                              CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetGlobal);
-    GS_USE(hmod, dptr, bytes, hmod, name);
+    GS_USE(hmod, GS_PART_SHARED, dptr, bytes, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetTexRef(CUtexref *pTexRef, CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetTexRef);
-    GS_USE(hmod, pTexRef, hmod, name);
+    GS_USE(hmod, GS_PART_SHARED, pTexRef, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetSurfRef(CUsurfref *pSurfRef, CUmodule hmod,
                                               const char *name) {
     GS_NEED(real, cuModuleGetSurfRef);
-    GS_USE(hmod, pSurfRef, hmod, name);
+    GS_USE(hmod, GS_PART_SHARED, pSurfRef, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction *functions, unsigned int n,
                                                       CUmodule mod) {
     GS_NEED(real, cuModuleEnumerateFunctions);
-    GS_USE(mod, functions, n, mod);
+    GS_USE(mod, GS_PART_ALL, functions, n, mod); /* nothing says which will be used */
 }
 
-/* A function of a module that was asked for is charged by then. */
+/* A function that was asked for by name is charged by then. */
 GS_EXPORT CUresult CUDAAPI cuFuncLoad(CUfunction function) {
     GS_NEED(real, cuFuncLoad);
-    CUmodule module;
-    __typeof__(&cuFuncGetModule) get = GS_REAL(cuFuncGetModule);
-    if (!get || get(&module, function) != CUDA_SUCCESS)
-        return real(function);
-    GS_USE(module, function);
+    return real(function);
 }

@@ -1,5 +1,6 @@
 /* The size of what PTX text declares. Only declarations are read; an array size that is not made of
- * numbers and + - * / % << >> and parentheses leaves the size unknown. */
+ * numbers and + - * / % << >> and parentheses makes the module too large for any limit: compilers
+ * write plain numbers. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <string.h>
@@ -162,6 +163,14 @@ static uint64_t values(struct text *t) {
     return n;
 }
 
+/* The argument of ".attribute(...)". */
+static void skip_parentheses(struct text *t) {
+    if (peek(t) == '(') {
+        const char *close = memchr(t->at, ')', (size_t)(t->end - t->at));
+        t->at = close ? close + 1 : t->end;
+    }
+}
+
 /* From behind ".global" to the ';'. */
 static uint64_t declaration(struct text *t) {
     uint64_t type = 0, lanes = 1, count = 1, total = 0, bytes;
@@ -174,6 +183,8 @@ static uint64_t declaration(struct text *t) {
                 t->at++;
             if (attribute && (size_t)(t->at - from) == 5 && memcmp(from, "align", 5) == 0)
                 number(t);
+            else if (attribute && (size_t)(t->at - from) == 9 && memcmp(from, "attribute", 9) == 0)
+                skip_parentheses(t);
             else if (attribute)
                 word(from, (size_t)(t->at - from), &type, &lanes);
         } else if (c == '[') {
@@ -200,11 +211,12 @@ static uint64_t declaration(struct text *t) {
     return total;
 }
 
-struct gs_image gs_ptx(const char *text, size_t size) {
+uint64_t gs_ptx(const char *text, size_t size) {
     static const char *const spaces[] = {".global", ".const"};
     struct text t = {.at = text, .end = text + size};
-    struct gs_image image = {.known = memmem(text, size, ".version", 8) != NULL};
-    uint64_t lines = 0;
+    uint64_t total = 0, lines = 0;
+    if (!memmem(text, size, ".version", 8))
+        return 0; /* not PTX */
     for (const char *at = text; at < t.end; at++)
         lines += *at == '\n';
     while (t.at < t.end && peek(&t)) {
@@ -216,12 +228,10 @@ struct gs_image gs_ptx(const char *text, size_t size) {
                 continue;
             t.at = from + n;
             uint64_t bytes = declaration(&t);
-            if (t.bad || __builtin_add_overflow(image.bytes, bytes, &image.bytes))
-                image.known = false;
-            t.bad = false;
+            if (t.bad || __builtin_add_overflow(total, bytes, &total))
+                return UINT64_MAX;
         }
     }
     /* A line is about one instruction. */
-    image.known &= !__builtin_add_overflow(image.bytes, lines * 16, &image.bytes);
-    return image;
+    return __builtin_add_overflow(total, lines * 16, &total) ? UINT64_MAX : total;
 }

@@ -173,6 +173,8 @@ enum gs_kind {
     GS_KIND_WHOLE,      /* charged `bytes` */
     GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
     GS_KIND_FOREIGN,    /* another process's memory, opened here */
+    GS_KIND_CODE,       /* part of a module, of `bytes`; its context's sum is charged, not this */
+    GS_KIND_MODULE,     /* `extra` is its struct gs_image: freed with the entry */
     GS_KIND_VIRTUAL,    /* managed: of `bytes`, `extra` count on the device
                          * (oversubscription/residency.c)
                          */

@@ -11,45 +11,43 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph gra
     return real(node, graph, after, n, params);
 }
 
-static CUresult kernel_of(struct gs_use *use, const CUgraphNodeParams *params) {
-    *use = (struct gs_use){0};
+static CUresult use_kernel(const CUgraphNodeParams *params) {
     if (!params || params->type != CU_GRAPH_NODE_TYPE_KERNEL)
         return CUDA_SUCCESS;
-    return gs_kernel_use_begin(use, params->kernel.func ? (void *)params->kernel.func
-                                                        : (void *)params->kernel.kern);
+    return gs_function_launch(params->kernel.func ? (void *)params->kernel.func
+                                                  : (void *)params->kernel.kern);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode(CUgraphNode *node, CUgraph graph,
                                           const CUgraphNode *after, size_t n,
                                           CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode);
-    struct gs_use use;
-    CUresult result = kernel_of(&use, params);
-    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(node, graph, after, n, params))
-                                  : result;
+    CUresult result = use_kernel(params);
+    return result == CUDA_SUCCESS ? real(node, graph, after, n, params) : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph,
                                              const CUgraphNode *after, const CUgraphEdgeData *edges,
                                              size_t n, CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode_v2);
-    struct gs_use use;
-    CUresult result = kernel_of(&use, params);
-    return result == CUDA_SUCCESS
-               ? gs_library_use_end(&use, real(node, graph, after, edges, n, params))
-               : result;
+    CUresult result = use_kernel(params);
+    return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams(
     CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
     GS_NEED(real, cuGraphExecKernelNodeSetParams);
+    CUresult result = gs_function_launch(params ? params->func : NULL);
     gs_compute_changed(exec);
-    return real(exec, node, params);
+    return result != CUDA_SUCCESS ? result : real(exec, node, params);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams_v2(
     CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS *params) {
     GS_NEED(real, cuGraphExecKernelNodeSetParams_v2);
+    CUresult result = gs_function_launch(!params        ? NULL
+                                         : params->func ? (void *)params->func
+                                                        : (void *)params->kern);
     gs_compute_changed(exec);
-    return real(exec, node, params);
+    return result != CUDA_SUCCESS ? result : real(exec, node, params);
 }

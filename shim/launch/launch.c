@@ -23,12 +23,12 @@ void gs_launches_ready(void) {
 /* `real` after it was admitted. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \
     struct gs_admission admission; \
-    struct gs_use use; \
-    CUresult result = gs_kernel_use_begin(&use, function); \
+    CUresult result = gs_function_launch(function); \
     if (result != CUDA_SUCCESS) \
         return result; \
-    result = gs_compute_admit(&admission, function, grid, stream, overlaps, !use.measure); \
-    result = gs_library_use_end(&use, result == CUDA_SUCCESS ? real(__VA_ARGS__) : result); \
+    result = gs_compute_admit(&admission, function, grid, stream, overlaps, true); \
+    if (result == CUDA_SUCCESS) \
+        result = real(__VA_ARGS__); \
     gs_compute_launched(&admission, result); \
     return result
 
@@ -168,6 +168,8 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     unsigned admitted = 0;
     for (; list && admitted < n && result == CUDA_SUCCESS; admitted++) {
         const CUDA_LAUNCH_PARAMS *p = &list[admitted];
+        if ((result = gs_function_launch(p->function)) != CUDA_SUCCESS)
+            break;
         result = gs_compute_admit(&admission[admitted], p->function,
                                   (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ},
                                   p->hStream, false, false);
@@ -202,9 +204,12 @@ GS_EXPORT CUresult CUDAAPI cuLaunchGridAsync(CUfunction f, int width, int height
 /* ---- other users of a library's kernel ------------------------------------------------------ */
 
 #define GS_WITH(function, ...) \
-    struct gs_use use; \
-    CUresult result = gs_kernel_use_begin(&use, function); \
-    return result == CUDA_SUCCESS ? gs_library_use_end(&use, real(__VA_ARGS__)) : result
+    CUresult result = gs_kernel_use(function); \
+    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+
+#define GS_WITH_LAUNCHED(function, ...) \
+    CUresult result = gs_function_launch(function); \
+    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
 
 GS_EXPORT CUresult CUDAAPI cuKernelGetFunction(CUfunction *out, CUkernel kernel) {
     GS_NEED(real, cuKernelGetFunction);
@@ -239,14 +244,14 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddKernelNode(CUgraphNode *node, CUgraph graph
                                                 const CUgraphNode *after, size_t n,
                                                 const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
     GS_NEED(real, cuGraphAddKernelNode);
-    GS_WITH(params ? params->func : NULL, node, graph, after, n, params);
+    GS_WITH_LAUNCHED(params ? params->func : NULL, node, graph, after, n, params);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph graph,
                                                    const CUgraphNode *after, size_t n,
                                                    const CUDA_KERNEL_NODE_PARAMS *params) {
     GS_NEED(real, cuGraphAddKernelNode_v2);
-    GS_WITH(!params        ? NULL
+    GS_WITH_LAUNCHED(!params        ? NULL
             : params->func ? (void *)params->func
                            : (void *)params->kern,
             node, graph, after, n, params);

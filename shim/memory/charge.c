@@ -121,6 +121,9 @@ void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
     case GS_KIND_WHOLE:
         gs_release(entry->dev, entry->bytes);
         break;
+    case GS_KIND_MODULE:
+        free((void *)(uintptr_t)entry->extra);
+        break;
     case GS_KIND_VIRTUAL:
         gs_virtual_freed(key, entry);
         break;

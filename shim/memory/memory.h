@@ -34,7 +34,7 @@ CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t
 void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 
 extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules */
-extern struct gs_map gs_loaded;  /* libraries, once for each context in which they were used */
+extern struct gs_map gs_loaded;  /* code and local memory of contexts: code/code.c */
 
 /* Entries of a context that is about to go: out of the maps, then gone or put back. */
 struct gs_dropped;

@@ -5,12 +5,12 @@ FUZZ_CC := clang
 # `undefined` also checks that an indirect call matches the function's type; float-cast-overflow adds conversions out of range.
 FUZZ_SANITIZE := -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all
 FUZZ_CFLAGS := -std=gnu11 -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-unused-variable -Wno-unused-const-variable \
-	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE)
+	-Itests/fuzz/c -Ishim -Ihook/launcher -Ibuild/launcher -Ibuild/shim/gen/cuda -isystem $(CUDA_INCLUDE) -isystem build/zstd
 FUZZ_WRAP := -Wl,--wrap=open -Wl,--wrap=nanosleep
 FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
 
 # target: the objects to link, besides the sources that it includes
-FUZZ_WITH_image := $(addprefix shim/code/,image.c lz4.c ptx.c) $(FUZZ_FILES)
+FUZZ_WITH_image := $(addprefix shim/code/,image.c lz4.c ptx.c) build/shim/obj/cuda/zstd.o $(FUZZ_FILES)
 FUZZ_WITH_ptx := shim/code/ptx.c
 FUZZ_WITH_lz4 := shim/code/lz4.c
 FUZZ_WITH_region := $(addprefix shim/core/,quota.c exports.c slot.c) $(FUZZ_FILES)
@@ -28,7 +28,7 @@ fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 
 # Depend on all headers and sources: they change seldom, and all targets build in seconds.
 $(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch]) \
-		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h tests/fuzz/fuzz.mk | $(TEST_SETUP)
+		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h build/shim/obj/cuda/zstd.o tests/fuzz/fuzz.mk | $(TEST_SETUP)
 	@mkdir -p $(@D)
 	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm
 	@mv $@.new $@
