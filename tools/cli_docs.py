@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print docs/cli.md, written from the commands. `make docs` puts it in place; a test compares."""
+"""Print docs/cli.md, generated from the commands. `make docs` writes the file; a test compares it with this output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The commands of `gpushare` as data, for docs/cli.md and the manual pages: what click knows of them, and what it does
-not: examples, the keys of their JSON, exit codes. Tests compare all of it with what the commands do."""
+"""The commands of `gpushare` as data, for docs/cli.md and the manual pages.
+
+It combines what click knows with what it does not: examples, JSON keys and exit codes. Tests compare all of it with the
+commands' behaviour.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ COMMON = (
 
 
 def _is_format(one: click.Parameter) -> bool:
-    """The one that nearly all have; that of `cdi generate` is about a file."""
+    """True for the --format option of most commands; the one of `cdi generate` is a file format."""
     return "--format" in one.opts and list(getattr(one.type, "choices", ())) == _FORMATS
 
 
 class Command(NamedTuple):
-    """`words` are those behind "gpushare", none for the program itself."""
+    """A command. `words` are the words after "gpushare"; empty for the program itself."""
 
     words: tuple[str, ...]
     click: click.Command
@@ -39,7 +42,7 @@ class Command(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first paragraph of its help, without a full stop."""
+        """Return the first paragraph of the help without its full stop."""
         return self.paragraphs()[0].rstrip(".")
 
     def paragraphs(self) -> list[str]:
@@ -49,7 +52,7 @@ class Command(NamedTuple):
         return " ".join([PROGRAM, *self.words, *self.click.collect_usage_pieces(self.context)])
 
     def options(self) -> list[tuple[str, str]]:
-        """(how it is written, what it means) without those that all commands have."""
+        """Return (syntax, meaning) for each option except those that all commands have."""
         wanted = (one for one in self.click.get_params(self.context) if isinstance(one, click.Option))
         mine = (one for one in wanted if not {*one.opts} & _COMMON and not _is_format(one))
         found = (one.get_help_record(self.context) for one in mine)
@@ -63,7 +66,7 @@ class Command(NamedTuple):
 
 
 def walk() -> Iterator[Command]:
-    """All of them, a group before its commands."""
+    """Yield all commands, each group before its commands."""
 
     def below(words: tuple[str, ...], command: click.Command, parent: click.Context | None) -> Iterator[Command]:
         context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM)
@@ -122,7 +125,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "completion": (("gpushare completion bash", "the script, for `source <(...)`"),),
 }
 
-# command -> (what the document is, its keys). `a.b`: key b of the objects in a.
+# command -> (description of the document, its keys). `a.b`: key b of the objects in list a.
 JSON: dict[str, tuple[str, dict[str, str]]] = {
     "list": (
         "an array of containers, the oldest first",

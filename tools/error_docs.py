@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md: what to do about each message. Its second half is written from the sources (error_texts.py):
+"""Print docs/troubleshooting.md: what to do about each message.
+
+Its second half is generated from the messages in the sources (error_texts.py):
 
 PYTHONPATH=hook:. build/venv/bin/python -m tools.error_docs >docs/troubleshooting.md      (make docs)
 """
@@ -26,7 +28,7 @@ engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`)
 | what it says | why | what to do |
 |---|---|---|
 """
-# What is said by others because of us: (text, why, what to do)
+# Messages of other programs that gpushare causes: (text, why, what to do)
 SYMPTOMS = (
     ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container's limit is reached: all its processes count, each with its context", "`gpushare list` says how much; ask for more, or `gpushare limit set ID --memory +2Gi` while it runs"),
     ("`CUDA_ERROR_NOT_PERMITTED` (800) from `cuInit`; NVML: `Insufficient Permissions`", "the share's limits file is missing, damaged or of another version, or there is no room for one more process", "`GPUSHARE_LOG=1` in its environment has the library say the reason on standard error; then start the container anew"),
@@ -60,7 +62,7 @@ _CONFIG_JSON = "the engine, or who edited the bundle, wrote it: mend config.json
 _RUNTIME = "the runtime gives the hook that state: use runc or crun, unchanged"
 _REMOVE = "start the container anew; `gpushare prune` removes what is left"
 _UPDATE = "update gpushare"
-# What the source does not say beside its message: (file, the beginning of the text as the page has it) -> what to do
+# Advice that is not in the source beside its message: (file, start of the text on the page) -> what to do
 ADVICE = {
     ("inject/apply.py", ""): "`gpushare refresh`; `gpushare doctor` looks at the device nodes",
     ("system/bpf.py", ""): "name fewer devices in the container's device rules",
@@ -107,13 +109,13 @@ ADVICE = {
     ("engines/host.py", ""): "run as root, or free space there",
     ("inject/spectree.py", ""): _CONFIG_JSON,
 }
-# Hints that the program works out
+# Hints that the program computes
 WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
     "<_key_hint(at, name, known)>": "write the key that it suggests; [config](config.md) lists all",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory of yours",
 }
-# File of the library -> what to do about what it says
+# File of the shim -> what to do about its messages
 SHIM_ADVICE = {
     "launch/admit.c": "give the container a limit of memory only, and tell us what it launches",
     "memory/foreign.c": "leave GPUSHARE_OVERSUBSCRIBE out where processes share memory",
@@ -132,7 +134,7 @@ SYSCALL = (
 
 
 def advice(one: Message) -> str:
-    """What to do. KeyError for a message about which nobody has said it."""
+    """Return what to do. KeyError for a message without a hint in the source and without an entry in ADVICE."""
     hint = WORKED_OUT.get(one.hint, one.hint)
     if hint and not hint.startswith("<"):
         return shown(hint)
