@@ -59,8 +59,8 @@ def blocks_of(pool: memoryview) -> Iterator[tuple[int, int, int, int]]:
 def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> set[int]:
     """Return the pages of the pool that a start touches.
 
-    The start must end with a line that contains `says`, or print nothing. The snapshot file is dropped from the page cache first, because the kernel also maps cached pages around a page that
-    is read.
+    The start must end with a line that contains `says`, or print nothing. The snapshot file is dropped from the page
+    cache first, because the kernel also maps cached pages around a page that is read.
     """
     with open(snapshot, "rb") as cached:
         os.fsync(cached.fileno())
