@@ -1,4 +1,4 @@
-"""The table of checks, in the order in which they run."""
+"""The table of checks, in the order of their execution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HARDWARE, TORCH = "hardware", "torch"
 
 
 class Check(NamedTuple):
-    """`limit_s`: its own time limit. `needs`: HARDWARE when a simulator has nothing to say, TORCH for PyTorch."""
+    """`limit_s`: time limit of the check. `needs`: HARDWARE if a simulator cannot answer it, TORCH for PyTorch."""
 
     name: str
     what: str

@@ -1,4 +1,4 @@
-"""How this driver behaves, and whether the shim stands before it."""
+"""Check how this driver behaves, and whether programs get the shim."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.hardware.place import CANNOT, TREE
 from tests.hardware.session import IN_PLACE, Result, Session, verdict
 
 LATENCY = TREE / "build" / "gpu" / "latency"
-ONE_S = 20.0  # one behaviour of the conformance suite
+ONE_S = 20.0  # per behaviour of the conformance suite
 SHORT = ("calls_before_init_fail", "content_is_kept", "kernel_takes_its_time")
 TURNS = 3
 
 
 def loader(session: Session) -> Result:
-    """A program that asks for libcuda.so.1 gets the shim, and cuGetProcAddress keeps it there."""
+    """Check that a program that asks for libcuda.so.1 gets the shim, also from cuGetProcAddress."""
     native = session.ask("names")
     with session.place() as place:
         inside = session.ask("names", place)
@@ -36,7 +36,7 @@ def loader(session: Session) -> Result:
 
 
 def conformance(session: Session) -> Result:
-    """Which behaviours that the simulator models this driver has."""
+    """Check which of the behaviours that the simulator models this driver has."""
     from tests.conformance.behaviours import BEHAVIOURS
 
     outcome: dict[str, str] = {}
@@ -59,10 +59,10 @@ def conformance(session: Session) -> Result:
 
 
 def latency(session: Session) -> Result:
-    """What calls take, native and under the shim in turn; the least median of each counts."""
+    """Measure the duration of calls, alternately native and under the shim; the lowest median of each counts."""
     if not LATENCY.exists():
         return Result("absent", "build/gpu/latency was not compiled: no C compiler", {})
-    # Processes of an unprivileged build directory cannot always be executed in a place: a copy can
+    # Processes in a place may not be able to execute files of an unprivileged build directory, so use a copy
     program = session.work / "latency"
     shutil.copy(LATENCY, program)
     seen: dict[str, list[dict[str, Any]]] = {"native": [], "shim": []}
@@ -84,7 +84,7 @@ def latency(session: Session) -> Result:
 
 
 def answer(command: list[str], deadline: float) -> dict[str, Any]:
-    """The one line that build/gpu/latency says. Raises Absent or Failed."""
+    """Run build/gpu/latency and parse its line of JSON. Raises Absent or Failed."""
     code, out, err = processes.run(command, deadline)
     if code == CANNOT:
         raise processes.Absent(f"no private mounts here ({err.strip()})")
@@ -102,7 +102,7 @@ def _best(runs: list[dict[str, Any]], name: str) -> Any:
 
 
 def slices(session: Session) -> Result:
-    """How long the device stays with a context when two have work, and what a switch takes."""
+    """Measure the device's time slice when two contexts have work, and the duration of a switch."""
     with (
         session.tenant("slices", run_ms=1000, least_us=20) as one,
         session.tenant("slices", run_ms=1000, least_us=20) as other,
