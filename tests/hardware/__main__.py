@@ -111,12 +111,12 @@ def check_all(options: argparse.Namespace, work: Path) -> int:
 
 def _at_rest(meter: processes.Tenant) -> dict[str, Any]:
     """Return the meter's reading once it is stable: memory of a process that just ended is freed with a delay."""
-    first: dict[str, Any] = meter.hear()
+    first: dict[str, Any] = meter.receive()
     until = time.monotonic() + REST_S
     while time.monotonic() < until:
         time.sleep(STAY_S)
         meter.go()
-        again: dict[str, Any] = meter.hear()
+        again: dict[str, Any] = meter.receive()
         if again == first:
             break
         first = again

@@ -103,7 +103,7 @@ def pairs(session: Session) -> Result:
             said = busy(session, place, **options)
         values[name] = said
         if said["done"] < (1 if session.short else LEAST_DONE):
-            wrong.append(f"{name}: only {said['done']} launches came to their end")
+            wrong.append(f"{name}: only {said['done']} launches ended")
     note = ", ".join(
         f"{name}: {value['done']} launches done, the longest call took {value['longest_call_ns'] / 1e9:.1f} s"
         for name, value in values.items()

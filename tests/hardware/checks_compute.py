@@ -44,14 +44,14 @@ class Bench:
         else:
             tenant = processes.Tenant(self.what, self.session.deadline, place)
         self.stack.enter_context(tenant)
-        tenant.hear()
+        tenant.receive()
         return tenant
 
     def rates(self, *tenants: processes.Tenant) -> list[float]:
         """Return each program's kernels per second while all of them work."""
         for tenant in tenants:
             tenant.go(**times(self.session))
-        answers = [tenant.hear() for tenant in tenants]
+        answers = [tenant.receive() for tenant in tenants]
         self.counted += [answer["counted"] for answer in answers if "counted" in answer]
         return [answer["per_s"] for answer in answers]
 
@@ -123,7 +123,7 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "", told: 
     if any(one > percent + COMPANY_POINTS for one, percent in zip(got, percents)):
         wrong.append(note)
     elif total < LEAST_TOTAL or any(abs(one - percent) > COMPANY_POINTS for one, percent in zip(of_work, percents)):
-        wrong.append(f"{note}, which is {100 * total:.1f} % of what they may")
+        wrong.append(f"{note}, which is {100 * total:.1f} % of the sum of their limits")
     values = {"limits_percent": percents, "got_percent": got, "of_work_percent": of_work, "native_per_s": native}
     return verdict(wrong, note, values)
 
@@ -168,7 +168,7 @@ def waiting(session: Session) -> Result:
     least_s = 0.5 * (answer["kernels"] * KERNEL_US / 1e6 / 0.05 - SAVED_S)
     wrong = [f"{note}, which is not 5 %"] if answer["seconds"] < least_s else []
     if answer["seconds"] > TURN_S * answer["kernels"] / 2:
-        wrong.append(f"{note}: what a stream waits for our own sake counts as work")
+        wrong.append(f"{note}: delays by the limiter are charged as work")
     return verdict(wrong, note, answer)
 
 

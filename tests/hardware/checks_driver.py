@@ -26,9 +26,9 @@ def loader(session: Session) -> Result:
         inside = session.ask("names", place)
     wrong = []
     if native["shadowed"]:
-        wrong.append("a native program had the shim")
+        wrong.append("a native program loaded the shim")
     if not inside["shadowed"]:
-        wrong.append("the program in the share had the real driver")
+        wrong.append("the program in the share loaded the real driver")
     if inside["not_exported"] > native["not_exported"]:
         wrong.append(f"cuGetProcAddress gives addresses that nothing exports for {', '.join(inside['unknown'][:5])}")
     note = f"{native['answers']} answers of cuGetProcAddress, {native['not_exported']} of them no exported address"
@@ -108,10 +108,10 @@ def slices(session: Session) -> Result:
         session.tenant("slices", run_ms=1000, least_us=20) as other,
     ):
         for tenant in (one, other):
-            tenant.hear()
+            tenant.receive()
         for tenant in (one, other):
             tenant.go()
-        gaps = [tenant.hear()["gaps"] for tenant in (one, other)]
+        gaps = [tenant.receive()["gaps"] for tenant in (one, other)]
     if not any(gaps):
         return Result("absent", "the two contexts ran at the same time, or one after the other", {})
     ran = sorted(right[0] - left[1] for seen in gaps for left, right in zip(seen, seen[1:]))

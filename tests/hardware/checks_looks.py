@@ -96,14 +96,14 @@ def judge(alone: Sequence[int], seen: Told) -> tuple[bool, str]:
     if prompt < MOST_OF:
         words.append(f"alone only {100 * prompt:.0f} % are done within {PROMPT_NS // 1000} us: they wait for own work")
     if total < LEAST:
-        words.append(f"only {total} looks were recorded in a turn of the neighbour")
+        words.append(f"only {total} probes were recorded in a residency of the neighbour")
     elif seen.early > (1 - MOST_OF) * total:
         words.append(f"{seen.early} of {total} were done while the neighbour had the device")
     elif seen.told < MOST_OF * total:
-        words.append(f"{seen.late} of {total} were done later than own work of that turn")
+        words.append(f"{seen.late} of {total} were done later than own work of that residency")
     if words:
         return False, "does NOT hold: " + "; ".join(words)
-    return True, f"holds: {seen.told} of {total} looks in a turn of the neighbour were done as the own one began"
+    return True, f"holds: {seen.told} of {total} probes in a residency of the neighbour were done as the own one began"
 
 
 def lost(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
@@ -128,18 +128,18 @@ class Pair:
     def __init__(self, session: Session, stack: contextlib.ExitStack) -> None:
         shapes = [session.ask("calibrate", kernel_us=one) for one in (NEIGHBOUR_US, OWN_US)]
         self.neighbour = stack.enter_context(session.tenant("work", kernel_us=NEIGHBOUR_US, **shapes[0]))
-        self.looker = stack.enter_context(session.tenant("looks", kernel_us=OWN_US, **shapes[1]))
+        self.prober = stack.enter_context(session.tenant("looks", kernel_us=OWN_US, **shapes[1]))
         self.settle_s, self.run_s = (0.05, 0.25) if session.short else (0.1, 0.5)
-        for tenant in (self.neighbour, self.looker):
-            tenant.hear()
+        for tenant in (self.neighbour, self.prober):
+            tenant.receive()
 
     def run(self, neighbour: bool = True, works: bool = True, looks: bool = True) -> tuple[dict[str, Any], float]:
         """Return the probing process's report, and the neighbour's kernels per second."""
         if neighbour:
             self.neighbour.go(settle_s=self.settle_s, run_s=self.run_s)
-        self.looker.go(run_s=self.settle_s + self.run_s, works=works, looks=looks)
-        said: dict[str, Any] = self.looker.hear()
-        return said, float(self.neighbour.hear()["per_s"]) if neighbour else 0.0
+        self.prober.go(run_s=self.settle_s + self.run_s, works=works, looks=looks)
+        said: dict[str, Any] = self.prober.receive()
+        return said, float(self.neighbour.receive()["per_s"]) if neighbour else 0.0
 
 
 def looks(session: Session) -> Result:
@@ -153,7 +153,7 @@ def looks(session: Session) -> Result:
         _, before = pair.run(works=False, looks=False)
     said = [one for _, one, _ in runs]
     if not all(one["looks"] for one in (alone, idle, *said)) or not all(speed for speed, _, _ in runs):
-        raise processes.Failed("looks: a process did nothing at all")
+        raise processes.Failed("looks: a process did no work")
     ends = [stamp for _, stamp, _ in alone["kernels"]]
     kernel_ns = int(statistics.median(b - a for a, b in zip(ends, ends[1:])))
     seen = Told(*map(sum, zip(*(told(one["kernels"], one["looks"], slice_ns, kernel_ns) for one in said))))
@@ -178,7 +178,7 @@ def looks(session: Session) -> Result:
     }
     company = values["waited"]["beside_with_work"]
     note = (
-        f"that a look waits for the own turn {words}; p50 {company['p50_ns'] / 1e3:.0f} us, "
+        f"that a probe waits for the own residency {words}; p50 {company['p50_ns'] / 1e3:.0f} us, "
         f"p90 {company['p90_ns'] / 1e3:.0f}, max {company['max_ns'] / 1e3:.0f}, "
         f"{100 * company['beyond_half_a_slice']:.0f} % beyond half a slice; "
         + (f"one takes {took['median_ns']} ns, " if took else "")

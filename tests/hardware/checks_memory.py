@@ -28,13 +28,13 @@ def context(session: Session) -> Result:
     """Measure the device memory that a context uses."""
     before = session.idle_bytes()
     with session.tenant("context") as tenant:
-        tenant.hear()
+        tenant.receive()
         initialised = session.used_bytes()
         tenant.go()
-        tenant.hear()
+        tenant.receive()
         first = session.used_bytes() - before
         tenant.go()
-        second = tenant.hear()["second_bytes"]
+        second = tenant.receive()["second_bytes"]
     values = {"first_bytes": first, "second_bytes": second, "init_bytes": initialised - before}
     return Result("measured", f"the first takes {size(first)}, a second in the same process {size(second)}", values)
 
@@ -45,9 +45,9 @@ def fill(session: Session, way: str) -> Result:
     before = session.idle_bytes()
     with session.place(limit) as place:
         with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
-            seen = tenant.hear()
+            seen = tenant.receive()
             tenant.go()
-            seen.update(tenant.hear())
+            seen.update(tenant.receive())
             taken = session.used_bytes() - before
         refused = place.refused()
     wrong = []
@@ -60,9 +60,9 @@ def fill(session: Session, way: str) -> Result:
     if taken > limit and way != "managed":
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
     if taken < seen["got_bytes"] and way != "managed":
-        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
+        wrong.append(f"the device counts only {size(taken)}: another process freed memory meanwhile")
     if seen["got_bytes"] < seen["free_bytes"] - (POOL_SLACK if way == "async" else SLACK):
-        wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} that were shown as free")
+        wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} reported as free")
     values = {**seen, "limit_bytes": limit, "device_bytes": taken, "refused": refused}
     return verdict(wrong, f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(taken)}", values)
 
@@ -94,10 +94,10 @@ def processes(session: Session) -> Result:
             for _ in range(2)
         ]
         for tenant in both:
-            tenant.hear()
+            tenant.receive()
         for tenant in both:
             tenant.go()
-        seen: list[dict[str, Any]] = [tenant.hear() for tenant in both]
+        seen: list[dict[str, Any]] = [tenant.receive() for tenant in both]
         taken = session.used_bytes() - before
     got = sum(one["got_bytes"] for one in seen)
     wrong = []
@@ -106,12 +106,12 @@ def processes(session: Session) -> Result:
     if taken > limit:
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
     if taken < got:
-        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
+        wrong.append(f"the device counts only {size(taken)}: another process freed memory meanwhile")
     # Contexts are the only other memory in the share
     if got < limit - 2 * (session.machine.context_bytes or 0) - 2 * SLACK:
         wrong.append(f"together they got only {size(got)} of {size(limit)}")
     if not all(one["code"] == OUT_OF_MEMORY for one in seen):
-        wrong.append("one was not refused")
+        wrong.append("one process was not refused")
     values = {"limit_bytes": limit, "got_bytes": [one["got_bytes"] for one in seen], "device_bytes": taken}
     return verdict(wrong, f"limit {size(limit)}: together {size(got)}, device counts {size(taken)}", values)
 

@@ -133,7 +133,7 @@ def words_of(program: str, env: dict[str, str], driver_version: str) -> tuple[st
     for number in (2, 3):
         said = values.get(f"protocol_{number}")
         if said is None:
-            parts.append(f"protocol {number}: `-h` tells of none, and driver {driver_version} is older than {SINCE}")
+            parts.append(f"protocol {number}: `-h` lists none, and driver {driver_version} is older than {SINCE}")
         elif not said["answers"]:
             parts.append(f"protocol {number}: no daemon: {said['started']['out'] or said['started']['err']}"[:120])
         else:

@@ -54,7 +54,7 @@ def torch_limit(session: Session) -> Result:
     if seen["got_bytes"] < seen["free_bytes"] - TORCH_SLACK:
         wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
     if not seen["goes_on"]:
-        wrong.append("it did not go on after OutOfMemoryError")
+        wrong.append("PyTorch did not continue after OutOfMemoryError")
     note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, then OutOfMemoryError"
     return verdict(wrong, note, {**seen, "limit_bytes": limit})
 

@@ -77,7 +77,7 @@ class Tenant:
         except BrokenPipeError:
             raise self._failed() from None
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Return the program's next line. Raises Failed or Absent if there is none by the deadline."""
         assert self.process.stdout
         fd = self.process.stdout.fileno()
@@ -86,7 +86,7 @@ class Tenant:
             while b"\n" not in self._rest:
                 left_s = self.deadline - time.monotonic()
                 if left_s <= 0 or not selector.select(left_s):
-                    raise Failed(f"{self.what}: not done in its time; {self._said()}".rstrip("; "))
+                    raise Failed(f"{self.what}: timed out; {self._said()}".rstrip("; "))
                 data = os.read(fd, 65536)
                 if not data:
                     raise self._failed()
@@ -117,7 +117,7 @@ class Tenant:
 def ask(what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> Any:
     """Run a tenant and return its only answer."""
     with Tenant(what, deadline, place, **arguments) as tenant:
-        return tenant.hear()
+        return tenant.receive()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -158,7 +158,7 @@ def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, 
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"{Path(str(command[0])).name}: not done in its time") from None
+            raise Failed(f"{Path(str(command[0])).name}: timed out") from None
         finally:
             end(process)
         out.seek(0)

@@ -57,7 +57,7 @@ class Session(NamedTuple):
 
     def ask(self, what: str, place: Optional[Place] = None, **arguments: Any) -> Any:
         with self.tenant(what, place, **arguments) as tenant:
-            return tenant.hear()
+            return tenant.receive()
 
     def idle_bytes(self) -> int:
         """Return the used bytes once they are stable: memory of a process that just ended is freed with a delay."""
@@ -71,7 +71,7 @@ class Session(NamedTuple):
         """Return the used bytes of the whole device, from the driver without the shim."""
         self.meter.deadline = self.deadline
         self.meter.go()
-        return int(self.meter.hear()["used_bytes"])
+        return int(self.meter.receive()["used_bytes"])
 
 
 def verdict(wrong: Sequence[str], note: str, values: dict[str, Any]) -> Result:

@@ -17,13 +17,13 @@ from tests.hardware.session import Session, interval
 MS = 1_000_000
 
 
-class Told:
+class PreparedTenant:
     """A tenant with prepared answers."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers: Iterator[dict[str, Any]] = iter(answers)
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> PreparedTenant:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class Told:
     def go(self, **_: Any) -> None:
         pass
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         return next(self.answers)
 
 
@@ -83,11 +83,11 @@ def test_unlimited_speed_is_native_within_the_interval(
 def test_verdict_on_shares_in_company(
     session: Session, monkeypatch: pytest.MonkeyPatch, together: tuple[int, int], verdict: str
 ) -> None:
-    rate = {name: Told({}, *({"per_s": one},) * 2) for name, one in zip("ab", together)}
-    programs = iter([Told({}, *({"per_s": 1000},) * 2), *rate.values()])
+    rate = {name: PreparedTenant({}, *({"per_s": one},) * 2) for name, one in zip("ab", together)}
+    programs = iter([PreparedTenant({}, *({"per_s": 1000},) * 2), *rate.values()])
     monkeypatch.setattr(Session, "ask", lambda *_, **__: {"rounds": 1, "blocks": 1})
     monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(programs))
-    monkeypatch.setattr(Session, "place", lambda *_: Told())
+    monkeypatch.setattr(Session, "place", lambda *_: PreparedTenant())
     assert checks_compute.shared(session).verdict == verdict
 
 
@@ -96,7 +96,7 @@ def test_slices_and_switches_are_computed_from_the_gaps(session: Session, monkey
     turn = 2 * MS + MS // 10
     one = [[2 * MS + 2 * turn * i, 2 * turn * (i + 1)] for i in range(20)]
     other = [[begin + turn, end + turn] for begin, end in one]
-    both = iter((Told({}, {"gaps": one}), Told({}, {"gaps": other})))
+    both = iter((PreparedTenant({}, {"gaps": one}), PreparedTenant({}, {"gaps": other})))
     monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(both))
     values = checks_driver.slices(session).values
     assert values["slice_ns"]["median"] == 2 * MS
@@ -136,12 +136,12 @@ def own_residency(now: int) -> int:
 @pytest.mark.parametrize(
     ("done", "holds", "words"),
     [
-        (own_residency, True, "19 of 19 looks"),
+        (own_residency, True, "19 of 19 probes"),
         (lambda now: now, False, "were done while the neighbour had the device"),
         (
             lambda now: own_residency(now) + (own_residency(now) > now) * MS,
             False,
-            "were done later than own work of that turn",
+            "were done later than own work of that residency",
         ),
         (
             lambda now: own_residency(now) - (own_residency(now) > now) * MS // 2,
@@ -167,7 +167,7 @@ def test_delayed_or_too_few_probes_do_not_hold() -> None:
     for alone, seen, holds, words in (
         ([1000] * 9 + [90_000], right, True, "holds: 50 of 50"),
         ([1000] * 8 + [90_000] * 2, right, False, "alone only 80 % are done within 45 us"),
-        ([1000], checks_looks.Told(0, 2, 0), False, "only 2 looks"),
+        ([1000], checks_looks.Told(0, 2, 0), False, "only 2 probes"),
     ):
         said = checks_looks.judge(alone, seen)
         assert said[0] is holds and words in said[1]
@@ -189,14 +189,14 @@ def test_verdict_on_programs_of_many_kinds(
         return {"share": share if place else 0.99}
 
     monkeypatch.setattr(checks_busy, "busy", busy)
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_busy.shapes(session).verdict == verdict
 
 
 def test_deadlocked_kernels_are_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"stuck": 2, "done": 1, "longest_call_ns": 5e9}
     monkeypatch.setattr(checks_busy, "busy", lambda *_, **__: said)
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_busy.pairs(session).verdict == "missed"
     said["done"] = 2
     assert checks_busy.pairs(session).verdict == "held"
@@ -208,7 +208,7 @@ def test_verdict_on_waiting_streams(
 ) -> None:
     answers = iter(({"rounds": 1, "blocks": 1}, {"kernels": 30, "seconds": seconds}))
     monkeypatch.setattr(Session, "ask", lambda *_, **__: next(answers))
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_compute.waiting(session).verdict == verdict
 
 

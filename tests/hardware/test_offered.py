@@ -57,7 +57,7 @@ def test_program_without_a_daemon_gets_no_commands(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     program.chmod(0o755)
     note, values = checks_offered.words_of(str(program), PATH, "535.1")
-    assert note.startswith("protocol 2: no daemon: broken; protocol 3: `-h` tells of none")
+    assert note.startswith("protocol 2: no daemon: broken; protocol 3: `-h` lists none")
     assert values["protocol_2"]["started"] == {"code": 3, "out": "", "err": "broken"}
     assert values["protocol_2"]["answers"] == []
 
@@ -71,7 +71,7 @@ def test_real_program_answers_without_a_gpu(tmp_path: Path, userland: Userland) 
     assert [one["out"] for one in answers[:6]] == ["100.0", "40.0", "40.0", "", "2G", ""]
     of_server = [one for one in answers if one["asked"].startswith("get_active_thread_percentage")]
     assert len(of_server) == 2 and not any(one["as_assumed"] for one in of_server)
-    assert "protocol 3: `-h` tells of none" in note
+    assert "protocol 3: `-h` lists none" in note
 
 
 @pytest.mark.parametrize(
