@@ -64,8 +64,8 @@ class Case(NamedTuple):
     working: int
     device: int
     whole: int
-    turn_us: int = 0
-    turn: int = 0  # memory per device that is kept free for the tenant that has the migration slice
+    slice_us: int = 0
+    reserved: int = 0  # memory per device that is kept free for the tenant that has the migration slice
 
 
 HALF = DEVICE_MIB // 2
@@ -91,7 +91,7 @@ def slowdown(case: Case, directory: Path, seconds: int = 6) -> float:
                 simhost=simulated,
                 compute=[100],
                 company=directory / "company",
-                turn=(case.turn_us, case.turn * MIB),
+                migration_slice=(case.slice_us, case.reserved * MIB),
             )
             stack.enter_context(box)
             arguments = ["timeout", str(60 + seconds), "python3", "-c", PROGRAM, *words]

@@ -58,12 +58,12 @@ def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[D
 class Box:
     """A container without a runtime: limits, usage and simulated devices.
 
-    `memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted. `shim`: build
-    directory of the shim; default build/shim, or its sibling named in GPUSHARE_TEST_SHIM (make test-asan). `compute`:
-    percent per device. The box then has activity files in the directory `company`, which the boxes of one simulated
-    host can share; by default it has its own. `turn`: length of a migration slice in microseconds, and the bytes of
-    each device reserved for the tenant that has it. `whole`: bytes per device on device and host together, for
-    oversubscribed shares.
+    `memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted.
+    `shim`: build directory of the shim; default build/shim, or its sibling named GPUSHARE_TEST_SHIM (make test-asan).
+    `compute`: percent per device. The box then has activity files in the directory `company`, which the boxes of one
+    simulated host can share; by default it has its own.
+    `whole`: bytes per device on device and host together, for oversubscribed shares.
+    `migration_slice`: its length in microseconds, and the bytes of each device reserved for the tenant that has it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Box:
         compute: Optional[Sequence[int]] = None,
         company: Optional[Path] = None,
         whole: Optional[Sequence[int]] = None,
-        turn: tuple[int, int] = (0, 0),
+        migration_slice: tuple[int, int] = (0, 0),
     ) -> None:
         from gpushare.core.model import Share
         from gpushare.state.shm_abi import pack_limits, pack_usage
@@ -105,7 +105,9 @@ class Box:
         self.usage.parent.mkdir()
         self.usage.parent.chmod(0o1777)
         self.limits.write_bytes(
-            pack_limits(shares, self.nonce, turn_us=turn[0], turn_mib=[turn[1] >> 20] * len(shares))
+            pack_limits(
+                shares, self.nonce, turn_us=migration_slice[0], turn_mib=[migration_slice[1] >> 20] * len(shares)
+            )
         )
         self.usage.write_bytes(pack_usage(self.nonce, len(shares)))
         self.limits.chmod(0o444)

@@ -65,7 +65,7 @@ def tenants(
                     simhost=simhost,
                     compute=[100],
                     company=directory / "company",
-                    turn=(1000 * slice_ms, room),
+                    migration_slice=(1000 * slice_ms, room),
                 )
             )
             for _ in range(count)
