@@ -127,7 +127,7 @@ def managed_memory_comes_and_goes(cuda: Driver) -> None:
     before, host = cuda.free_bytes(), c_int(-1)
     address = cuda.out("cuMemAllocManaged", 64 * MIB, c_uint(1))
     assert before - cuda.free_bytes() < 8 * MIB
-    for advice, device in ((3, host), (5, c_int(0))):  # the advices preferred location and accessed by
+    for advice, device in ((3, host), (5, c_int(0))):  # advice: preferred location, accessed by
         cuda.ok("cuMemAdvise", c_uint64(address), c_size_t(64 * MIB), c_int(advice), device)
     for device, least, most in ((c_int(0), 60 * MIB, 80 * MIB), (host, 0, 8 * MIB)):
         cuda.ok("cuMemPrefetchAsync", c_uint64(address), c_size_t(64 * MIB), device, None)
