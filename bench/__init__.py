@@ -1,1 +1,1 @@
-"""`make bench`."""
+"""Benchmarks: `make bench`."""

@@ -1,4 +1,4 @@
-# What `make bench` measures the shim with: build/bench/shim_bench and the empty driver beside it.
+# Builds what `make bench` measures the shim with: build/bench/shim_bench and the empty driver.
 
 BENCH_CFLAGS := -std=gnu11 -O2 -Wall -Wextra -Werror -Ishim/include -isystem $(CUDA_INCLUDE)
 
@@ -13,7 +13,7 @@ build/bench/libcuda-stub.so: bench/stub_driver.c | $(SETUP)
 	@mkdir -p $(@D)
 	$(CC) $(BENCH_CFLAGS) -fPIC -shared -Wl,-Bsymbolic -Wl,-soname,libcuda.so.1 -o $@ $<
 
-# What the lock warm-up is worth: it alone, and the runtime without it, beside the Python of this tree
+# For measuring the lock warm-up: the warm-up alone, and the runtime without it
 build/bench/warm: bench/warm.c hook/launcher/cgroup_lock_warmup.c $(LAUNCHER_TABLES) | $(SETUP)
 	@mkdir -p $(@D)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@ $(filter %.c,$^)

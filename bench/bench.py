@@ -1,7 +1,7 @@
-"""`make bench`: what gpushare costs, as a table and as build/bench.json.
+"""Measure what gpushare costs: prints a table and writes build/bench.json (`make bench`).
 
-Keys of the file are flat, each value is {median, p99, n, unit, low, high}: from `low` to `high` is the median with a
-confidence of 95 percent. Nothing passes or fails here: tests do that.
+The keys of the file are flat. Each value is {median, p99, n, unit, low, high}; [low, high] is the 95 % confidence
+interval of the median. Benchmarks do not pass or fail: tests check the bounds.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Figure(NamedTuple):
     p99: float
     n: int
     unit: str
-    low: Optional[float] = None  # the interval around the median, of values that were measured one by one
+    low: Optional[float] = None  # the confidence interval of the median, if there are single values
     high: Optional[float] = None
 
 
 def figure(values: Sequence[float], unit: str) -> Figure:
-    """Median with its interval: as many values are below it as heads fall in so many throws."""
+    """Return the median with its confidence interval from order statistics (binomial, normal approximation)."""
     ordered = sorted(values)
     n = len(ordered)
     away = 0.98 * math.sqrt(n)
@@ -53,12 +53,12 @@ def figure(values: Sequence[float], unit: str) -> Figure:
 
 
 def start_cost(directory: Path) -> dict[str, Figure]:
-    """What `runc create` takes, and what each way in adds to it."""
+    """Measure the time of `runc create`, and what the hook and the runtime add to it."""
     return {key: figure(values, "ms") for key, values in start.added_ms(directory).items()}
 
 
 def overshoot(directory: Path) -> dict[str, Figure]:
-    """Eight processes at the limit, judged by what the simulated GPU counted at its highest."""
+    """Run eight processes at the memory limit and compare the limit with the peak on the simulated GPU."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
     node = host.Node(directory / "node", simulated)
     limit_bytes = 4 * GIB
@@ -86,7 +86,7 @@ def overshoot(directory: Path) -> dict[str, Figure]:
 
 
 def shim_cost(directory: Path) -> dict[str, Figure]:
-    """Nanoseconds that the shim adds, measured by bench/shim_bench.c."""
+    """Measure the nanoseconds that the shim adds, with bench/shim_bench.c."""
     done = subprocess.run([host.BUILD / "bench" / "shim_bench"], capture_output=True, text=True, cwd=directory)
     if done.returncode:
         raise RuntimeError(f"shim_bench: {done.stderr.strip()}")
@@ -94,7 +94,7 @@ def shim_cost(directory: Path) -> dict[str, Figure]:
 
 
 def scrape_cost(directory: Path) -> dict[str, Figure]:
-    """One scrape of `gpushare export` on a host with a hundred shares."""
+    """Measure a scrape of `gpushare export` on a host with a hundred shares."""
     took = scrape.scrapes_ms(directory)
     return {
         f"export.scrape_{scrape.SHARES}_ms": figure(took.scrapes, "ms"),
@@ -113,17 +113,18 @@ COMPUTE_UNITS = {
 
 
 def compute_shares(_directory: Path) -> dict[str, Figure]:
-    """How near the compute law keeps shares, over the whole matrix in virtual time; misses are in it."""
+    """Measure how closely the rate limiter holds shares, over the matrix in virtual time, known misses included."""
     found = {**matrix.figures(matrix.measure()), **reaction.figures()}
     figures = {key: figure(values, COMPUTE_UNITS[key]) for key, values in found.items()}
-    for key in ("compute.jain", "compute.throughput_ratio"):  # the bad end is the low one
+    # for these keys low values are bad, so p99 is at the low end
+    for key in ("compute.jain", "compute.throughput_ratio"):
         low = figure([-value for value in found[key]], COMPUTE_UNITS[key])
         figures[key] = figure(found[key], COMPUTE_UNITS[key])._replace(p99=-low.p99)
     return figures
 
 
 def compute_in_containers(_directory: Path) -> dict[str, Figure]:
-    """Real containers, five runs of five seconds of each scenario: the worst tenant's distance from its limit."""
+    """Measure the worst tenant's distance from its limit in real containers, five runs of five seconds per scenario."""
     figures: dict[str, Figure] = {}
     steals = []
     for scenario in compute.SCENARIOS:
@@ -136,7 +137,7 @@ def compute_in_containers(_directory: Path) -> dict[str, Figure]:
 
 
 def oversubscribed(_directory: Path) -> dict[str, Figure]:
-    """What it costs to hold more than the device has, with and without turns."""
+    """Measure the slowdown from using more memory than the device has, with and without migration slices."""
     return {key: figure(values, "ratio") for key, values in oversub.slowdowns().items()}
 
 

@@ -1,5 +1,5 @@
-/* In the place of hook/launcher/cgroup_lock_warmup.c: a launcher without the lock warm-up, to see
- * what that is worth. */
+/* Replaces hook/launcher/cgroup_lock_warmup.c: builds a launcher without the lock warm-up, to
+ * measure what the warm-up saves. */
 
 #include "../../hook/launcher/launcher.h"
 

@@ -1,9 +1,9 @@
-"""Compute shares in real time: real containers on a simulated device, judged by the device's own ledger.
+"""Measure compute shares in real time: real containers on a simulated device, from the device's own ledger.
 
-    python -m bench.compute [NAME ...]    run these scenarios, or all, and print what each tenant got
+    python -m bench.compute [NAME ...]    run these scenarios, or all, and print what each tenant received
 
-Each run starts the containers of one scenario, waits until all have been on the device for a while, and then lets some
-seconds pass. What the shim says about itself is not asked.
+Each run starts the containers of one scenario, waits until all have been using the device for a while, and then
+measures for some seconds. The shim's own figures are not used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PROGRAM = "/opt/busy"
 
 
 class Tenant(NamedTuple):
-    """One container: its limit in percent, and the words of its program."""
+    """One container: its limit in percent, and the options of its program."""
 
     limit: int
     options: dict[str, str | int] = {}
 
 
 class Scenario(NamedTuple):
-    """What runs side by side on one device, and how far from its limit a tenant may be, in points."""
+    """The tenants that share one device, and the maximum distance of a tenant from its limit in percentage points."""
 
     name: str
     tenants: tuple[Tenant, ...]
@@ -57,25 +57,25 @@ SCENARIOS = (
 
 
 class Run(NamedTuple):
-    """Percent of the device, in the order of the tenants; percent of the CPUs that the machine's host took away."""
+    """Percent of the device by tenant, and percent of CPU time that the hypervisor stole."""
 
     shares: tuple[float, ...]
     steal: float
 
 
 def wrong_by(scenario: Scenario, run: Run) -> float:
-    """The worst tenant's distance from its limit, in points."""
+    """Return the worst tenant's distance from its limit, in percentage points."""
     return max(abs(share - tenant.limit) for share, tenant in zip(run.shares, scenario.tenants))
 
 
 def cpu_ticks() -> tuple[int, int]:
-    """(stolen, all) ticks of all CPUs, from /proc/stat."""
+    """Return the (stolen, total) ticks of all CPUs, from /proc/stat."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return ticks[7], sum(ticks)
 
 
 def container_of(tenant: Tenant, number: int, directory: Path, node: host.Node, way: str) -> Container:
-    """One tenant's container, not made yet."""
+    """Prepare one tenant's container without creating it."""
     arguments = [PROGRAM, *busy.words(seconds=120, seed=number, **{"kernel": 50, **tenant.options})]
     env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{tenant.limit}%"}
     mounts = [Mount(busy.build(), PROGRAM)]
@@ -83,7 +83,7 @@ def container_of(tenant: Tenant, number: int, directory: Path, node: host.Node, 
 
 
 def wait_for_work(ledger: Ledger, container: Container, namespace: int) -> None:
-    """Until the container has held the device. RuntimeError with its output when it does not come to that."""
+    """Wait until the container has used the device. RuntimeError with its output if it does not in START_S seconds."""
     deadline = time.monotonic() + START_S
     while not any(group.pidns == namespace and group.busy_ns for group in ledger.groups()):
         if time.monotonic() > deadline:
@@ -92,7 +92,7 @@ def wait_for_work(ledger: Ledger, container: Container, namespace: int) -> None:
 
 
 def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S, way: str = "runtime") -> Run:
-    """One run, of `run_s` seconds. `way`: how the containers get their share, "hook" or "runtime"."""
+    """Measure one run of `run_s` seconds. `way`: how the containers get their share, "hook" or "runtime"."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB)
     node = host.Node(directory / "node", simulated)
     with ExitStack() as stack:
@@ -112,7 +112,8 @@ def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S, way: str 
         stolen, ticks = cpu_ticks()
         begin = time.monotonic_ns()
         time.sleep(run_s)
-        end = begin + int(run_s * NS) - 50_000_000  # who is held back may not have looked at the device just now
+        # a throttled client may not have advanced the simulation in the last 50 ms
+        end = begin + int(run_s * NS) - 50_000_000
         stolen_then, ticks_then = cpu_ticks()
         shares = []
         for namespace in namespaces:
@@ -122,7 +123,7 @@ def measure(scenario: Scenario, directory: Path, run_s: float = RUN_S, way: str 
 
 
 def runs(scenario: Scenario, times: int = RUNS) -> Iterator[Run]:
-    """So many, each on a new device."""
+    """Measure a scenario several times, each on a new device."""
     for _ in range(times):
         with tempfile.TemporaryDirectory(prefix="compute-", dir=host.BUILD) as directory:
             yield measure(scenario, Path(directory))

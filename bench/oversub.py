@@ -1,9 +1,10 @@
-"""What it costs to hold more than the device has: two tenants on one simulated device that each read all of
-their working set again and again, judged by how much they read.
+"""Measure the cost of using more memory than the device has.
+
+Two tenants on one simulated device read all of their working set again and again; the result is how much they read.
 
     python -m bench.oversub       run all cases and print the slowdown of each
 
-The slowdown is how many times as long it takes as on a device that all of both fits in, without a switch between them.
+The slowdown is relative to a device on which both working sets fit, without context switches.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from tests.support import host
 MIB = 1 << 20
 DEVICE_MIB = 4096
 CONTEXT_MIB = CONTEXT_BYTES // MIB
-ROOM_MIB = DEVICE_MIB // 2 - CONTEXT_MIB - 2  # half of the device, for a tenant's working set
-BLOCK_NS = 20_000  # a kernel takes it for each 2 MiB that it reads on the device
+ROOM_MIB = DEVICE_MIB // 2 - CONTEXT_MIB - 2  # what half of the device leaves for a tenant's working set
+BLOCK_NS = 20_000  # kernel time per 2 MiB that it reads on the device
 PROGRAM = """
 import ctypes, json, sys, time
 from ctypes import byref, c_uint64, c_void_p, c_size_t
@@ -58,13 +59,13 @@ print(json.dumps(read / (time.monotonic() - begin)))
 
 
 class Case(NamedTuple):
-    """What each of the two tenants has and reads, in MiB."""
+    """The memory limits and the working set of each of the two tenants, in MiB."""
 
     working: int
     device: int
     whole: int
-    turn_us: int = 0
-    turn: int = 0  # kept free on the device
+    slice_us: int = 0
+    reserved: int = 0  # memory per device that is kept free for the tenant that has the migration slice
 
 
 HALF = DEVICE_MIB // 2
@@ -77,7 +78,7 @@ CHUNK_MIB = 64
 
 
 def slowdown(case: Case, directory: Path, seconds: int = 6) -> float:
-    """Of one run."""
+    """Run a case once and return the slowdown."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=DEVICE_MIB * MIB)
     words = [str(n) for n in (case.working, CHUNK_MIB, BLOCK_NS, seconds)]
     with ExitStack() as stack:
@@ -90,7 +91,7 @@ def slowdown(case: Case, directory: Path, seconds: int = 6) -> float:
                 simhost=simulated,
                 compute=[100],
                 company=directory / "company",
-                turn=(case.turn_us, case.turn * MIB),
+                migration_slice=(case.slice_us, case.reserved * MIB),
             )
             stack.enter_context(box)
             arguments = ["timeout", str(60 + seconds), "python3", "-c", PROGRAM, *words]

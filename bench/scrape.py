@@ -1,4 +1,4 @@
-"""How long Prometheus waits for `gpushare export` on a host with a hundred shares: the whole answer over loopback."""
+"""Measure how long Prometheus waits for `gpushare export` on a host with a hundred shares, over loopback."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 class Took(NamedTuple):
-    """Milliseconds."""
+    """Durations in milliseconds."""
 
-    scrapes: list[float]  # each as its reader waits; the first, which reads what is read once, is not among them
-    processor: float  # of the exporter's for one of them, in the mean: what it is also where others take the machine
+    scrapes: list[float]  # duration of each scrape; the first, which fills caches, is excluded
+    processor: float  # mean processor time of the exporter per scrape, which other load on the machine does not change
 
 
 def scrapes_ms(directory: Path) -> Took:
-    """Scrapes of a hundred shares, one after the other."""
+    """Scrape a hundred shares several times, one scrape after another."""
     simulated = make_simhost(directory / "host", gpus=4, memory_bytes=80 * GIB)
     here = host.Node(directory / "node", simulated)
     exporter = None
@@ -53,13 +53,13 @@ def scrapes_ms(directory: Path) -> Took:
 
 
 def _processor_ms(pid: int) -> float:
-    """utime and stime of proc_pid_stat(5), also of threads that have ended."""
+    """Return utime and stime of proc_pid_stat(5), which include threads that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def fill(here: host.Node) -> None:
-    """Shares as starts leave them, all held by this process."""
+    """Create shares as container starts do, all held by this process."""
     state = str(here.state)
     storage.prepare(state)
     devices = node.compile_node(str(here.config), state).inventory.devices

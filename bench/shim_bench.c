@@ -1,12 +1,11 @@
-/* What the shim adds to an allocation and its free, to a launch, to a launch that is timed, and to
- * the start of a process, over an empty driver.
+/* Measures what the shim adds to an allocation and its free, to a launch, to a timed launch, and
+ * to the start of a process, over an empty driver.
  *
  *   shim_bench              one line of JSON: {"shim.alloc_added_ns": {median, p99, n, unit}, ...}
  *
- * It expects build/bench/libcuda-stub.so beside itself and build/shim/libcuda.so; both are put
- * where a container has them, in a mount namespace of its own (needs root). Each figure is from
- * short batches, driver alone and under the shim in turn, so that what slows the machine down slows
- * both. */
+ * It expects libcuda-stub.so beside itself and build/shim/libcuda.so. Both are mounted where a
+ * container has them, in a private mount namespace (needs root). Each figure is from short
+ * batches that alternate between the driver alone and the shim, so that other load affects both. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -55,7 +54,7 @@ static void bind_file(const char *source, const char *target) {
         fail("cannot mount", source);
 }
 
-/* /usr/lib/gpushare as in a container: one device, 64 GiB, the empty driver. */
+/* Creates /usr/lib/gpushare as in a container with one device of 64 GiB and the empty driver. */
 static void build_view(const char *directory) {
     static struct gs_limits limits = {
         .magic = GS_LIMITS_MAGIC, .version = GS_ABI_VERSION, .nonce = 1, .generation = 1};
@@ -132,7 +131,7 @@ static double now_ns(void) {
     return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
 }
 
-/* Small ones that share a block, middling ones, and one with blocks of its own. */
+/* Allocates and frees sizes that share a block, of medium size, and with blocks of their own. */
 static double pair_ns(const struct functions *f) {
     static const size_t bytes[] = {512, 64 << 10, 8 << 20};
     double begin = now_ns();
@@ -158,7 +157,7 @@ static void launch(const struct functions *f, int function, unsigned grid) {
         fail("a launch was refused", "");
 }
 
-/* A few functions in turn, again and again. */
+/* Launches four functions in rotation. */
 static double launch_ns(const struct functions *f) {
     double begin = now_ns();
     for (int i = 0; i < BATCH; i++)
@@ -166,7 +165,8 @@ static double launch_ns(const struct functions *f) {
     return (now_ns() - begin) / BATCH;
 }
 
-/* Never the same grid: what each of them takes is measured, with a marker before and one behind. */
+/* Every launch has another grid, so the shim times each one: it records an event before and
+ * after. */
 static double marked_ns(const struct functions *f) {
     static unsigned grid;
     double begin = now_ns();
@@ -175,7 +175,8 @@ static double marked_ns(const struct functions *f) {
     return (now_ns() - begin) / BATCH;
 }
 
-/* Thread time of a process from opening the library to its first launch, in microseconds. */
+/* Measures the thread time of a process from opening the library to its first launch, in
+ * microseconds. */
 static void start_process(double *took_us) {
     struct timespec begin, end;
     CUcontext context;
@@ -193,7 +194,7 @@ static void start_process(double *took_us) {
         (double)(end.tv_sec - begin.tv_sec) * 1e6 + (double)(end.tv_nsec - begin.tv_nsec) / 1e3;
 }
 
-/* added[i] = under the shim minus alone, for BATCHES pairs of batches. */
+/* Sets added[i] to the time under the shim minus the time alone, for BATCHES pairs of batches. */
 static void measure(double *added, double (*batch)(const struct functions *)) {
     void *shim = dlopen(PRIVATE "/driver/shim.so", RTLD_NOW);
     void *stub = dlopen(PRIVATE "/driver/libcuda-real.so.1", RTLD_NOW | RTLD_NOLOAD);
@@ -223,8 +224,8 @@ static void print(const char *key, double *added, int n, const char *unit, const
     fflush(stdout);
 }
 
-/* `processes` at once, each in its own process, all started by the same event. Without a batch each
- * only starts. */
+/* Runs `processes` processes, released together by closing a pipe. With `batch` NULL each only
+ * starts. */
 static void run(const char *key, int processes, double (*batch)(const struct functions *),
                 const char *end) {
     int each = batch ? BATCHES : 1;

@@ -1,9 +1,10 @@
-"""What a start costs: `create` of the same bundle with and without us. In each round every way is taken once, and each
-begins a round as often as the others do, so that what else the machine does falls on all alike. What a way adds is the
-difference from plain runc in the same round.
+"""Measure what gpushare adds to a container start: `create` of the same bundle with and without it.
 
-`make bench-start` measures this alone, with ROUNDS=400 for what is published. `RUNTIME=/path/to/wrapper` measures
-another wrapper beside it. `BEFORE=/other/tree/build` compares this build with another one instead, in pairs.
+Each round runs every way once, and each way is first equally often, so that other load affects all ways alike. What a
+way adds is the difference from plain runc in the same round.
+
+`make bench-start` runs only this; published figures use ROUNDS=400. `RUNTIME=/path/to/wrapper` also measures another
+wrapper. `BEFORE=/other/tree/build` instead compares this build with another one, in pairs.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from tests.support.runc import Container
 ROUNDS = int(os.environ.get("ROUNDS") or 40)
 WARM_UP_ROUNDS = 3
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
-SMALL_SHARE = {"GPUSHARE_MEMORY": "128Mi"}  # all of `PARALLEL` fit
+SMALL_SHARE = {"GPUSHARE_MEMORY": "128Mi"}  # small enough for PARALLEL containers
 PARALLEL = 50
-BUNDLE = host.BUILD / "dist" / "gpushare"  # make dist
-BENCH = host.BUILD / "bench"  # make start_bench
+BUNDLE = host.BUILD / "dist" / "gpushare"  # built by make dist
+BENCH = host.BUILD / "bench"  # built by make start_bench
 
 
 class Cost(NamedTuple):
-    """Of one create: milliseconds on the clock, and of processor time, without those of background processes."""
+    """The cost of one create: wall-clock and processor time in milliseconds, without background processes."""
 
     ms: float
     cpu_ms: float
 
 
 def create(directory: Path, **arguments: Any) -> Cost:
-    """One create."""
+    """Measure one create."""
     with Container(directory, ["true"], **arguments) as container:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.perf_counter()
@@ -53,7 +54,7 @@ def create(directory: Path, **arguments: Any) -> Cost:
 
 
 def rounds(directory: Path, ways: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Cost]]:
-    """The cost of each way in each round. `ways`: arguments of Container."""
+    """Measure the cost of each way in each round. `ways`: arguments of Container."""
     found: dict[str, list[Cost]] = {name: [] for name in ways}
     names = list(ways)
     for number in range(WARM_UP_ROUNDS + ROUNDS):
@@ -66,7 +67,7 @@ def rounds(directory: Path, ways: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def parallel_ms(directory: Path, **arguments: Any) -> list[float]:
-    """Milliseconds of each of PARALLEL creates that begin together."""
+    """Return the milliseconds of each of PARALLEL creates that start together."""
     with ExitStack() as stack:
         several = [
             stack.enter_context(Container(directory, ["true"], env=SMALL_SHARE, **arguments)) for _ in range(PARALLEL)
@@ -84,12 +85,15 @@ def parallel_ms(directory: Path, **arguments: Any) -> list[float]:
 
 
 def runtime_in(programs: Path, node: host.Node) -> tuple[str, ...]:
-    """node.runtime(), with the programs of another installation."""
+    """Return node.runtime() with the programs of another installation."""
     return (str(programs / "bin" / "gpushare-runtime"), *node.runtime()[1:])
 
 
 def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]:
-    """Every value measured, by key of build/bench.json. `other_runtime`: an OCI runtime wrapper to measure as well."""
+    """Return every measured value by its key in build/bench.json.
+
+    `other_runtime`: an OCI runtime wrapper to measure as well.
+    """
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30)
     node = host.Node(directory / "node", simulated)
     ways: dict[str, dict[str, Any]] = {
@@ -114,14 +118,15 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
         found[f"start.{name}_added_cpu_ms"] = [one.cpu_ms - plain.cpu_ms for one, plain in zip(costs, base)]
 
     try:
-        create(directory, env=SHARE, runtime=node.runtime())  # compiles the configuration
+        create(directory, env=SHARE, runtime=node.runtime())  # this start compiles the configuration
         costs = rounds(directory, ways)
         plain, without = costs.pop("runc"), costs.pop("runc_nongpu")
         found["start.runc_ms"] = [one.ms for one in plain]
         found["start.runc_cpu_ms"] = [one.cpu_ms for one in plain]
         for name, values in costs.items():
             add(name, values, without if name == "nongpu" else plain)
-        if (BUNDLE / "bin" / "gpushare-runtime").exists():  # node.json is an upgrade to it: in rounds of its own
+        # separate rounds, because the bundle treats node.json as that of another version
+        if (BUNDLE / "bin" / "gpushare-runtime").exists():
             ours: dict[str, dict[str, Any]] = {
                 "runc": {"env": SHARE},
                 "bundle": {"env": SHARE, "runtime": runtime_in(BUNDLE, node)},
@@ -130,7 +135,8 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
             add("bundle", costs["bundle"], costs["runc"])
         else:
             print(f"start.bundle_added_ms is left out: no {BUNDLE}/bin/gpushare-runtime", file=sys.stderr)
-        create(directory, env=SHARE, runtime=node.runtime())  # as above, the other way round
+        # compile again, because the bundle replaced the compiled configuration
+        create(directory, env=SHARE, runtime=node.runtime())
         found["start.parallel50_runc_p99_ms"] = parallel_ms(directory)
         found["start.parallel50_p99_ms"] = parallel_ms(directory, runtime=node.runtime())
     finally:
@@ -139,7 +145,7 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
 
 
 def change_ms(directory: Path, before: Path) -> dict[str, list[float]]:
-    """What each way takes more (or, negative, less) than with the programs of the build directory `before`."""
+    """Return what each way takes more (or, if negative, less) than with the programs in build directory `before`."""
     simulated = make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30)
     nodes = {name: host.Node(directory / f"node-{name}", simulated) for name in ("before", "after")}
     ways: dict[str, dict[str, Any]] = {}
@@ -162,7 +168,7 @@ def main() -> int:
     from bench import bench
 
     before = os.environ.get("BEFORE", "")
-    host.enter_private_mounts(for_other_users=not before)  # that hides other trees
+    host.enter_private_mounts(for_other_users=not before)  # private mounts for other users hide other trees
     with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
         if before:
             measured = change_ms(Path(work), Path(before).resolve())

@@ -1,4 +1,4 @@
-"""In a container: processes that allocate and free random sizes as fast as they can, all at the limit.
+"""Allocate and free random sizes in several processes of a container, as fast as possible, at the memory limit.
 
 stress.py PROCESSES ATTEMPTS      attempts are per process; prints one line of JSON: granted, refused
 """
@@ -15,11 +15,14 @@ from cuda.bindings import driver as cuda
 
 OK, OUT_OF_MEMORY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 MAX_BYTES = 64 << 20
-LIVE = 64  # allocations that one process holds at most
+LIVE = 64  # maximum number of allocations that one process holds
 
 
 def work(seed: int, attempts: int, ready: int, go: int) -> tuple[int, int]:
-    """(granted, refused). Begins when nobody holds the other end of `go` any more, and says before that it is ready."""
+    """Allocate and free; return (granted, refused).
+
+    Writes to `ready`, then waits until the other end of `go` is closed.
+    """
     chance = random.Random(seed)
     granted = refused = 0
     live: list[Any] = []
@@ -56,12 +59,12 @@ def main(processes: int, attempts: int) -> int:
         os.close(writer)
         readers.append(reader)
     os.close(is_ready)
-    for _ in range(processes):  # whose contexts must all fit, before the first takes what is left
+    for _ in range(processes):  # all contexts must be created before a process allocates the remaining memory
         os.read(ready, 1)
     os.close(goes)
     answers = [os.read(reader, 4096) for reader in readers]
     if not all(answers):
-        return 1  # a process ended early; its traceback is above
+        return 1  # a process ended early and printed a traceback
     counts = [json.loads(answer) for answer in answers]
     print(json.dumps({"granted": sum(c[0] for c in counts), "refused": sum(c[1] for c in counts)}))
     return 0

@@ -1,5 +1,5 @@
-/* An empty driver: addresses by increment, no memory, no locks. Under the shim, what is measured
- * over it is the shim's own cost. */
+/* An empty driver: addresses by increment, no memory, no locks. A measurement of the shim over
+ * it is the shim's own cost. */
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
 #include <string.h>
@@ -49,7 +49,7 @@ CUresult cuCtxGetDevice(CUdevice *device) {
     return CUDA_SUCCESS;
 }
 
-/* 1 GiB of addresses over and over, as a driver would use them again. */
+/* Reuses the same 1 GiB of addresses, as a real driver reuses addresses. */
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes) {
     if (bytes >= 2u << 20)
         next_address = (next_address + (2u << 20) - 1) & ~(CUdeviceptr)((2u << 20) - 1);
@@ -64,8 +64,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
     return address ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- launches: the device has done them at once ------------------------------------------------
- */
+/* ---- launches: they complete at once --------------------------------------------------------- */
 
 CUresult cuLaunchKernel(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
                         unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,
@@ -100,7 +99,7 @@ CUresult cuEventDestroy_v2(CUevent event) {
 }
 
 #ifndef STUB_RECORDS
-#define STUB_RECORDS 1 /* 0: a driver in which nothing can be timed */
+#define STUB_RECORDS 1 /* 0: a driver without events, so launches cannot be timed */
 #endif
 
 CUresult cuEventRecord(CUevent event, CUstream stream) {

@@ -1,4 +1,4 @@
-/* warm STATE_DIR PROGRAM [WORD]...: the lock warm-up of a start, and then PROGRAM. */
+/* warm STATE_DIR PROGRAM [WORD]...: runs the lock warm-up of a start, then executes PROGRAM. */
 
 #include <unistd.h>
 

@@ -1,4 +1,5 @@
-/* A simulated device's node, its lock, and who its clients are. memory.c: what they hold. */
+/* A simulated device's node: opening it, its lock, and its table of clients. memory.c accounts
+ * for what each client holds. */
 #include "device.h"
 
 #include <dirent.h>
@@ -22,7 +23,8 @@ uint64_t sim_now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* "/dev", or <root>/dev when this very library was loaded from a marked root's usr/lib. */
+/* Returns "/dev", or <root>/dev when this library was loaded from the usr/lib of a marked
+ * simulated root. */
 const char *sim_device_dir(void) {
     static char dir[PATH_MAX];
     if (dir[0])
@@ -56,7 +58,7 @@ static void init_lock(struct sim_device *device) {
         pthread_mutexattr_setrobust(&a, PTHREAD_MUTEX_ROBUST);
         pthread_mutex_init(&device->state->lock, &a);
         device->state->device_ns = sim_now_ns();
-        device->state->turn.random = device->state->config.seed;
+        device->state->schedule.random = device->state->config.seed;
         __atomic_store_n(&device->state->lock_ready, 1, __ATOMIC_RELEASE);
     }
     l.l_type = F_UNLCK;
@@ -114,7 +116,8 @@ unsigned sim_open_mig(struct sim_device *devices, unsigned max) {
     return open_nodes("nvidia-caps/nvidia-cap", devices, max);
 }
 
-/* After a holder died inside: the clients' own words are the truth, sums are derived. */
+/* After a process died while it held the lock: compute the sums again from the counts of each
+ * client. */
 static void recover(struct sim_state *s) {
     for (unsigned g = 0; g < SIM_MAX_GROUPS; g++)
         s->group[g].current_bytes = 0;
@@ -154,7 +157,8 @@ static uint64_t namespace_inode(const char *name) {
     return stat(path, &st) ? 0 : st.st_ino;
 }
 
-/* Field 22 of /proc/1/stat: tells apart two namespaces that got the same inode number. */
+/* Field 22 of /proc/1/stat: tells apart two namespaces that had the same inode number one after
+ * the other. */
 static uint64_t init_start_ticks(void) {
     unsigned long long ticks = 0;
     char text[1024] = "";
@@ -182,7 +186,9 @@ static struct sim_group *find_group(struct sim_state *s, uint64_t pidns, uint32_
     for (unsigned g = 0; g < SIM_MAX_GROUPS; g++)
         if (s->group[g].current_bytes == 0 && (idle < 0 || s->group[g].pidns == pidns))
             idle =
-                (int)g; /* of a namespace that had our number, or of any when the table is full */
+                /* A stale group of a namespace with the same inode number, or any empty group
+                 * when the table is full */
+                (int)g;
     if (idle < 0)
         return NULL;
     s->group[idle] = (struct sim_group){.pidns = pidns, .init_ticks = ticks};
@@ -239,8 +245,9 @@ uint32_t sim_client_pid(struct sim_device *device, uint32_t index) {
         return c->pid;
     if (l.l_type != F_UNLCK)
         return l.l_pid > 0 ? (uint32_t)l.l_pid : c->pid;
-    /* A process's own locks never conflict with it: they look unlocked. The number of a namespace
-     * is given again as soon as it is free, and a container's first process is 1 in each. */
+    /* F_GETLK does not report the caller's own locks, so an own client would look dead. The
+     * namespace is identified by its inode number and its init's start time, because the kernel
+     * reuses the number and the first process of every container has pid 1. */
     static uint64_t pidns, init_ticks;
     if (!pidns) {
         pidns = namespace_inode("pid");

@@ -1,10 +1,9 @@
 /* The state of one simulated device: the content of its device node, a regular sparse file that
- * every client maps. simhost.py writes the configuration, ledger.py reads the rest; both mirror
- * the offsets asserted below.
+ * every client maps. simhost.py writes the configuration, ledger.py reads the rest. Both repeat
+ * the offsets that are asserted below.
  *
- * One robust process-shared lock guards everything behind `lock`. `sequence` is odd while a
- * holder writes, so that ledger.py can take a consistent copy without the lock.
- */
+ * One robust process-shared lock protects everything after `lock`. `sequence` is odd while a
+ * process writes, so that ledger.py can take a consistent copy without the lock. */
 #ifndef SIM_DEVICE_H
 #define SIM_DEVICE_H
 
@@ -23,22 +22,22 @@
 #define SIM_BIN_NS 10000000u
 #define SIM_BINS 1024u
 #define SIM_STATE_BYTES (16u << 20)
-/* Content of memory shared by cuIpcGetMemHandle lies in the device file from here on (sparse). */
+/* Memory shared by cuIpcGetMemHandle is stored in the device file from this offset on (sparse). */
 #define SIM_ARENA_OFFSET (64ull << 20)
-/* The life sign of client i is a POSIX record lock on byte SIM_LIFE_OFFSET + i. */
+/* A live process holds a POSIX record lock on byte SIM_LIFE_OFFSET + i for its client i. */
 #define SIM_LIFE_OFFSET (1ull << 40)
 #define SIM_INIT_OFFSET (SIM_LIFE_OFFSET - 1)
 
-/* `index` of a device file. A GPU that is divided has the highest bit, a MIG device its own numbers
- * above its GPU's. A MIG device's file is the capability node of its compute instance: who cannot
- * open that does not see it. */
+/* `index` of a device file. A GPU divided by MIG has the highest bit set; a MIG device has its
+ * own numbers above its GPU's. The file of a MIG device is the capability node of its compute
+ * instance: a process that cannot open the node does not see the device. */
 #define SIM_DIVIDED (1u << 31)
 #define SIM_GPU(index) ((index)&0xffu)
-#define SIM_MIG(index) ((index) >> 8 & 0xffu) /* plus 1; 0: a GPU */
+#define SIM_MIG(index) ((index) >> 8 & 0xffu) /* plus 1; 0 for a whole GPU */
 #define SIM_GI(index) ((index) >> 16 & 0xffu)
 #define SIM_CI(index) ((index) >> 24 & 0x7fu)
 
-/* Written once by simhost.py, before any client. */
+/* Written once by simhost.py before any client starts. */
 struct sim_config {
     uint64_t magic;
     uint32_t version;
@@ -48,11 +47,10 @@ struct sim_config {
     uint64_t total_bytes;
     uint64_t context_bytes;
     uint64_t granularity_bytes;
-    uint64_t late_return_ns; /* memory of a dead client comes back this long after its death was
-                                noticed */
+    uint64_t late_return_ns; /* delay between noticing a client's death and freeing its memory */
     uint64_t slice_ns;
     uint64_t switch_low_ns;
-    uint64_t kernel_ns; /* a kernel whose name says nothing */
+    uint64_t kernel_ns; /* duration of a kernel whose name gives none */
     uint8_t uuid[16];
     char model[96];
     char driver_version[32];
@@ -69,63 +67,65 @@ struct sim_config {
     uint32_t memory_clock_khz;
     uint32_t bus_width_bits;
     uint32_t l2_bytes;
-    uint64_t switch_high_ns;  /* a switch between contexts takes from low to high */
-    uint64_t slice_noise_ppm; /* a slice is so much longer or shorter, at most */
-    uint64_t launch_ns;       /* processor time of a launch, at least */
-    uint64_t record_ns;       /* processor time of an event's record, at least */
-    uint64_t bubble_ns;       /* device time of an event's record */
-    uint64_t seed;            /* of slices and switches */
+    uint64_t switch_high_ns;  /* a context switch takes between low and high */
+    uint64_t slice_noise_ppm; /* a slice is longer or shorter by at most this much */
+    uint64_t launch_ns;       /* minimum processor time of a launch */
+    uint64_t record_ns;       /* minimum processor time of recording an event */
+    uint64_t bubble_ns;       /* device time of recording an event */
+    uint64_t seed;            /* for the random lengths of slices and switches */
 };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
 
 struct sim_client {
     uint32_t state;
-    uint32_t pid; /* as the process sees itself */
+    uint32_t pid; /* in its own pid namespace */
     uint64_t pidns;
     uint64_t mntns;
     uint64_t generation;
     uint64_t started_ns;
-    uint64_t bytes;     /* physical memory held, contexts included */
-    uint64_t return_ns; /* when DEAD: its memory comes back then */
+    uint64_t bytes;     /* physical memory held, including contexts */
+    uint64_t return_ns; /* when DEAD: the time at which its memory is freed */
     uint32_t contexts;
     uint32_t group;
     uint64_t peak_bytes;
     uint64_t allocations; /* physical allocations made so far */
-    uint64_t busy_ns;     /* device time held: work, switches to it, kernels that spin */
+    uint64_t busy_ns;     /* device time held: work, switches to this client, spinning kernels */
     uint64_t work_ns;
     uint64_t switch_ns;
-    uint32_t programmatic;  /* launches that may overlap with the kernel before them */
-    uint32_t parted;        /* those of them that an event was put before */
-    uint64_t managed_bytes; /* of `bytes`: managed memory, which others may drive out */
-    uint64_t evicted_bytes; /* what was, and the client has not heard of it */
+    uint32_t programmatic; /* launches that may overlap with the preceding kernel */
+    /* of those, launches prevented from overlapping by an event in between */
+    uint32_t parted;
+    uint64_t managed_bytes; /* part of `bytes`: managed memory, which other clients may evict */
+    uint64_t evicted_bytes; /* evicted by other clients, not yet noticed by this one */
 };
 
-/* All clients of one pid namespace: one container. */
+/* All clients of one pid namespace, that is, of one container. */
 struct sim_group {
     uint64_t pidns; /* 0: free */
     uint64_t current_bytes;
     uint64_t peak_bytes;
-    uint64_t refused;    /* physical out of memory */
-    uint64_t init_ticks; /* start time of the namespace's init: inode numbers are used again */
-    uint64_t busy_ns;    /* as its clients', also of those that are dead */
+    uint64_t refused; /* allocations refused for lack of physical memory */
+    /* start time of the namespace's init, because the kernel reuses inode numbers */
+    uint64_t init_ticks;
+    uint64_t busy_ns; /* sums over the clients, including dead ones */
     uint64_t work_ns;
     uint64_t switch_ns;
 };
 
-/* Device time that a group held in one stretch of SIM_BIN_NS. */
+/* Device time that a group held in one bin of SIM_BIN_NS. */
 struct sim_bin {
     uint32_t
-        number; /* the stretch's start / SIM_BIN_NS, low bits: tells a bin of an earlier turn */
+        number; /* start of the bin / SIM_BIN_NS, low bits: detects a bin of an earlier round */
     uint32_t busy_ns;
     uint32_t switch_ns;
 };
 
-/* Physical memory that more than one client may hold. Charged to `owner` (a client index). */
+/* Physical memory that several clients may hold. It is charged to `owner` (a client index). */
 struct sim_shared {
     uint64_t id; /* 0: free */
     uint64_t bytes;
-    uint64_t offset; /* in the device file; 0: the content lives in a memory file with `inode` */
+    uint64_t offset; /* in the device file; 0: the content is in a memory file with `inode` */
     uint64_t inode;
     uint32_t owner;
     uint32_t kind;
@@ -133,28 +133,29 @@ struct sim_shared {
     uint8_t reserved[24];
 };
 
-/* A stretch of device time given to one queue: attained service grew from `attained_ns` on. */
+/* A period of device time given to one queue, whose attained service was `attained_ns` at its
+ * start. */
 struct sim_slice {
     uint64_t start_ns;
     uint64_t end_ns;
     uint64_t attained_ns;
 };
 
-/* The work of one context, as the device's scheduler sees it. */
+/* The work of one context, as the scheduler stores it. */
 struct sim_queue {
     uint32_t client; /* index + 1; 0: free */
     uint32_t n_slices;
     uint32_t spinning; /* kernels that run until a value in memory changes */
     uint32_t pad;
-    uint64_t submitted_ns; /* total runnable work ever submitted */
-    uint64_t attained_ns;  /* total service ever given */
+    uint64_t submitted_ns; /* total runnable work submitted so far */
+    uint64_t attained_ns;  /* total service received so far */
     struct sim_slice slice[SIM_QUEUE_SLICES];
 };
 
-/* Whose turn it is. */
-struct sim_turn {
-    uint32_t last; /* queue index + 1 of who had the device last; 0: nobody yet */
-    uint32_t held; /* its turn is not over */
+/* Which queue has the device, and for how much longer. */
+struct sim_schedule {
+    uint32_t last; /* index + 1 of the queue that had the device last; 0: none yet */
+    uint32_t held; /* its slice has not ended */
     uint64_t slice_left_ns;
     uint64_t switch_left_ns;
     uint64_t random;
@@ -176,9 +177,9 @@ struct sim_state {
     uint32_t clients_high;
     uint32_t queues_high;
     /* scheduler */
-    uint64_t device_ns; /* the device was simulated up to this instant (CLOCK_MONOTONIC) */
-    uint64_t busy_ns;   /* time with work, switches included */
-    struct sim_turn turn;
+    uint64_t device_ns; /* the device is simulated up to this instant (CLOCK_MONOTONIC) */
+    uint64_t busy_ns;   /* time with work, including switches */
+    struct sim_schedule schedule;
     uint8_t pad4[4096 - 1024 - 128 - 104];
     struct sim_group group[SIM_MAX_GROUPS];
     struct sim_client client[SIM_MAX_CLIENTS];
@@ -202,39 +203,40 @@ _Static_assert(offsetof(struct sim_state, history) == 217088, "history");
 _Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
 
-/* A device as one library in one process holds it. Never closed: closing any descriptor of the
- * file would drop the process's record locks, and with them its life. */
+/* A device opened by one library in one process. Never closed: closing any descriptor of the
+ * file would drop the process's record locks, and the process would be taken for dead. */
 struct sim_device {
     struct sim_state *state;
     int fd;
-    uint32_t client; /* index + 1; 0: this library is no client (NVML) */
+    uint32_t client; /* index + 1; 0: this library is not a client (NVML) */
     uint64_t generation;
 };
 
 enum sim_result { SIM_OK, SIM_NO_DEVICE, SIM_NO_MEMORY, SIM_GONE, SIM_NO_SLOT };
 
 uint64_t sim_now_ns(void);
-/* Opens the nodes nvidia0.. below the device directory, by ascending index; returns how many. */
+/* Opens the nodes nvidia0.. in the device directory, sorted by index. Returns how many. */
 unsigned sim_open_devices(struct sim_device *devices, unsigned max);
-/* The same of MIG devices. */
+/* Opens the MIG devices' nodes in the same way. */
 unsigned sim_open_mig(struct sim_device *devices, unsigned max);
 const char *sim_device_dir(void);
 void sim_lock(struct sim_device *device);
 void sim_unlock(struct sim_device *device);
 enum sim_result sim_join(struct sim_device *device);
-/* Buries clients whose record lock is gone, and returns memory that is due. Call locked. */
+/* Marks clients without a record lock as dead and frees memory whose delay has passed. Call
+ * locked. */
 void sim_reap(struct sim_device *device);
 enum sim_result sim_charge(struct sim_device *device, uint64_t bytes);
-/* For managed memory: that of others goes back to the host to make room for it, and it for others.
- */
+/* Charges managed memory, evicting other clients' managed memory if the device is full. */
 enum sim_result sim_charge_managed(struct sim_device *device, uint64_t bytes);
 void sim_uncharge_managed(struct sim_device *device, uint64_t bytes);
-/* `bytes` of it were driven out, and are from now on known to be. */
+/* True if `bytes` of it were evicted by another client; counts them as noticed. */
 bool sim_was_evicted(struct sim_device *device, uint64_t bytes);
 void sim_uncharge(struct sim_device *device, uint64_t bytes);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);
-/* Host pid of the client when F_GETLK shows it, else its own; 0: dead. Call locked. */
+/* The host pid of the client if F_GETLK reports it, otherwise the pid in its namespace; 0: dead.
+ * Call locked. */
 uint32_t sim_client_pid(struct sim_device *device, uint32_t index);
 
 uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, uint64_t *offset);
@@ -243,9 +245,9 @@ enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id);
 void sim_drop_shared(struct sim_device *device, uint64_t id);
 void sim_bury_shared(struct sim_device *device, uint32_t dead_client);
 
-/* Brings the device up to now. Call locked. */
+/* Simulates the device up to `now_ns`. Call locked. */
 void sim_advance(struct sim_device *device, uint64_t now_ns);
-/* When a queue will have attained `end_ns` if nothing else comes, or a time before that. Call
- * locked, after sim_advance. */
+/* Predicts when a queue will have attained `end_ns` if no work is added; may return an earlier
+ * time. Call locked, after sim_advance. */
 uint64_t sim_foresee(const struct sim_device *device, uint32_t queue, uint64_t end_ns);
 #endif

@@ -1,10 +1,10 @@
-"""What of the simulated libraries is generated: export maps, stubs, stream variants, look-up tables.
+"""Generate parts of the simulated libraries: export maps, stubs, stream variants and look-up tables.
 
     generate.py cuda OUT.c OUT.map CUDA_H_PREPROCESSED OBJECT...
     generate.py nvml OUT.c OUT.map OBJECT...
 
-The lists in exports/ are what the real 535.261.03 driver exports and answers. An export that no
-object defines becomes a stub that says "not supported".
+The lists in exports/ are the exports and answers of the real 535.261.03 driver. An export that no object defines
+becomes a stub that returns "not supported".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PER_THREAD = re.compile(r"_pt[sd][zs]$")
 
 
 def read_exports(name: str) -> dict[str, int]:
-    """Export name -> object size in bytes; 0 for a function."""
+    """Map each export's name to its object size in bytes; 0 for a function."""
     exports = {}
     for line in (EXPORTS / name).read_text().splitlines():
         symbol, _, size = line.partition(" ")
@@ -30,7 +30,7 @@ def read_exports(name: str) -> dict[str, int]:
 
 
 def defined(objects: list[str]) -> set[str]:
-    """Global symbols that the objects define."""
+    """Return the global symbols that the objects define."""
     text = subprocess.run(["nm", "-g", "--defined-only", *objects], check=True, capture_output=True, text=True).stdout
     return {line.split()[2] for line in text.splitlines() if len(line.split()) == 3}
 
@@ -41,14 +41,14 @@ def export_map(exports: dict[str, int]) -> str:
 
 
 def stub(name: str, size: int, code: int) -> str:
-    """Parameters do not matter: the caller removes them, and the answer is always the same."""
+    """Return a stub, which needs no parameters: the caller cleans up its arguments and the result is constant."""
     if size:
         return f"EXPORT unsigned char {name}[{size}];\n"
     return f"EXPORT int {name}(void);\nEXPORT int {name}(void) {{ return {code}; }}\n"
 
 
 def prototypes(header: str) -> dict[str, str]:
-    """Function name -> parameter list, from preprocessed cuda.h."""
+    """Map each function's name to its parameter list, from the preprocessed cuda.h."""
     found = re.findall(r"\bCUresult\s+(cu\w+)\s*\(([^;{]*?)\)\s*;", Path(header).read_text(), re.S)
     return {name: " ".join(parameters.split()) for name, parameters in found}
 
@@ -61,7 +61,7 @@ def argument(parameter: str) -> str:
 
 
 def per_thread_variant(name: str, parameters: str) -> str:
-    """name_ptsz or _ptds: the base function, with the default stream being the thread's own."""
+    """Return name_ptsz or name_ptds: a call of the base function in which the default stream is the per-thread one."""
     base = PER_THREAD.sub("", name)
     arguments = [argument(p) for p in parameters.split(",")]
     call = ", ".join("sim_stream(hStream)" if a == "hStream" else a for a in arguments)

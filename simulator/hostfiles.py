@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Library stem -> soname suffix: what a 535 driver ships for "utility" and "compute" besides the two that are simulated.
+# Library stem -> soname suffix: the libraries that a 535 driver ships for "utility" and "compute", except the two that
+# are simulated.
 PLACEHOLDERS = {
     "libnvidia-ptxjitcompiler": "1",
     "libnvidia-nvvm": "4",
@@ -80,7 +81,7 @@ GPU Excluded:\t No
 class Gpu(NamedTuple):
     """One simulated device."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, on purpose
+    index: int  # type: ignore[assignment]  # deliberately hides tuple.index
     minor: int
     uuid: str  # "GPU-..."
     model: str
@@ -90,7 +91,7 @@ class Gpu(NamedTuple):
 
     @property
     def bus_id(self) -> str:
-        """As in /proc/driver/nvidia/gpus; NVML's has eight digits of domain."""
+        """Return the PCI address as in /proc/driver/nvidia/gpus (NVML prints a domain of eight digits)."""
         return f"0000:{self.bus:02x}:00.0"
 
 
@@ -101,7 +102,7 @@ def information(gpu: Gpu, version: str) -> str:
 
 
 def placeholder(empty: bytes, soname: str) -> bytes:
-    """An empty shared library under another soname: the reserved name is overwritten in its string table."""
+    """Return the empty shared library with another soname, written over the reserved one in its string table."""
     name = soname.encode()
     if empty.count(PLACEHOLDER_SONAME) != 1 or len(name) > len(PLACEHOLDER_SONAME):
         raise ValueError(f"cannot give the placeholder library the soname {soname!r}")

@@ -1,4 +1,4 @@
-"""Offsets of a device file, as asserted in device.h."""
+"""The offsets of a device file, as asserted in device.h."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ LIFE_OFFSET = 1 << 40
 # | switch_high slice_noise launch record bubble seed
 CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6Q")
 INDEX_OFFSET = 16
-DIVIDED = 1 << 31  # of `index`; a MIG device has its number + 1, GPU and compute instance above the GPU's eight bits
+# bit of `index`; above the GPU's eight bits a MIG device has its number + 1, GPU instance and compute instance
+DIVIDED = 1 << 31
 # sequence used generation shared_next deaths last_reap clients_high queues_high device_ns busy_ns
 COUNTERS = struct.Struct("<6Q2I2Q")
 COUNTERS_OFFSET = 1152

@@ -1,11 +1,10 @@
-"""What a simulated device really holds: the judge over every limit.
+"""Read what a simulated device holds: the ground truth for tests of limits.
 
     ledger.py DEVICE [--format table|json] [--reset-peaks]
 
-Reads the device file (dev/nvidia<N> of a simulated host root) without taking the device's lock. A
-client is alive while its process holds the record lock on its byte. Do not use this class in a
-process that itself runs the simulated driver on the same file: closing the file would drop that
-process's locks. From such a program run it as a command.
+Reads the device file (dev/nvidia<N> of a simulated host root) without taking the device's lock. A client is alive
+while its process holds the record lock on its byte. Do not use this class in a process that runs the simulated driver
+on the same file: closing the file would drop that process's locks. Run it as a command from such a program.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ RETRIES = 2000
 
 
 class Client(NamedTuple):
-    """One process (more exactly: one loaded driver) on the device."""
+    """One process on the device (more exactly: one loaded driver)."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, on purpose
-    pid: int  # as the process sees itself
-    host_pid: int  # as this reader sees it; 0 when dead or out of sight
+    index: int  # type: ignore[assignment]  # deliberately hides tuple.index
+    pid: int  # in its own pid namespace
+    host_pid: int  # in this reader's pid namespace; 0 when dead or not visible
     pidns: int
     mntns: int
     alive: bool
-    bytes: int  # physical, context overhead included
+    bytes: int  # physical, including context overhead
     peak_bytes: int
     contexts: int
     generation: int
     allocations: int
-    busy_ns: int  # device time held: work, switches to it, kernels that spin
+    busy_ns: int  # device time held: work, switches to this client, spinning kernels
     work_ns: int
     switch_ns: int
-    programmatic: int  # launches that may overlap with the kernel before them
-    parted: int  # those of them that cannot, since an event was recorded in between
+    programmatic: int  # launches that may overlap with the preceding kernel
+    parted: int  # of those, launches prevented from overlapping by an event in between
 
 
 class Group(NamedTuple):
-    """All clients of one pid namespace. `current_bytes` is what the living hold, times are also of the dead."""
+    """All clients of one pid namespace. `current_bytes` counts live clients; the times include dead ones."""
 
     pidns: int
     current_bytes: int
@@ -63,21 +62,21 @@ class Group(NamedTuple):
 
 
 class History(NamedTuple):
-    """Device time that one pid namespace held, in stretches of 10 ms. What is older than ten seconds is gone."""
+    """Device time that one pid namespace held, in bins of 10 ms. It covers the last ten seconds."""
 
-    until_ns: int  # the device was simulated up to here (CLOCK_MONOTONIC)
-    busy_ns: dict[int, int]  # by the stretch's start / 10 ms; what is missing is 0
+    until_ns: int  # the device was simulated up to this time (CLOCK_MONOTONIC)
+    busy_ns: dict[int, int]  # key: start of the bin / 10 ms; a missing bin is 0
 
     def shares(self, start_ns: int, end_ns: int, window_ns: int) -> list[float]:
-        """The share of the device in each whole window (a multiple of 10 ms) from start to end.
+        """Return the share of the device in each whole window (a multiple of 10 ms) from start to end.
 
-        ValueError: the history does not reach so far.
+        ValueError: the history does not cover that time.
         """
         first, last, width = -(-start_ns // layout.BIN_NS), end_ns // layout.BIN_NS, window_ns // layout.BIN_NS
         if last * layout.BIN_NS > self.until_ns:
-            raise ValueError(f"the device was last looked at at {self.until_ns}, before {end_ns}")
+            raise ValueError(f"the history ends at {self.until_ns}, before {end_ns}")
         if self.until_ns // layout.BIN_NS - first >= layout.BINS:
-            raise ValueError(f"{start_ns} is longer ago than the history reaches")
+            raise ValueError(f"{start_ns} is before the start of the history")
         windows = range(first, last - width + 1, width)
         return [sum(self.busy_ns.get(n, 0) for n in range(w, w + width)) / (width * layout.BIN_NS) for w in windows]
 
@@ -87,8 +86,8 @@ class Snapshot(NamedTuple):
 
     total_bytes: int
     context_bytes: int
-    used_bytes: int  # of the living
-    unreturned_bytes: int  # of the dead, as the device still counts it; nobody may be left to notice
+    used_bytes: int  # held by live clients
+    unreturned_bytes: int  # of dead clients, still counted by the device; it stays if no client is left to reap it
     deaths: int
     busy_ns: int
     clients: tuple[Client, ...]
@@ -119,7 +118,7 @@ class Ledger:
         self.close()
 
     def _host_pid(self, index: int) -> int:
-        """The holder of the client's life byte; -1 when nobody holds it, 0 when out of sight."""
+        """Return the pid that holds the client's lock; -1 when none does, 0 when the process is not visible."""
         query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, layout.LIFE_OFFSET + index, 1, 0)
         kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, query))
         return -1 if kind == fcntl.F_UNLCK else int(pid)
@@ -127,7 +126,7 @@ class Ledger:
     def _copy(
         self, size: int = layout.CLIENTS_OFFSET + layout.MAX_CLIENTS * layout.CLIENT.size, offset: int = 0
     ) -> bytes:
-        """A part of the file, taken while no writer was inside (or after waiting for one that hangs)."""
+        """Return a part of the file, consistent unless a writer hangs for longer than RETRIES."""
         data = b""
         for _ in range(RETRIES):
             before = os.pread(self._fd, 8, layout.COUNTERS_OFFSET)
@@ -165,7 +164,7 @@ class Ledger:
         )
 
     def history(self, pidns: int) -> History:
-        """What a pid namespace held of the last ten seconds. KeyError: it was never a client."""
+        """Return what a pid namespace held in the last ten seconds. KeyError: it never was a client."""
         rows = layout.BINS * layout.BIN.size
         data = self._copy()
         until_ns = layout.COUNTERS.unpack_from(data, layout.COUNTERS_OFFSET)[8]
@@ -179,7 +178,7 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        """What the living hold. Memory of the dead is `snapshot().unreturned_bytes`."""
+        """Return the bytes that live clients hold. `snapshot().unreturned_bytes` is the memory of dead ones."""
         return self.snapshot().used_bytes
 
     def clients(self) -> tuple[Client, ...]:
@@ -189,7 +188,7 @@ class Ledger:
         return self.snapshot().groups
 
     def reset_peaks(self) -> None:
-        """Peak := 0 for every group; the next charge sets it anew. Use while nothing is charging."""
+        """Set every group's peak to 0; the next charge sets it again. Call while no client is allocating."""
         fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for index in range(layout.MAX_GROUPS):

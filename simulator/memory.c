@@ -1,4 +1,4 @@
-/* The physical ledger of a simulated device: what its clients hold, and whom it is taken from. */
+/* Accounts for a simulated device's memory: what each client holds, and which client is evicted. */
 #include "device.h"
 
 #include <errno.h>
@@ -10,7 +10,8 @@
 #define PF_EXITING 0x4u
 #define SIGKILL_BIT (1u << 8)
 
-/* Being killed, though its descriptors are still open: the kernel closes them late in exit. */
+/* True for a process that was killed but has open descriptors: the kernel closes them late in
+ * exit. */
 static bool is_exiting(uint32_t pid) {
     char path[32], text[1024];
     snprintf(path, sizeof path, "/proc/%u/stat", pid);
@@ -35,8 +36,8 @@ static bool is_exiting(uint32_t pid) {
     return state == 'Z' || state == 'X' || (flags & PF_EXITING) || (pending & SIGKILL_BIT);
 }
 
-/* A new peak counts only what the living hold: memory of a process that is on its way out belongs
- * to no one any more, as far as a limit is concerned. Runs on new peaks only, since it is slow. */
+/* Raises the group's peak, without the memory of processes that are exiting: a limit no longer
+ * counts it. This check is slow, so it runs only when the peak grows. */
 static void raise_peak(struct sim_device *device, struct sim_group *group) {
     struct sim_state *s = device->state;
     uint64_t bytes = 0;
@@ -61,7 +62,7 @@ static void take_from(struct sim_state *s, struct sim_client *c, uint64_t bytes)
     s->used_bytes -= bytes;
 }
 
-/* Managed memory of other clients, of whoever has most. */
+/* Evicts managed memory of other clients, first of the client with the most. */
 static void evict(struct sim_device *device, uint64_t bytes) {
     struct sim_state *s = device->state;
     uint64_t total = s->config.total_bytes;

@@ -1,11 +1,11 @@
-"""A stand-in for nvidia-cuda-mps-control with a server that needs no GPU, for the simulated libcuda (cuda/mps.c).
+"""A simulated nvidia-cuda-mps-control and server without a GPU, for the simulated libcuda (cuda/mps.c).
 
-    install(root, MULTIUSER=True, ...)   puts it into a simulated host, with constants of its own
+    install(root, MULTIUSER=True, ...)   installs it in a simulated host, with other values of its constants
 
-What it says to commands, its files and their modes, and which commands need control_privileged are as recorded of
-535.261.03 (tests/integration/test_mps_daemon.py runs the real one); what clients are told is documented: 48 at most,
-the smaller of two limits, users one at a time, a server keeps the limits of its
-start. So is protocol 3. Standard library only: it runs by itself, as the program that it plays.
+Its answers to commands, its files and their modes, and the commands that need control_privileged are as recorded from
+535.261.03 (tests/integration/test_mps_daemon.py runs the real daemon). What clients receive follows the documentation:
+at most 48 clients, the smaller of two limits, one user at a time, and a server keeps the limits that it started with.
+Protocol 3 is documented as well. It uses only the standard library, because it runs as a program of the simulated host.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Optional
 
 NAME = "nvidia-cuda-mps-control"
 MAX_CLIENTS = 48
-MULTIUSER = False  # whether this one has the option
-PROTOCOL_3 = False  # ... and this one
+MULTIUSER = False  # whether the program has the option --multiuser
+PROTOCOL_3 = False  # whether the program has protocol 3
 MPS_MAX_CLIENTS_REACHED = 808  # CUresult
 HELLO, CRED = b"OUTBHELL\0", b"OUTBCRED\0"
 CLIENT, UI = 2, 4
 ASKED, ANSWER = struct.Struct("<dQ"), struct.Struct("<IIdQ64s")
 UNITS = {"G": 1 << 30, "M": 1 << 20}
-FAILED = "\1"  # before a message with which a command of protocol 3 ends
+FAILED = "\1"  # precedes the message of a protocol 3 command that failed
 
 
 def install(root: Path, **constants: object) -> Path:
-    """Replaces the program of a simulated host."""
+    """Replace the control program of a simulated host."""
     path = root / "usr/bin" / NAME
     path.unlink(missing_ok=True)
     lines = Path(__file__).read_text().splitlines()
@@ -50,12 +50,12 @@ def pipe() -> str:
 
 
 class Daemon:
-    """The control daemon and its server, which are one process here."""
+    """The control daemon and its server in one process."""
 
     def __init__(self, multiuser: bool) -> None:
         self.multiuser = multiuser
         self.default = Limits()
-        self.server: Optional[Limits] = None  # from its first client on; in protocol 3 from when it is created
+        self.server: Optional[Limits] = None  # from the first client on; in protocol 3 from its creation on
         self.change = threading.Condition()
         self.clients: dict[socket.socket, tuple[int, int]] = {}  # connection -> (pid, uid)
         self.shared = f"cuda.shm.0.{os.getpid():x}.1"
@@ -77,13 +77,13 @@ class Daemon:
                 (kind,) = struct.unpack("<I", connection.recv(4))
                 self.client(connection, pid, uid) if kind == CLIENT else self.commands(connection, privileged)
             except (OSError, struct.error):
-                pass  # gone
+                pass  # the client has disconnected
 
     def client(self, connection: socket.socket, pid: int, uid: int) -> None:
         percent, memory = ASKED.unpack(connection.recv(ASKED.size))
         with self.change:
             while not self.multiuser and any(other != uid for _, other in self.clients.values()):
-                self.change.wait()  # pending until the server's user is done
+                self.change.wait()  # wait until the server's current user has disconnected
             full = len(self.clients) >= MAX_CLIENTS
             if not full:
                 self.clients[connection] = (pid, uid)
@@ -94,7 +94,7 @@ class Daemon:
         try:
             answer = ANSWER.pack(result, 0, min(percent, server.percent), min(limits, default=0), shared)
             connection.send(answer)
-            connection.recv(1)  # until it ends
+            connection.recv(1)  # returns when the client disconnects
         finally:
             with self.change:
                 if not full:
@@ -145,7 +145,7 @@ class Daemon:
         return f'Unknown command "{command}"'
 
     def answer_3(self, words: list[str]) -> str:
-        """A command of protocol 3, about the one server that there can be here."""
+        """Answer a command of protocol 3 about the only server."""
         options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
         (module, verb, *names) = [word for word in words if not word.startswith("--")]
         if (module, verb) == ("server", "create"):
@@ -185,7 +185,7 @@ class Daemon:
 
 
 class Limits:
-    """Of one client."""
+    """The limits that the daemon or a server imposes on each client."""
 
     def __init__(self, percent: float = 100.0, memory_text: str = "") -> None:
         self.percent, self.memory_text = percent, memory_text
@@ -201,7 +201,7 @@ def size_of(text: str) -> int:
 
 
 def run_daemon(multiuser: bool) -> int:
-    """Returns in the process that was called, once the daemon listens."""
+    """Start the daemon in the background. Return in the calling process once the daemon listens."""
     os.umask(0)
     lock = os.open(f"{pipe()}/control_lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -229,7 +229,7 @@ def run_daemon(multiuser: bool) -> int:
 
 
 def run_ui(words: list[str]) -> int:
-    """Commands of its standard input; or, of protocol 3, the one that `words` are."""
+    """Send the commands on standard input; in protocol 3 the single command in `words`."""
     connection: Optional[socket.socket] = None
     for name in ("control_privileged", "control"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

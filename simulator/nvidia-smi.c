@@ -1,7 +1,6 @@
-/* A stand-in for nvidia-smi: the same questions through the same library, a smaller answer.
+/* A small nvidia-smi: it queries the same NVML functions and prints less.
  *
- *   nvidia-smi        a table        nvidia-smi -L        one line per device
- */
+ *   nvidia-smi        a table        nvidia-smi -L        one line per device */
 #define NVML_NO_UNVERSIONED_FUNC_DEFS
 #include <dlfcn.h>
 #include <nvml.h>

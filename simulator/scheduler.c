@@ -1,12 +1,12 @@
-/* Device time: a lazily advanced function of CLOCK_MONOTONIC. Whoever looks brings the device up to
- * now. Contexts with work take turns in slices, as time slicing does on hardware: a running kernel
- * is preempted at the end of a slice, and a switch to another context costs, and is accounted to
- * that one. Nobody burns a processor as the GPU. */
+/* Simulates the device's time. The state is advanced lazily: each process that reads it first
+ * computes what happened until now (CLOCK_MONOTONIC). Contexts with work run in time slices, as
+ * on hardware: a running kernel is preempted at the end of a slice. A switch takes time, which
+ * counts for the context that is switched to. No process spins to simulate the GPU. */
 #include "device.h"
 
 #include <string.h>
 
-/* What the scheduler sees of a queue. */
+/* The scheduler's copy of a queue's work. */
 struct load {
     uint64_t left_ns;
     bool spinning;
@@ -14,10 +14,10 @@ struct load {
 
 enum stretch_kind { STRETCH_IDLE, STRETCH_SWITCH, STRETCH_WORK, STRETCH_SPIN };
 
-/* A piece of device time in which nothing changes. */
+/* A period of device time in which one queue runs or the device is idle. */
 struct stretch {
     enum stretch_kind kind;
-    uint32_t queue; /* index */
+    uint32_t queue; /* index of the queue */
     uint64_t ns;
 };
 
@@ -25,61 +25,62 @@ static uint64_t least(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
-static uint64_t next_random(struct sim_turn *turn) { /* splitmix64 */
-    uint64_t z = (turn->random += UINT64_C(0x9e3779b97f4a7c15));
+static uint64_t next_random(struct sim_schedule *schedule) { /* splitmix64 */
+    uint64_t z = (schedule->random += UINT64_C(0x9e3779b97f4a7c15));
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
     z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
     return z ^ (z >> 31);
 }
 
-static uint64_t random_between(struct sim_turn *turn, uint64_t low, uint64_t high) {
-    return high > low ? low + next_random(turn) % (high - low) : low;
+static uint64_t random_between(struct sim_schedule *schedule, uint64_t low, uint64_t high) {
+    return high > low ? low + next_random(schedule) % (high - low) : low;
 }
 
 static bool has_work(const struct load *load) {
     return load->left_ns || load->spinning;
 }
 
-/* The turn goes to the next queue with work, the one that had it last coming last. */
-static bool pass_on(const struct sim_config *c, struct sim_turn *turn, const struct load *load,
-                    uint32_t n) {
+/* Gives the device to the next queue with work in round-robin order. */
+static bool start_next_slice(const struct sim_config *c, struct sim_schedule *schedule,
+                             const struct load *load, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t at = (turn->last + i) % n;
+        uint32_t at = (schedule->last + i) % n;
         if (!has_work(&load[at]))
             continue;
         uint64_t noise_ns = c->slice_ns / 1000 * c->slice_noise_ppm / 1000;
-        if (turn->last && turn->last != at + 1)
-            turn->switch_left_ns = random_between(turn, c->switch_low_ns, c->switch_high_ns);
-        turn->slice_left_ns =
-            random_between(turn, c->slice_ns - noise_ns, c->slice_ns + noise_ns + 1);
-        turn->last = at + 1;
-        turn->held = 1;
+        if (schedule->last && schedule->last != at + 1)
+            schedule->switch_left_ns =
+                random_between(schedule, c->switch_low_ns, c->switch_high_ns);
+        schedule->slice_left_ns =
+            random_between(schedule, c->slice_ns - noise_ns, c->slice_ns + noise_ns + 1);
+        schedule->last = at + 1;
+        schedule->held = 1;
         return true;
     }
     return false;
 }
 
-/* The next stretch, at most `limit_ns` long. Changes the turn, not the load. */
-static struct stretch next_stretch(const struct sim_config *c, struct sim_turn *turn,
+/* Returns the next period, at most `limit_ns` long. Changes the schedule, not the load. */
+static struct stretch next_stretch(const struct sim_config *c, struct sim_schedule *schedule,
                                    const struct load *load, uint32_t n, uint64_t limit_ns) {
-    if (turn->held &&
-        (!has_work(&load[turn->last - 1]) || (!turn->slice_left_ns && !turn->switch_left_ns)))
-        turn->held = 0;
-    if (!turn->held && !pass_on(c, turn, load, n))
+    if (schedule->held && (!has_work(&load[schedule->last - 1]) ||
+                           (!schedule->slice_left_ns && !schedule->switch_left_ns)))
+        schedule->held = 0;
+    if (!schedule->held && !start_next_slice(c, schedule, load, n))
         return (struct stretch){STRETCH_IDLE, 0, limit_ns};
-    struct stretch s = {.queue = turn->last - 1};
-    if (turn->switch_left_ns) {
+    struct stretch s = {.queue = schedule->last - 1};
+    if (schedule->switch_left_ns) {
         s.kind = STRETCH_SWITCH;
-        s.ns = least(turn->switch_left_ns, limit_ns);
-        turn->switch_left_ns -= s.ns;
+        s.ns = least(schedule->switch_left_ns, limit_ns);
+        schedule->switch_left_ns -= s.ns;
         return s;
     }
     uint64_t left_ns = load[s.queue].left_ns;
     s.kind = left_ns ? STRETCH_WORK : STRETCH_SPIN;
-    s.ns = least(limit_ns, turn->slice_left_ns);
+    s.ns = least(limit_ns, schedule->slice_left_ns);
     if (left_ns)
         s.ns = least(s.ns, left_ns);
-    turn->slice_left_ns -= s.ns;
+    schedule->slice_left_ns -= s.ns;
     return s;
 }
 
@@ -142,17 +143,18 @@ static uint32_t read_load(const struct sim_state *s, struct load *load) {
     return s->queues_high;
 }
 
-/* Work of the dead must not go on for ever; looking for them at most this often is cheap enough. */
-#define LOOK_FOR_DEAD_NS 1000000u
+/* Shortest interval between two checks for dead clients, whose work must not run on for ever. */
+#define REAP_INTERVAL_NS 1000000u
 
 void sim_advance(struct sim_device *device, uint64_t now_ns) {
     struct sim_state *s = device->state;
     struct load load[SIM_MAX_QUEUES];
-    if (s->turn.last && now_ns > s->last_reap_ns + LOOK_FOR_DEAD_NS)
+    if (s->schedule.last && now_ns > s->last_reap_ns + REAP_INTERVAL_NS)
         sim_reap(device);
     uint32_t n = s->device_ns < now_ns ? read_load(s, load) : 0;
     while (s->device_ns < now_ns) {
-        struct stretch stretch = next_stretch(&s->config, &s->turn, load, n, now_ns - s->device_ns);
+        struct stretch stretch =
+            next_stretch(&s->config, &s->schedule, load, n, now_ns - s->device_ns);
         if (stretch.kind != STRETCH_IDLE)
             account(s, stretch);
         if (stretch.kind == STRETCH_WORK)
@@ -161,19 +163,19 @@ void sim_advance(struct sim_device *device, uint64_t now_ns) {
     }
 }
 
-/* So many stretches are looked ahead, and so far. */
+/* How far sim_foresee computes ahead, in periods and in time. */
 #define FORESEEN_STRETCHES 256
 #define FORESEEN_NS 100000000u
 
 uint64_t sim_foresee(const struct sim_device *device, uint32_t queue, uint64_t end_ns) {
     const struct sim_state *s = device->state;
-    struct sim_turn turn = s->turn;
+    struct sim_schedule schedule = s->schedule;
     struct load load[SIM_MAX_QUEUES];
     uint32_t n = read_load(s, load);
     uint64_t attained_ns = s->queue[queue].attained_ns, at_ns = s->device_ns;
     uint64_t last_ns = at_ns + FORESEEN_NS;
     for (int i = 0; i < FORESEEN_STRETCHES && attained_ns < end_ns && at_ns < last_ns; i++) {
-        struct stretch stretch = next_stretch(&s->config, &turn, load, n, last_ns - at_ns);
+        struct stretch stretch = next_stretch(&s->config, &schedule, load, n, last_ns - at_ns);
         if (stretch.kind == STRETCH_WORK) {
             if (stretch.queue == queue && stretch.ns >= end_ns - attained_ns)
                 return at_ns + (end_ns - attained_ns);

@@ -1,4 +1,4 @@
-/* Physical memory that several clients hold: exported by one, imported by others. */
+/* Physical memory that several clients hold: one client exports it, others import it. */
 #include "device.h"
 
 static void set_holder(struct sim_shared *m, uint32_t client, bool held) {
@@ -26,8 +26,7 @@ static void move_bytes(struct sim_state *s, uint32_t from, uint32_t to, uint64_t
         s->group[b->group].current_bytes += bytes;
 }
 
-/* First place in the arena behind every live entry; content is sparse, so nothing is lost by gaps.
- */
+/* The offset behind every live entry of the arena. Gaps cost nothing: the file is sparse. */
 static uint64_t arena_offset(const struct sim_state *s) {
     uint64_t end = SIM_ARENA_OFFSET;
     for (unsigned i = 0; i < SIM_MAX_SHARED; i++) {
@@ -38,8 +37,8 @@ static uint64_t arena_offset(const struct sim_state *s) {
     return end;
 }
 
-/* Registers memory that the caller already has charged. Returns its id, 0 when the table is full.
- * With `offset` a place in the device file is given out too. */
+/* Registers memory that the caller has already charged. Returns its ID, or 0 when the table is
+ * full. If `offset` is not NULL, also assigns a place in the device file. */
 uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, uint64_t *offset) {
     uint64_t id = 0;
     sim_lock(device);
@@ -58,7 +57,7 @@ uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, ui
     return id;
 }
 
-/* Call locked. By id, or by the inode of its memory file when id is 0. */
+/* Finds by ID, or by the inode of the memory file if `id` is 0. Call locked. */
 struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id, uint64_t inode) {
     for (unsigned i = 0; i < SIM_MAX_SHARED; i++) {
         struct sim_shared *m = &device->state->shared[i];
@@ -78,7 +77,8 @@ enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id) {
     return m ? SIM_OK : SIM_GONE;
 }
 
-/* The last holder's drop frees the memory; an owner's drop passes the charge on. */
+/* Removes a holder. The last one frees the memory; an owner that leaves passes the charge to
+ * another holder. */
 static void drop(struct sim_state *s, struct sim_shared *m, uint32_t client) {
     set_holder(m, client, false);
     int heir = first_holder(m);
@@ -89,7 +89,7 @@ static void drop(struct sim_state *s, struct sim_shared *m, uint32_t client) {
         }
         return;
     }
-    /* The memory of a dead client stays in its books until its late return. */
+    /* A dead client's memory stays charged to it until its delayed return. */
     if (s->client[client].state == SIM_CLIENT_LIVE) {
         s->client[client].bytes -= m->bytes;
         s->group[s->client[client].group].current_bytes -= m->bytes;
@@ -106,7 +106,7 @@ void sim_drop_shared(struct sim_device *device, uint64_t id) {
     sim_unlock(device);
 }
 
-/* Call locked, after the client was marked dead. */
+/* Drops everything that a dead client holds. Call locked, after it was marked dead. */
 void sim_bury_shared(struct sim_device *device, uint32_t dead_client) {
     struct sim_state *s = device->state;
     for (unsigned i = 0; i < SIM_MAX_SHARED; i++) {

@@ -1,9 +1,9 @@
-"""Builds a simulated host root: device nodes (regular files), proc and sys entries, the driver's files.
+"""Build a simulated host root: device nodes (regular files), /proc and /sys entries, and driver files.
 
     simhost.py DIR [--gpus N] [--memory 16GiB] [--model NAME] [--context-mib 300] [--uuid GPU-...]...
                [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
 
-An existing root is replaced file by file; its device files start anew.
+In an existing root each file is replaced; the state of its devices is reset.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 
 
 class Timing(NamedTuple):
-    """How the simulated device shares its time, and what calls cost."""
+    """How the simulated device divides its time, and what calls cost."""
 
     slice_ms: float = 2.0
-    slice_noise: float = 0.2  # a slice is so much longer or shorter, at most
-    switch_us: tuple[float, float] = (50.0, 200.0)  # a switch takes from the one to the other
-    kernel_us: float = 5.0  # a kernel whose name says nothing
-    launch_us: float = 2.0  # processor time of a launch, at least
-    record_us: float = 1.0  # processor time of an event's record, at least
-    bubble_us: float = 1.0  # device time of an event's record
+    slice_noise: float = 0.2  # a slice is longer or shorter by at most this fraction
+    switch_us: tuple[float, float] = (50.0, 200.0)  # a context switch takes a time in this range
+    kernel_us: float = 5.0  # duration of a kernel whose name gives none
+    launch_us: float = 2.0  # minimum processor time of a launch
+    record_us: float = 1.0  # minimum processor time of recording an event
+    bubble_us: float = 1.0  # device time of recording an event
     seed: int = 1
 
 
 MPS_CONTROL = """\
 #!/bin/sh
-# Stand-in for nvidia-cuda-mps-control: keeps a control directory, answers what gpushare asks.
+# Stand-in for nvidia-cuda-mps-control: creates its directories and answers the commands that gpushare sends.
 case "${1:-}" in
 -d) mkdir -p "${CUDA_MPS_PIPE_DIRECTORY:-/tmp/nvidia-mps}" "${CUDA_MPS_LOG_DIRECTORY:-/var/log/nvidia-mps}" ;;
 *) while read -r command rest; do
@@ -64,7 +64,7 @@ esac
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "16GiB", "512MiB"; a bare number is bytes."""
+    """Parse "16GiB" or "512MiB" into bytes; a bare number is bytes."""
     number, unit = (text[:-3], text[-3:]) if text[-3:] in UNITS else (text, "")
     try:
         size = int(float(number) * UNITS.get(unit, 1))
@@ -76,7 +76,7 @@ def parse_size(text: str) -> int:
 
 
 def default_uuid(index: int) -> str:
-    """The same for the same index, always."""
+    """Return a UUID that depends only on the index."""
     return "GPU-" + str(
         uuid.UUID(bytes=hashlib.sha256(b"gpushare simulated device %d" % index).digest()[:16], version=4)
     )
@@ -91,7 +91,7 @@ def write_device(
     late_return_ms: float = 5.0,
     timing: Timing = DEFAULT_TIMING,
 ) -> None:
-    """A fresh device file, sparse, mode 0666."""
+    """Write a new sparse device file with mode 0666."""
     t = timing
     config = layout.CONFIG.pack(
         *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
@@ -125,7 +125,7 @@ def _link(path: Path, text: str) -> None:
 
 
 def _install(source: Path, target: Path, mode: int = 0o644) -> None:
-    """Replaces by renaming: who runs the old file keeps it, nobody sees half of one."""
+    """Replace the file by a rename: running programs keep the old file, and a reader never sees half of one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".new")
     shutil.copyfile(source, temporary)
@@ -175,8 +175,11 @@ def make_simhost(
     timing: Timing = DEFAULT_TIMING,
     minors: Sequence[int] = (),
 ) -> Path:
-    """Builds the root and returns it. `uuids` override the deterministic ones, by index; `minors` are the indices
-    unless said otherwise, which on real hosts nobody promises."""
+    """Build the root and return it.
+
+    `uuids` replace the default ones, by index. `minors` default to the indices; on real hosts they may differ from
+    them.
+    """
     root = Path(path)
     (root / "dev").mkdir(parents=True, exist_ok=True)
     devices = []
@@ -202,8 +205,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--memory", default="16GiB", help="of each device (default 16GiB)")
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--context-mib", type=int, default=DEFAULT_CONTEXT_MIB, help="what a context takes")
-    parser.add_argument("--late-return-ms", type=float, default=5.0, help="memory of the dead comes back after this")
+    parser.add_argument("--context-mib", type=int, default=DEFAULT_CONTEXT_MIB, help="memory of a context")
+    parser.add_argument("--late-return-ms", type=float, default=5.0, help="delay until a dead client's memory is free")
     for name, value in Timing._field_defaults.items():
         several = 2 if isinstance(value, tuple) else None
         option = "--" + name.replace("_", "-")

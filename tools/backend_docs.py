@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/backends.md, written from the table of backends, and from what it says of each bad combination. `make
-docs` puts it in place; a test compares."""
+"""Print docs/backends.md, generated from the table of backends and the errors for unsupported combinations.
+
+`make docs` writes the file; a test compares it with this output.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ the controller, and the GPU in it.
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)
 PART = model.Device(0, "MIG-0", 0, "0000:01:00.0", "GPU", 4 << 30, 0, parent="GPU-0", mig_index=0)
 UNDIVIDED, DIVIDED = (), (PART,)
-# what is asked, of which device, on a node with these MIG devices, beside containers whose compute is held by these
+# title, request, device, the node's MIG devices, backends that hold the compute of containers on the same device
 CASES: tuple[tuple[str, dict[str, Any], model.Device, tuple[model.Device, ...], tuple[str, ...]], ...] = (
     ("`mps` with a soft compute limit", {"backend": "mps", "compute_mode": "soft"}, GPU, UNDIVIDED, ()),
     ("`mps` with a high priority", {"backend": "mps", "priority": 1}, GPU, UNDIVIDED, ()),
@@ -96,7 +98,7 @@ def _runs(uuid: str, state_dir: str) -> mps.MpsState:
 
 
 def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device, ...], beside: tuple[str, ...]) -> str:
-    """What the table says of a case, on a host that has every backend."""
+    """Return the error for a case, on a host that supports every backend."""
     was = mps.state, dmem.unsupported, rootless.is_rootless
     try:
         mps.state = _runs
@@ -118,7 +120,7 @@ def refusal(asked: dict[str, Any], device: model.Device, mig: tuple[model.Device
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the page."""
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
     facts = (
         ("holds", [" and ".join(row.enforces) for row in rows]),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print docs/cli.md, written from the commands. `make docs` puts it in place; a test compares."""
+"""Print docs/cli.md, generated from the commands. `make docs` writes the file; a test compares it with this output."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tools.commands import EXAMPLES, EXIT_CODES, JSON, NOTE_ON_ONE, Command, wal
 HEAD = """\
 # Commands
 
-Generated from the commands by `make docs`; a test compares them. The same is in the manual pages (`make man`; in the
-archive below `share/man`) and behind `--help`.
+Generated from the commands by `make docs`; a test compares them. The manual pages (`make man`; in the archive below
+`share/man`) and `--help` have the same content.
 
-* `--config` and `--state` stand before the command. All commands but `run`, `export` and `completion` have
+* `--config` and `--state` precede the command. All commands but `run`, `export` and `completion` have
   `--format table|json` and `--no-color`.
-* On a terminal there are colours and bars, and columns for which it is too narrow are told below the table; in a pipe
-  there is only text, aligned and never cut. `--no-color`, `NO_COLOR=1` and
-  `TERM=dumb` leave out colour. A program reads `--format json`: one document; of `top` one in each line.
-* What goes wrong is one line on standard error that begins with `gpushare: ` and says what to do. Bytes in JSON are
-  numbers, in tables powers of 1024.
-* An ID can be shortened as long as it is the only one that begins so.
-* `source <(gpushare completion bash)` completes commands, options and ids (also for zsh and fish).
-* Most commands need root: leases are root's. For another user they show what he has himself ([run.md](run.md)).
+* On a terminal the output has colours and bars; columns that do not fit are listed below the table. In a pipe it is
+  plain aligned text and never cut. `--no-color`, `NO_COLOR=1` and `TERM=dumb` turn colours off. Programs should read
+  `--format json`: one document, or for `top` one per line.
+* An error is one line on standard error that begins with `gpushare: ` and says what to do. Bytes are numbers in JSON,
+  and use powers of 1024 in tables.
+* Any unambiguous prefix of an ID works.
+* `source <(gpushare completion bash)` enables completion of commands, options and IDs (also for zsh and fish).
+* Most commands need root, because leases belong to root. For other users they show the user's own shares
+  ([run.md](run.md)).
 """
 
 

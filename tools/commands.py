@@ -1,5 +1,8 @@
-"""The commands of `gpushare` as data, for docs/cli.md and the manual pages: what click knows of them, and what it does
-not: examples, the keys of their JSON, exit codes. Tests compare all of it with what the commands do."""
+"""The commands of `gpushare` as data, for docs/cli.md and the manual pages.
+
+It combines what click knows with what it does not: examples, JSON keys and exit codes. Tests compare all of it with the
+commands' behaviour.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ COMMON = (
 
 
 def _is_format(one: click.Parameter) -> bool:
-    """The one that nearly all have; that of `cdi generate` is about a file."""
+    """True for the --format option of most commands; the one of `cdi generate` is a file format."""
     return "--format" in one.opts and list(getattr(one.type, "choices", ())) == _FORMATS
 
 
 class Command(NamedTuple):
-    """`words` are those behind "gpushare", none for the program itself."""
+    """A command. `words` are the words after "gpushare"; empty for the program itself."""
 
     words: tuple[str, ...]
     click: click.Command
@@ -39,7 +42,7 @@ class Command(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """The first paragraph of its help, without a full stop."""
+        """Return the first paragraph of the help without its full stop."""
         return self.paragraphs()[0].rstrip(".")
 
     def paragraphs(self) -> list[str]:
@@ -49,7 +52,7 @@ class Command(NamedTuple):
         return " ".join([PROGRAM, *self.words, *self.click.collect_usage_pieces(self.context)])
 
     def options(self) -> list[tuple[str, str]]:
-        """(how it is written, what it means) without those that all commands have."""
+        """Return (syntax, meaning) for each option except those that all commands have."""
         wanted = (one for one in self.click.get_params(self.context) if isinstance(one, click.Option))
         mine = (one for one in wanted if not {*one.opts} & _COMMON and not _is_format(one))
         found = (one.get_help_record(self.context) for one in mine)
@@ -63,7 +66,7 @@ class Command(NamedTuple):
 
 
 def walk() -> Iterator[Command]:
-    """All of them, a group before its commands."""
+    """Yield all commands, each group before its commands."""
 
     def below(words: tuple[str, ...], command: click.Command, parent: click.Context | None) -> Iterator[Command]:
         context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM)
@@ -81,28 +84,28 @@ def walk() -> Iterator[Command]:
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "list": (("gpushare list --format json", "for a program"),),
     "top": (
-        ("gpushare top --sort compute", "the busiest first"),
-        ("gpushare top --format json --interval 10", "an object every ten seconds, one in a line"),
+        ("gpushare top --sort compute", "sort by compute use"),
+        ("gpushare top --format json --interval 10", "one object per line every ten seconds"),
     ),
     "export": (
-        ("gpushare export --once", "what Prometheus would be told now"),
-        ("gpushare export --listen 0.0.0.0 --port 9878", "for everybody who reaches this host (docs/metrics.md)"),
+        ("gpushare export --once", "print the current metrics"),
+        ("gpushare export --listen 0.0.0.0 --port 9878", "reachable from other hosts (docs/metrics.md)"),
     ),
-    "inspect": (("gpushare inspect 3f2a", "the container whose id begins so"),),
-    "explain": (("gpushare explain .", "the bundle in this directory"),),
+    "inspect": (("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),),
+    "explain": (("gpushare explain .", "explain the bundle in this directory"),),
     "limit set": (
-        ("gpushare limit set 3f2a --memory 6Gi --compute 40", "of all its devices"),
-        ("gpushare limit set 3f2a --device 0 --memory +1Gi --dry-run", "what would change"),
+        ("gpushare limit set 3f2a --memory 6Gi --compute 40", "on all its devices"),
+        ("gpushare limit set 3f2a --device 0 --memory +1Gi --dry-run", "show what would change"),
     ),
     "pause": (("gpushare pause 3f2a", "until `gpushare resume 3f2a`"),),
-    "prune": (("gpushare prune --dry-run", "what would be removed"),),
-    "run": (("gpushare run --memory 4Gi --compute 30% -- python train.py", "a program without a container"),),
-    "config check": (("gpushare config check new.yaml", "before it is put in place"),),
+    "prune": (("gpushare prune --dry-run", "show what would be removed"),),
+    "run": (("gpushare run --memory 4Gi --compute 30% -- python train.py", "run a program without a container"),),
+    "config check": (("gpushare config check new.yaml", "check a file before installing it"),),
     "runtime configure": (
-        ("gpushare runtime configure docker --dry-run", "the changes as a diff"),
-        ("gpushare runtime configure docker --profile workstation", "docker, and a configuration file to begin with"),
+        ("gpushare runtime configure docker --dry-run", "show the changes as a diff"),
+        ("gpushare runtime configure docker --profile workstation", "configure docker and create a configuration file"),
     ),
-    "labels": (("gpushare labels --dry-run", "what Kubernetes would be told"),),
+    "labels": (("gpushare labels --dry-run", "show the labels for Kubernetes"),),
     "cdi generate": (
         (
             "gpushare cdi generate --output /etc/cdi/gpushare.yaml",
@@ -114,190 +117,190 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
     ),
     "mps start": (
-        ("gpushare mps start --device 0", "containers may ask for GPUSHARE_BACKEND=mps on that GPU"),
-        ("gpushare mps start --compute 60 --memory 20Gi", "no container gets more than that"),
+        ("gpushare mps start --device 0", "containers can request GPUSHARE_BACKEND=mps on that GPU"),
+        ("gpushare mps start --compute 60 --memory 20Gi", "limits for each container"),
     ),
-    "mps status": (("gpushare mps status --format json", "for monitoring; 1 when something is wrong"),),
-    "uninstall": (("gpushare uninstall --dry-run", "what would be taken away"),),
-    "completion": (("gpushare completion bash", "the script, for `source <(...)`"),),
+    "mps status": (("gpushare mps status --format json", "for monitoring; exit code 1 on a problem"),),
+    "uninstall": (("gpushare uninstall --dry-run", "show what would be removed"),),
+    "completion": (("gpushare completion bash", "print the script for `source <(...)`"),),
 }
 
-# command -> (what the document is, its keys). `a.b`: key b of the objects in a.
+# command -> (description of the document, its keys). `a.b`: key b of the objects in list a.
 JSON: dict[str, tuple[str, dict[str, str]]] = {
     "list": (
-        "an array of containers, the oldest first",
+        "an array of containers, oldest first",
         {
-            "id": "whole id",
+            "id": "full ID",
             "state": "`starting`, `running`, `paused`, `ended` (a program of `gpushare run`), `dead`, `damaged`",
-            "note": "why it is ended, dead or damaged, what its page warns of; else empty",
-            "created": "seconds since 1970, null of a damaged lease",
-            "init_pid": "0 while it starts, null of a damaged lease",
-            "command": "of programs that `gpushare run` started, else null",
-            "process_count": "processes that use the GPU",
+            "note": "why it is ended, dead or damaged, or a warning about its activity file; else empty",
+            "created": "seconds since 1970; null for a damaged lease",
+            "init_pid": "0 while it starts; null for a damaged lease",
+            "command": "command line of a program started by `gpushare run`, else null",
+            "process_count": "number of processes that use the GPU",
             "shares": "one object for each device",
             "shares.slot": "number of the device in the container",
             "shares.device": "index of the GPU on this host",
-            "shares.uuid": "of the GPU or MIG device",
-            "shares.mig_index": "null unless a MIG device",
-            "shares.parent_uuid": "the GPU of a MIG device, else null",
-            "shares.memory_used_bytes": "of all its processes",
-            "shares.memory_limit_bytes": "null: no limit",
-            "shares.memory_virtual_bytes": "of an oversubscribed share, on device and host together; else null",
-            "shares.memory_host_bytes": "what of it lies on the host",
+            "shares.uuid": "UUID of the GPU or MIG device",
+            "shares.mig_index": "index of the MIG device; null for a whole GPU",
+            "shares.parent_uuid": "UUID of the MIG device's GPU, else null",
+            "shares.memory_used_bytes": "memory in use by all its processes",
+            "shares.memory_limit_bytes": "limit; null: none",
+            "shares.memory_virtual_bytes": "total of an oversubscribed share on device and host; else null",
+            "shares.memory_host_bytes": "the part of it on the host",
             "shares.compute_percent": "limit; null: none",
             "shares.compute_mode": "`hard`, `soft`",
-            "shares.memory_backend": "who holds the limit: `shim`, `dmem` (docs/backends.md)",
+            "shares.memory_backend": "backend that enforces the limit: `shim`, `dmem` (docs/backends.md)",
             "shares.compute_backend": "`shim`, `mps`",
             "shares.priority": "0 normal, 1 high",
             "shares.paused": "true: its launches wait for `gpushare resume`",
-            "shares.compute_used_percent": "of the device's time, over the last second; null: not known",
-            "shares.compute_busy_ns": "device time since its start",
-            "shares.compute_throttled_ns": "held back by its limit since its start, summed over threads",
-            "shares.page": "number of its page of this device",
-            "shares.clamped_from": "what was asked where policy gave less, else null",
+            "shares.compute_used_percent": "percent of device time in the last second; null: unknown",
+            "shares.compute_busy_ns": "device time used since its start",
+            "shares.compute_throttled_ns": "time that launches waited for the limit, summed over threads",
+            "shares.page": "number of its activity file for this device",
+            "shares.clamped_from": "the request, if policy granted less; else null",
             "shares.refused": "allocations refused since its start",
         },
     ),
     "top": (
-        "an object for each look, in one line",
+        "one object per line for each sample",
         {
             "time": "seconds since 1970",
-            "note": "why there are no devices, else null",
-            "devices": "as of `gpushare devices`, and:",
-            "devices.memory_used_bytes": "sum of what containers use",
-            "devices.compute_used_percent": "the same, over the last second",
-            "containers": "as of `gpushare list`, and:",
-            "containers.shares.compute_throttled_percent": "since the look before, summed over threads",
+            "note": "why there are no devices; else null",
+            "devices": "as in `gpushare devices`, plus:",
+            "devices.memory_used_bytes": "memory used by all containers",
+            "devices.compute_used_percent": "compute used by all containers in the last second",
+            "containers": "as in `gpushare list`, plus:",
+            "containers.shares.compute_throttled_percent": "percent since the last sample, summed over threads",
         },
     ),
     "inspect": (
-        "a container as of `gpushare list`, and:",
+        "a container as in `gpushare list`, plus:",
         {
-            "last_refusal": "null: none",
-            "bundle": "its directory, or the command line of `gpushare run`",
-            "cgroup": "where its processes are",
-            "dialect": "which kind of request was used",
-            "driver": "version at its start",
-            "processes": "those that use the GPU",
-            "processes.pid": "on this host, null where it cannot be told",
-            "processes.container_pid": "in the container",
-            "processes.memory_used_bytes": "an array, by slot",
+            "last_refusal": "message of the last refusal; null: none",
+            "bundle": "directory of the bundle, or the command line of `gpushare run`",
+            "cgroup": "cgroup of its processes",
+            "dialect": "dialect of the request that was used",
+            "driver": "driver version at its start",
+            "processes": "processes that use the GPU",
+            "processes.pid": "pid on this host; null if unknown",
+            "processes.container_pid": "pid in the container",
+            "processes.memory_used_bytes": "array indexed by slot",
         },
     ),
     "devices": (
         "an array of GPUs and MIG devices, in PCI order",
         {
             "name": "as in requests: `0`, `0:1`",
-            "index": "of the GPU",
-            "uuid": "of the GPU or MIG device",
-            "minor": "of its node in /dev",
+            "index": "index of the GPU",
+            "uuid": "UUID of the GPU or MIG device",
+            "minor": "minor number of its node in /dev",
             "bus_id": "PCI address",
-            "model": "as the driver says",
-            "memory_bytes": "0: not known",
+            "model": "model name from the driver",
+            "memory_bytes": "size; 0: unknown",
             "grantable_bytes": "memory times `memory_overcommit`",
             "granted_bytes": "sum of limits",
-            "free_bytes": "what the next container can ask for",
+            "free_bytes": "largest request that still fits",
             "compute_granted_percent": "sum of hard limits",
             "compute_grantable_percent": "100 times `compute_overcommit`",
-            "compute_free_percent": "what the next hard limit can be",
-            "containers": "how many have a share",
+            "compute_free_percent": "largest hard limit that still fits",
+            "containers": "number of containers with a share",
             "state": "`open`, `exclusive`, `divided` (into MIG devices), `unknown use`",
         },
     ),
     "explain": (
         "an object",
         {
-            "request": "what the container asks for; null: nothing",
-            "plan": "what would be done; null: nothing",
+            "request": "the container's request; null: none",
+            "plan": "the operations for it; null: none",
             "plan.container_id": "",
-            "plan.ops": "in their order: each with `op`, `needs`, `text` and its own fields",
-            "plan.notes": "what is left out, and why",
-            "placed": "why each device was chosen, and others not",
-            "held": "who holds the limits, and why they",
-            "withheld": "whether NVIDIA's devices are withheld from a privileged container",
-            "unused": "words that do not count, each with why",
+            "plan.ops": "in order; each has `op`, `needs`, `text` and its own fields",
+            "plan.notes": "what is omitted, and why",
+            "placed": "why each device was chosen or rejected",
+            "held": "the backends that enforce the limits, and why",
+            "withheld": "whether deny rules hide NVIDIA's devices from a privileged container",
+            "unused": "ignored requests, each with the reason",
         },
     ),
     "limit show": (
         "an object",
         {
-            "id": "whole id",
+            "id": "full ID",
             "state": "`starting`, `running`, `paused`",
             "shares": "one object for each device",
             "shares.slot": "number of the device in the container",
             "shares.device": "index of the GPU on this host",
-            "shares.uuid": "of the GPU or MIG device",
-            "shares.memory_used_bytes": "of all its processes; null: not known",
-            "shares.over_bytes": "in use beyond the limit; null: not known",
-            "shares.before": "limits before the change, named as by `gpushare list`",
-            "shares.after": "limits now",
+            "shares.uuid": "UUID of the GPU or MIG device",
+            "shares.memory_used_bytes": "memory in use by all its processes; null: unknown",
+            "shares.over_bytes": "memory in use beyond the limit; null: unknown",
+            "shares.before": "limits before the change, with the names of `gpushare list`",
+            "shares.after": "limits after the change",
         },
     ),
     "limit set": (
-        "as of `gpushare limit show` without the state, and:",
-        {"changed": "false: they were so already", "dry_run": "true: nothing was done"},
+        "as in `gpushare limit show` without the state, plus:",
+        {"changed": "false: the limits were already as requested", "dry_run": "true: nothing was changed"},
     ),
-    "pause": ("an object", {"id": "whole id", "paused": "true", "changed": "false: it was already"}),
-    "resume": ("an object", {"id": "whole id", "paused": "false", "changed": "false: it was not paused"}),
+    "pause": ("an object", {"id": "full ID", "paused": "true", "changed": "false: it was already paused"}),
+    "resume": ("an object", {"id": "full ID", "paused": "false", "changed": "false: it was not paused"}),
     "prune": (
         "an object",
         {
             "dry_run": "",
-            "items": "what was, or would be, removed",
+            "items": "items that were, or would be, removed",
             "items.kind": "`lease`, `start`, `files`, `limits`, `refusal`, `damaged`",
-            "items.id": "of the container, or a name in trash/",
+            "items.id": "ID of the container, or a name in trash/",
             "items.why": "",
             "items.removed": "false: kept",
-            "problems": "what could not be removed",
+            "problems": "items that could not be removed",
         },
     ),
     "config check": (
         "an object",
         {
-            "file": "null: there is none",
+            "file": "path; null: no file",
             "valid": "true, or false (exit code 78)",
-            "config": "only where valid: as the file nests it",
-            "errors": "only where not valid: a list of `line` (0: of the whole file), `key`, `problem`, `hint`",
+            "config": "the configuration, nested as in the file; only if valid",
+            "errors": "a list of `line` (0: the whole file), `key`, `problem`, `hint`; only if invalid",
         },
     ),
     "config show": (
         "an object",
         {
-            "file": "null: there is none",
+            "file": "path; null: no file",
             "state": "the state directory",
-            "config": "as the file nests it",
-            "changed": "keys that differ from their default, with dots",
+            "config": "the configuration, nested as in the file",
+            "changed": "dotted keys that differ from their default",
         },
     ),
     "runtime status": (
         "an array of engines",
         {
             "engine": "",
-            "found": "its program; empty: not installed",
+            "found": "path of its program; empty: not installed",
             "configured": "",
-            "program": "what our entry names",
-            "files": "with our entries",
-            "problem": "why it will not work, else empty",
+            "program": "program in gpushare's entry",
+            "files": "files with gpushare's entries",
+            "problem": "why it will not work; else empty",
         },
     ),
     "runtime configure": (
-        "an object; without an engine as of `gpushare runtime status`",
+        "an object; without an engine as in `gpushare runtime status`",
         {
-            "engine": "null: none was named",
+            "engine": "name of the engine; null: none given",
             "dry_run": "",
             "changes": "one object for each file",
             "changes.path": "",
             "changes.action": "`create`, `change`, `remove`",
-            "changes.diff": "as of diff -u",
-            "next": "the command after which the engine knows; null: none",
-            "notes": "what you should know",
+            "changes.diff": "as from diff -u",
+            "next": "command that makes the engine read the change; null: none",
+            "notes": "further notes",
         },
     ),
     "labels": (
         "an object",
         {
             "dry_run": "",
-            "file": "where it is written",
+            "file": "path of the file",
             "action": "`create`, `change`; null: nothing to do",
             "features": "name and value",
         },
@@ -305,85 +308,85 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
     "cdi generate": (
         "a CDI specification",
         {
-            "cdiVersion": "the oldest that has what is in it",
+            "cdiVersion": "the oldest version with all its features",
             "kind": "`gpushare.io/share`",
             "devices": "one object for each",
-            "devices.name": "`any`, or a uuid",
-            "devices.containerEdits": "its variable, and our hooks",
+            "devices.name": "`any`, or a UUID",
+            "devices.containerEdits": "its variable and gpushare's hooks",
         },
     ),
     "mps start": (
-        "an array, an object for each device",
+        "an array with an object for each device",
         {
             "device": "index",
             "uuid": "",
-            "how": "`started`, `adopted` (it listened already, its limits were set now), `running` (as asked)",
-            "pid": "of the control daemon",
+            "how": "`started`, `adopted` (it was running; its limits were set now), `running` (as requested)",
+            "pid": "pid of the control daemon",
         },
     ),
-    "mps stop": ("an array, an object for each device", {"uuid": "", "stopped": "false: it was not running"}),
+    "mps stop": ("an array with an object for each device", {"uuid": "", "stopped": "false: it was not running"}),
     "mps status": (
-        "an array, an object for each device",
+        "an array with an object for each device",
         {
             "device": "index",
             "uuid": "",
-            "state": "`running`, `stopped`, `dead`, `changed` (it has other limits than it was given)",
-            "note": "why it is dead or changed, or which of its servers has died; else empty",
-            "pid": "of the control daemon; null unless it runs, as the next three",
-            "uid": "whose processes it serves; null also: anybody's",
-            "compute_percent": "no client gets more",
-            "memory_bytes": "no process gets more; null also: no limit",
+            "state": "`running`, `stopped`, `dead`, `changed` (its limits differ from those that were set)",
+            "note": "why it is dead or changed, or which of its servers died; else empty",
+            "pid": "pid of the control daemon; like the next three, null unless it runs",
+            "uid": "user whose processes it serves; null also: all users",
+            "compute_percent": "maximum for each client",
+            "memory_bytes": "maximum for each process; null also: no limit",
             "clients": "pids of processes that use it",
-            "clients_max": "how many it takes; null unless it runs",
+            "clients_max": "maximum number of clients; null unless it runs",
             "servers": "pids",
-            "containers": "ids of those that have it",
-            "restart": "ids of those that were started with a daemon that is gone",
+            "containers": "IDs of containers that use it",
+            "restart": "IDs of containers that need a restart, as their daemon has ended",
         },
     ),
-    "uninstall": ("an object", {"dry_run": "", "steps": "one text each", "next": "commands to run then"}),
+    "uninstall": ("an object", {"dry_run": "", "steps": "one text per step", "next": "commands to run afterwards"}),
     "refresh": (
         "an object",
         {
             "driver_version": "",
-            "cuda_version": "the highest that the driver supports; empty: not known",
+            "cuda_version": "highest version that the driver supports; empty: unknown",
             "root": "the driver root",
             "simulated": "",
             "devices": "GPUs, each with the fields of `model.Device`",
-            "mig": "MIG devices, the same",
-            "recovered": "containers whose lease was found again after the state directory was lost",
-            "changes": "since the last time; null: nothing was known then",
-            "outdated": "containers that were started with another driver, or whose device is gone",
+            "mig": "MIG devices, with the same fields",
+            "recovered": "containers whose lease was rebuilt after the state directory was lost",
+            "changes": "changes since the last refresh; null: no earlier data",
+            "outdated": "containers started with another driver version, or whose device is gone",
         },
     ),
     "doctor": (
         "an object",
         {
-            "checks": "in the order of the table",
+            "checks": "in table order",
             "checks.name": "",
             "checks.result": "`ok`, `warn`, `fail`, `skip`",
             "checks.detail": "",
-            "checks.hint": "what to do; empty: nothing",
-            "failures": "how many",
-            "warnings": "how many",
+            "checks.hint": "what to do; empty if nothing",
+            "failures": "number of such checks",
+            "warnings": "number of such checks",
         },
     ),
-    "version": ("an object", {"version": "", "abi": "of the memory that is shared with the library"}),
+    "version": ("an object", {"version": "", "abi": "version of the memory layout shared with the library"}),
 }
 
 # code -> (name, when)
 EXIT_CODES: tuple[tuple[int, str, str], ...] = tuple(
     sorted(
         [
-            (0, "", "it is done; also when a reader such as `head` has seen enough"),
+            (0, "", "success; also when a reader such as `head` closes the pipe"),
             (2, "", "the command line is wrong"),
-            (126, "", "of `gpushare run`: the command cannot be executed"),
-            (127, "", "of `gpushare run`: the command is not found"),
-            (128, "", "and the signal's number: `gpushare top` was ended by it; 130 for Ctrl-C in any command"),
+            (126, "", "`gpushare run`: the command cannot be executed"),
+            (127, "", "`gpushare run`: the command is not found"),
+            (128, "", "plus the signal's number: a signal ended `gpushare top`; 130 for Ctrl-C in any command"),
             *((getattr(errors, name).exit_code, name, when) for name, when in WHEN.items()),
         ]
     )
 )
 NOTE_ON_ONE = (
-    "1 is also what `doctor` gives when a check fails, `mps status` when a daemon is dead or changed, and `prune` when "
-    "something could not be removed"
+    "Exit code 1 also means: a check of `doctor` failed, `mps status` found a daemon dead or changed, or `prune` "
+    "could not remove something"
 )

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/config.md, written from the table of configuration keys. `make docs` puts it in place; a test compares."""
+"""Print docs/config.md, generated from the table of configuration keys.
+
+`make docs` writes the file; a test compares it with this output.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ WHEN = {
 
 
 def values(schema: dict[str, Any]) -> str:
-    """What may be written there, in a few words."""
+    """Describe briefly which values the schema accepts."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:

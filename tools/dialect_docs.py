@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/dialects.md, or with --triggers hook/gpushare/request/dialects/triggers.py, from the table of dialects.
-`make docs` puts both in place; a test compares."""
+"""Print docs/dialects.md from the table of dialects, or triggers.py with --triggers.
+
+--triggers prints hook/gpushare/request/dialects/triggers.py. `make docs` writes both files; a test compares them.
+"""
 
 from __future__ import annotations
 

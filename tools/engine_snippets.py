@@ -1,4 +1,4 @@
-"""What `gpushare runtime configure` writes on a host that has nothing yet, as files to read and to copy.
+"""Generate the files that `gpushare runtime configure` writes on a host without engine configuration.
 
 usage: PYTHONPATH=hook:. build/venv/bin/python -m tools.engine_snippets     writes config/engines
 """
@@ -15,7 +15,7 @@ from tests.support.host import TREE
 
 FOLDER = TREE / "config" / "engines"
 SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook")
-CASES: dict[str, tuple[str, dict[str, Any]]] = {  # folder -> engine, what else is asked for
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # folder -> engine, options
     "docker": ("docker", {}),
     "containerd": ("containerd", {"engine_version": "2.1"}),
     "containerd-before-2.1": ("containerd", {"engine_version": "1.7"}),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # folder -> engine, what else 
 
 
 class Tree:
-    """Files that are text in a dict, and programs that answer with a text."""
+    """A stand-in for the host: files are texts in a dict, and each program prints a fixed text."""
 
     def __init__(self, files: dict[str, str], answers: Optional[dict[str, str]] = None) -> None:
         self.files = files
@@ -44,7 +44,7 @@ class Tree:
 
 
 def texts() -> dict[str, str]:
-    """Path below config/engines -> text."""
+    """Map each path below config/engines to its text."""
     found = {}
     for folder, (engine, more) in CASES.items():
         for change in ENGINES[engine].propose(SETTINGS._replace(**more), Tree({})).changes:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Check the English of sources and commits: english.py [--write]. Part of `make lint`.
 
-BANNED lists constructions that a reader has to read twice. tools/english.txt has the number of them in each file. A
-file that is not listed has none, and no number may grow; `--write` writes the numbers after they fell. Subjects of
-commits since FIRST are `area: verb the thing`, at most 72 characters.
+BANNED lists constructions that a reader has to read twice. tools/english.txt has their number in each file; a file that
+is not listed has none. No number may grow; `--write` updates the list after numbers fell. Subjects of commits since
+FIRST must be `area: verb the thing`, at most 72 characters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[1]
 BOUNDS = TREE / "tools" / "english.txt"
-FIRST = "b9ab0e3"  # the first commit of this rule
+FIRST = "b9ab0e3"  # the first commit that this rule applies to
 SUBJECT_LENGTH = 72
 BANNED = {
     r"\b(?:nobody|somebody|everybody|whoever|whomever)\b": "name the process, container or user",
@@ -29,13 +29,13 @@ BANNED = {
     r"\bas it is had\b|\bis had\b|\bare had\b": "exists, is available",
 }
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.MULTILINE), use) for pattern, use in BANNED.items()]
-# Issue pages of docs/ follow later; the others hold words on purpose
+# The other pages of docs/ are not checked yet; the skipped files contain such words on purpose
 _SOURCES = re.compile(r"\.(py|c|h|mk|sh)$|(^|/)(Makefile|CONTRIBUTING\.md|simulator/README\.md)$|^docs/internals/")
 _SKIPPED = re.compile(r"(^|/)(test_)?english\.py$|^tests/(fuzz/corpus|schemas|golden/[a-z]+/)")
 
 
 def problems(text: str) -> list[tuple[int, str, str]]:
-    """(line, what is there, what to write) for each banned construction."""
+    """Return (line, text, suggestion) for each banned construction."""
     found = [
         (text.count("\n", 0, match.start()) + 1, match.group().strip(), use)
         for pattern, use in _PATTERNS
@@ -50,7 +50,7 @@ def _git(*words: str) -> list[str]:
 
 
 def wrong_subjects(subjects: list[str]) -> list[str]:
-    """One line for each commit subject that breaks the rule."""
+    """Return one line for each commit subject that breaks the rule."""
     shape = re.compile(r"[a-z0-9][\w ,./+-]*: [a-z][\w-]* \S.*")
     wrong = [f"{subject!r} is not `area: verb the thing`" for subject in subjects if not shape.fullmatch(subject)]
     long = [one for one in subjects if len(one) > SUBJECT_LENGTH]

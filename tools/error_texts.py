@@ -1,7 +1,7 @@
-"""Every message that a person can get from us, found in the sources: for docs/troubleshooting.md.
+"""Find every message that gpushare can show a user, in the sources, for docs/troubleshooting.md.
 
-A message is the first argument of an error of errors.py (or click's, or a function of MAKERS that makes one); what to
-do is its second. Figures and names that are filled in become `…`.
+A message is the first argument of an exception of errors.py (or of click, or of a function in MAKERS that creates an
+exception); the hint is its second argument. Values that are filled in become `…`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from gpushare.gpu import selectors
 from tests.support.host import TREE
 
 SOURCES = TREE / "hook" / "gpushare"
-# SyscallError says "CALL PATH: REASON": one row for all
+# SyscallError formats "CALL PATH: REASON", so it is one row for all
 ERRORS = (
     "ConfigError", "RequestError", "PolicyError", "CapacityError", "DeviceError", "KernelError", "GpushareError",
     "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted", "WrongConfig",
 )  # fmt: skip
-# function of ours -> (its files, () for all; the error that it makes; which argument is the reason, which what to do)
+# function -> (its files, () for all; the exception that it creates; index of the reason; index of the hint)
 MAKERS = {
     "wrong": ((), "RequestError", 2, 3),  # quantity.py: NAME=VALUE: reason
     "Problem": (("config/config.py",), "ConfigError", 2, 3),
     "Wrong": (("config/sharing.py",), "ConfigError", 1, 2),
-    "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or another class
+    "kind": (("allocation/placement.py", "request/dialects/conditions.py"), "CapacityError", 0, 1),  # or a subclass
     "MpsState": (("allocation/backends/mps/state.py",), "DeviceError", 0, 1),
 }
-# Errors that only put together what another place says: file -> text in the source
+# Exceptions that only combine messages from elsewhere: file -> text in the source
 CARRIERS = {
     "cli/main.py": ("<error.format_message()>", "<text"),
     "config/config.py": ("{problem}", "{self.problem}", "<first.message>", "<one.problem>", "<error.message", "<path>"),
@@ -45,19 +45,19 @@ CARRIERS = {
 }
 
 
-Local = dict[str, list[tuple[int, str]]]  # texts that the file's names stand for, each with its line
+Local = dict[str, list[tuple[int, str]]]  # name -> the texts that it is assigned in the file, each with its line
 
 
 class Message(NamedTuple):
     kind: str
-    file: str  # below hook/gpushare
+    file: str  # path below hook/gpushare
     line: int
     text: str
     hint: str
 
 
 def _constant(node: ast.expr) -> Optional[str]:
-    """What `names.ENV_MEMORY` and the like are: they never differ."""
+    """Return the value of a constant such as `names.ENV_MEMORY`."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "names":
         value = getattr(constants, node.attr, None)
         return value if isinstance(value, str) else None
@@ -70,8 +70,10 @@ def _constant(node: ast.expr) -> Optional[str]:
 
 
 def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
-    """As the source has it, with {expression} for what is filled in, <expression> for what is all of it, and {a|b}
-    where one of two is said."""
+    """Return the text as in the source.
+
+    {expression} stands for a value in it, <expression> for an expression that is all of it, and {a|b} for a choice.
+    """
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -84,7 +86,7 @@ def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left) + _text(node.right)
     if isinstance(node, ast.IfExp):
-        return f"{{{ast.unparse(node)}}}"  # one of two
+        return f"{{{ast.unparse(node)}}}"  # a choice between two values
     if isinstance(node, ast.Name) and node.id in local:
         return next((text for line, text in reversed(local[node.id]) if line <= node.lineno), f"<{node.id}>")
     if isinstance(node, ast.Name) and (known := _constant(node)):
@@ -93,14 +95,14 @@ def _text(node: Optional[ast.AST], local: Local = {}) -> str:  # noqa: B006
 
 
 def shown(text: str) -> str:
-    """For a reader: `…` for what is filled in."""
+    """Return the text for a reader: `…` for each value."""
     text = re.sub(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|<(?:[^<>]|->)*>", "…", text)
     text = re.sub(r"(?:… ?){2,}", "… ", text).replace("…=…", "NAME=VALUE").strip()
     return "PATH: REASON" if text == "…: …" else text
 
 
 def _argument(call: ast.Call, place: int, names: tuple[str, ...]) -> Optional[ast.expr]:
-    """By place, by name, or in a dictionary of names (`**{"problem": ...}`)."""
+    """Return the argument by position, by name, or in a dictionary of names (`**{"problem": ...}`)."""
     if len(call.args) > place:
         return call.args[place]
     for one in call.keywords:
@@ -124,13 +126,14 @@ def _of_call(call: ast.Call, file: str, local: Local) -> Optional[Message]:
     else:
         return None
     text = _text(_argument(call, reason, ("message", "problem")), local)
-    text = text.replace("{found} {", "no device fits {", 1)  # placement.py: or too few do
+    # placement.py: the other ending says that too few devices fit
+    text = text.replace("{found} {", "no device fits {", 1)
     said = _hint(_argument(call, hint, ("hint",)), local)
     return Message(kind, file, call.lineno, before + text, said) if text else None
 
 
 def _hint(node: Optional[ast.expr], local: Local) -> str:
-    """Where it is one of two: both."""
+    """Return the hint; for a choice between two hints, both."""
     if isinstance(node, ast.IfExp):
         return "; or ".join(filter(None, (_hint(node.body, local), _hint(node.orelse, local))))
     return _text(node, local)
@@ -162,7 +165,7 @@ def _carries(one: Message) -> bool:
 
 
 def _of_launcher() -> Iterator[Message]:
-    """Lines of C that write to standard error: "gpushare: TEXT; HINT"."""
+    """Yield the messages in lines of C that write to standard error: "gpushare: TEXT; HINT"."""
     for path in sorted((TREE / "hook" / "launcher").glob("*.c")):
         for match in re.finditer(r'fprintf\(stderr, "gpushare: (.*?)\\n"', path.read_text()):
             text, _, hint = match[1].rpartition("; ")
@@ -174,7 +177,7 @@ _REASON = r'refuse\("([^"]+)"\)|\*why = [^;"]*"([^"]+)"(?: : "([^"]+)")?|return 
 
 
 def of_shim() -> list[tuple[str, str]]:
-    """(file, text): what the library in the container says with GPUSHARE_LOG=1."""
+    """Return (file, text) of each message that the shim logs in a container with GPUSHARE_LOG=1."""
     found = []
     for path in sorted((TREE / "shim").glob("*/*.c")):
         text = path.read_text()

@@ -1,11 +1,11 @@
-"""make test-all: every test in its long form, part after part, for hours.
+"""Run every test in its long form, for hours: make test-all.
 
 python -m tools.everything [--list] [PART]...
 
-Each part is a command of its own whose output goes to build/test-all/<part>.log; a line says when it starts and how it
-ends. A part that fails does not stop the others. At the end there is a summary (also in build/test-all/summary) with
-the command that runs what has not passed; the exit code is 1 when there is such a part. `kills` goes on where an
-earlier run was interrupted.
+Each part is a command whose output goes to build/test-all/<part>.log. A line reports when the part starts and how it
+ends. A failing part does not stop the others. A summary at the end (also in build/test-all/summary) contains the
+command that reruns the parts that did not pass; the exit code is 1 if there are any. `kills` continues where an earlier
+run was interrupted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from tests.support.host import BUILD, TREE
 
 LOGS = BUILD / "test-all"
-FUZZ_S = 600  # for each target
-RACES = 200  # starts of each race, by each way in; a test of them may take 5 s for each
+FUZZ_S = 600  # per target
+RACES = 200  # starts of each race per way to start a container; a test may take 5 s for each
 TSAN_S = 600
 SOAK_MINUTES = 10
 
@@ -66,14 +66,14 @@ def log_of(part: Part) -> Path:
 
 
 def last_words(path: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last informative line of a log."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     wanted = [line for line in lines if not line.startswith("make")]
     return wanted[-1][:160] if wanted else ""
 
 
 def run(part: Part) -> int:
-    """The exit code. The part is a process group of its own, which an interrupted run takes along."""
+    """Run a part in its own process group, which an interruption of this program stops too. Return the exit code."""
     with open(log_of(part), "wb") as log:
         one = subprocess.Popen(
             part.command,
@@ -114,7 +114,10 @@ def run_all(parts: list[Part]) -> int:
 
 
 def summary(parts: list[Part], results: dict[str, tuple[int, float]]) -> str:
-    """A line for each part, and the command for those that have not passed. `results`: (exit code, seconds)."""
+    """Return a line for each part, and the command that reruns those that did not pass.
+
+    `results`: (exit code, seconds).
+    """
     lines = []
     again = []
     for part in parts:

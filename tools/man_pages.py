@@ -24,7 +24,7 @@ NOTES = {
 
 
 def escaped(text: str) -> str:
-    """Text as groff prints it; a line of it never begins as a request does."""
+    """Escape text for groff, also where a line would start like a groff request."""
     text = (
         text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\(ga").replace("'", "\\(aq").replace("^", "\\(ha")
     )
@@ -72,7 +72,7 @@ def page(command: Command, everything: list[Command]) -> str:
 
 
 def write(directory: Path) -> list[Path]:
-    """All pages, and no others of ours."""
+    """Write all pages and delete other gpushare pages."""
     folder = directory / "man1"
     folder.mkdir(parents=True, exist_ok=True)
     everything = list(walk())

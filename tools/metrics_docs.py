@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/metrics.md, written from the table of metrics. `make docs` puts it in place; a test compares."""
+"""Print docs/metrics.md, generated from the table of metrics.
+
+`make docs` writes the file; a test compares it with this output.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ container of each by its cgroup, else by its pid namespace, and compares the sum
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the page."""
     lines = ["| metric | labels | meaning |", "|---|---|---|"]
     names = {metrics.SHARE_LABELS: "of a share", metrics.DEVICE_LABELS: "of a device"}
     for one in metrics.METRICS:

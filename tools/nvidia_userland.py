@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Unpack the user-space part of a real NVIDIA driver (libraries, no kernel module) for the tests.
 
-    nvidia_userland.py DIR      fills DIR once, prints the driver's version
+    nvidia_userland.py DIR      fills DIR once and prints the driver's version
 
-The packages come from the distribution's own non-free section, through apt with private lists and cache, so the
-machine's package state stays as it is. They are the release's, not its updates', so the driver changes with a point
-release only. Nothing is installed, and nothing may be redistributed from DIR. Standard library only.
+The packages come from the distribution's own non-free section. apt uses private lists and a private cache, so the
+machine's package state does not change. Updates are not used, so the driver changes only with a point release. Nothing
+is installed, and nothing in DIR may be redistributed. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ PACKAGES = {
 
 
 class UserlandError(Exception):
-    """The machine cannot provide the driver; one line that says why."""
+    """The machine cannot provide the driver; the message is one line with the reason."""
 
 
 class Userland(NamedTuple):
-    """An unpacked driver. `libdir` holds libcuda.so.<version> and its neighbours."""
+    """An unpacked driver. `libdir` holds libcuda.so.<version> and the other libraries."""
 
     root: Path
     libdir: Path
     version: str
 
     def library(self, name: str) -> Path:
-        """The file `name`.so.<version>, for example library("libcuda")."""
+        """Return the path of `name`.so.<version>, for example for library("libcuda")."""
         return self.libdir / f"{name}.so.{self.version}"
 
 
 def find(root: Path) -> Userland:
-    """The driver unpacked below `root`; UserlandError when there is none."""
+    """Return the driver unpacked below `root`; UserlandError when there is none."""
     found = [p for p in sorted(root.rglob("libcuda.so.*.*")) if p.is_file() and not p.is_symlink()]
     if not found:
         raise UserlandError(f"no libcuda.so.<version> below {root}; remove that directory and try again")
@@ -63,8 +63,8 @@ def find(root: Path) -> Userland:
 
 
 def unpack(root: Path) -> Userland:
-    """Fill `root` unless it is there already. Callers at the same time wait for each other."""
-    root = root.resolve()  # apt takes relative directories from elsewhere
+    """Fill `root` unless it is already filled. Concurrent callers wait for each other."""
+    root = root.resolve()  # apt does not resolve relative directories against the working directory
     root.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{root}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,7 +87,7 @@ def _fetch(work: Path) -> None:
     sections, packages = PACKAGES[origin]
     (work / "sources.list").write_text("".join(f"deb {source} main {sections}\n" for source in sources))
     private = (f"Dir::Etc::sourcelist={work}/sources.list", "Dir::Etc::sourceparts=/dev/null", *_private_dirs(work))
-    # update's own verdict does not matter: a suite that lacks the section is no failure, a missing package is.
+    # The exit code of update does not matter: a suite without the section is no failure, a missing package is.
     _apt(private, "update", check=False)
     _apt(private, "download", *packages, cwd=work / "debs")
     for deb in sorted((work / "debs").glob("*.deb")):
@@ -99,11 +99,11 @@ def _private_dirs(work: Path) -> tuple[str, ...]:
 
 
 def _sources(work: Path) -> tuple[str, list[str]]:
-    """(origin, ["[options] URI SUITE", ...]): the distribution's own release, as this machine configures it."""
+    """Return (origin, ["[options] URI SUITE", ...]) of the distribution's release, as this machine configures it."""
     fields = ("ORIGIN", "COMPONENT", "REPO_URI", "BASE_URI", "SIGNED_BY", "TRUSTED")
     query = ("indextargets", "--format", "\t".join(f"$({f})" for f in fields), "Created-By: Packages")
     text = _apt((), *query)
-    if not text.strip():  # no package lists on this machine: read the Release files privately
+    if not text.strip():  # this machine has no package lists: read the Release files privately
         _apt(_private_dirs(work), "update", check=False)
         text = _apt(_private_dirs(work), *query)
     for origin in PACKAGES:
@@ -120,7 +120,7 @@ def _suite(row: dict[str, str]) -> str:
 
 
 def _source(row: dict[str, str]) -> str:
-    """One repository in the form of a sources.list line, without its type and components."""
+    """Format a repository like a sources.list line, without its type and components."""
     options = [("signed-by", row["SIGNED_BY"]), ("trusted", row["TRUSTED"])]
     text = " ".join(f"{k}={v}" for k, v in options if v and not v.startswith("$("))
     return f"{f'[{text}] ' if text else ''}{row['REPO_URI']} {_suite(row)}"

@@ -1,8 +1,8 @@
-"""`make pictures`: the pictures of README.md, each the screen of a real program on a simulated GPU.
+"""Make the pictures of README.md: screens of real programs on a simulated GPU (`make pictures`).
 
     PYTHONPATH=hook:. build/venv/bin/python -m tools.pictures [demo] [top]      writes docs/pictures/NAME.svg
 
-Figures and process ids differ from run to run; tests compare the rest with what is drawn today.
+Numbers and process ids differ from run to run; a test compares the rest with the pictures in docs/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import screen_svg
 
 PICTURES = TREE / "docs" / "pictures"
 PLAYGROUND = (sys.executable, "-m", "demo.playground", "--no-docker")
-# Two programs with a share each: their memory is held by one process, their GPU time used by another
+# Two shares. In each, one process holds memory and another uses GPU time.
 COMPANY = """
 run() { name=$1 memory=$2 compute=$3 held=$4; shift 4
     gpushare run --name $name --memory $memory --compute $compute -- \\
@@ -36,12 +36,12 @@ class Picture(NamedTuple):
     command: tuple[str, ...]
     columns: int
     lines: int
-    ready: Callable[[str], bool]  # has the screen all that belongs on it?
-    nice: Callable[[str], bool]  # is it also worth a picture?
+    ready: Callable[[str], bool]  # is everything that belongs on the screen there?
+    nice: Callable[[str], bool]  # is the screen also good enough for a picture?
 
 
 def both_work(text: str, least_percent: int = 1) -> bool:
-    """Both hold what they want to, and each has had at least so much of its part of the last second."""
+    """True when each program holds its memory and used at least `least_percent` of its limit in the last second."""
     rows = [re.findall(r"(\d+)%", line) for line in text.splitlines() if line.startswith(("train ", "serve "))]
     return len(rows) == 2 and all(len(row) > 4 and int(row[0]) > 60 and int(row[3]) >= least_percent for row in rows)
 
@@ -67,7 +67,7 @@ TABLE = {
 
 
 def draw(name: str, nice: bool = False) -> str:
-    """The program runs until its screen is ready -> SVG. AssertionError with the screen when it never is."""
+    """Run the program until its screen is ready. Return the SVG, or raise AssertionError with the screen."""
     one = TABLE[name]
     with Terminal(one.command, one.columns, one.lines, env={"PYTHONPATH": f"{TREE}/hook:{TREE}"}) as terminal:
         try:
@@ -75,18 +75,18 @@ def draw(name: str, nice: bool = False) -> str:
             return screen_svg.svg(terminal.screen, one.title)
         finally:
             if terminal.process.poll() is None:
-                terminal.process.terminate()  # which both programs take as a wish to clean up
+                terminal.process.terminate()  # both programs clean up on SIGTERM
             terminal.end(60)
 
 
 def texts(picture: str) -> list[str]:
-    """What a reader sees, in the order of the screen; every figure is the same one, since they differ each time."""
+    """Return the visible texts in screen order, with every number replaced, because numbers differ between runs."""
     found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
     return [re.sub(r"\d+(?:[.:]\d+)*", "0", one.text or "") for one in found]
 
 
 def drawn(name: str) -> list[str]:
-    """The texts of the picture that is there."""
+    """Return the texts of the stored picture."""
     return texts((PICTURES / f"{name}.svg").read_text())
 
 

@@ -1,7 +1,7 @@
-"""A terminal's screen (pyte) as an SVG picture: plain text in a font of the reader's, no script, no web font.
+"""Render a terminal's screen (pyte) as SVG: plain text in one of the reader's fonts, no script, no web font.
 
-Every run of equal characters is one <text> with the width that it has to have, so columns stay under each other in any
-font. Block characters of bars are drawn as rectangles: fonts leave gaps between them.
+Every run of characters of one style is a <text> with a fixed width, so columns stay aligned in any font. Block
+characters of bars are drawn as rectangles, because fonts leave gaps between them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import pyte
 CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, BASELINE, MARGIN = 8.4, 19, 14, 14, 14
 BACKGROUND, FOREGROUND = "#161b22", "#e6edf3"
 COLOURS = {
-    "black": "#484f58", "red": "#ff7b72", "green": "#56d364", "brown": "#e3b341",  # pyte says brown for yellow
+    "black": "#484f58", "red": "#ff7b72", "green": "#56d364", "brown": "#e3b341",  # pyte calls yellow brown
     "blue": "#79c0ff", "magenta": "#d2a8ff", "cyan": "#56d4dd", "white": "#b1bac4",
 }  # fmt: skip
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
-BLOCKS = {"█": 1.0, "░": 0.25}  # character -> how much of its colour
+BLOCKS = {"█": 1.0, "░": 0.25}  # character -> opacity of its colour
 
 
 class Style(NamedTuple):
     colour: str
     background: str
     bold: bool
-    block: float  # 0 unless one of BLOCKS
+    block: float  # 0 unless the character is one of BLOCKS
 
 
 def _colour(name: str, default: str) -> str:
-    """pyte's names, or six hexadecimal digits of one of the 256 colours."""
+    """Convert pyte's colour names, or six hexadecimal digits for one of the 256 colours."""
     if name == "default":
         return default
     name = name.replace("bright", "")
@@ -46,7 +46,7 @@ def _style(cell: pyte.screens.Char) -> Style:
 
 
 def _line(row: int, cells: list[pyte.screens.Char]) -> Iterator[str]:
-    """What is to be seen of one line of the screen."""
+    """Yield the elements of one line of the screen."""
     y, column = MARGIN + row * CELL_HEIGHT, 0
     for style, group in groupby(cells, _style):
         text = "".join(cell.data for cell in group)
@@ -59,7 +59,7 @@ def _line(row: int, cells: list[pyte.screens.Char]) -> Iterator[str]:
             bar = f'x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{CELL_HEIGHT - 6}"'
             yield f'<rect {bar} fill="{style.colour}" opacity="{style.block}"/>'
         elif text.strip():
-            # words of their own, so that a font with another width shifts none of them
+            # word by word, so that a font of another width shifts no word
             yield from _words(text, x, y + BASELINE, style)
 
 
@@ -79,7 +79,7 @@ def _words(text: str, x: float, y: float, style: Style) -> Iterator[str]:
 
 
 def lines(screen: pyte.Screen) -> list[list[pyte.screens.Char]]:
-    """Its cells, without empty lines above and below."""
+    """Return the rows of cells without empty rows at the top and bottom."""
     used = [row for row, text in enumerate(screen.display) if text.strip()]
     rows = range(used[0], used[-1] + 1) if used else range(0)
     return [[screen.buffer[row][column] for column in range(screen.columns)] for row in rows]

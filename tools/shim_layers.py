@@ -1,6 +1,6 @@
-"""Which folder of the shim may include which: SHIM_LAYERS in shim.mk, lowest first. Prints what is wrong.
+"""Check which folder of the shim includes which, against SHIM_LAYERS in shim.mk (lowest first). Prints violations.
 
-A header declares what its own folder defines: tests/shim/test_symbols.py looks at that in what was compiled.
+A header declares only what its own folder defines: tests/shim/test_symbols.py checks that in the compiled objects.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHIM = Path(__file__).resolve().parents[1] / "shim"
-BESIDE = {"nvml": ("include", "core")}  # a library of its own
+BESIDE = {"nvml": ("include", "core")}  # a separate library
 
 
 def layers() -> dict[str, tuple[str, ...]]:
-    """folder -> those that it may include, itself not among them."""
+    """Map each folder to the other folders that it may include."""
     found = re.search(r"^SHIM_LAYERS := (.*)", (SHIM / "shim.mk").read_text(), re.M)
     assert found
     names = ("include", *found[1].split())

@@ -1,10 +1,11 @@
-"""Which blocks of memory a start reads and writes: see hook/snapshot/snapshot.c.
+"""Print the blocks of memory that a start reads or writes: see hook/snapshot/snapshot.c.
 
-python -m tools.train SNAPSHOT     as root, after `make build`; their numbers to standard output
+python -m tools.train SNAPSHOT     as root, after `make build`; prints the numbers of the blocks
 
-SNAPSHOT has a page for each block, and stops when it has nothing more to do: pages that it has by then were touched.
-Blocks count that are touched in each of some starts by the runtime, by its createRuntime or by its poststop hook; what
-several of them need is in the first area, what one needs is in an area of its own.
+SNAPSHOT must be built with a page for each block, and it stops when it has nothing more to do; the pages in memory at
+that time were touched. A block counts if it is touched in every one of several starts by the runtime, by the
+createRuntime hook or by the poststop hook. Blocks that several of these need go into the first area; each has another
+area for the blocks that only it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.runc import Container
 
 STARTS = 3
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
-PAGE, POOL, HEADER, AREA, AREAS, FINE = 4096, 0x10000000, 8, 3 << 18, 4, 64  # snapshot.c
+PAGE, POOL, HEADER, AREA, AREAS, FINE = 4096, 0x10000000, 8, 3 << 18, 4, 64  # as in snapshot.c
 LARGEST = 4 * PAGE
 LARGEST_KIND = 280
 
@@ -43,12 +44,12 @@ def pool_in(snapshot: bytes) -> memoryview:
 
 
 def blocks_of(pool: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """(number, size, first page, number of pages) of each."""
+    """Yield (number, size, first page, number of pages) of each block."""
     at = HEADER + AREA * AREAS
     while at < len(pool):
         kind, number = struct.unpack_from("<II", pool, at)
         pages = 1
-        if 0 < kind <= LARGEST_KIND:  # else it is no block: memory for Python's frames
+        if 0 < kind <= LARGEST_KIND:  # otherwise it is memory for Python's frames, not a block
             size = 16 * kind if kind <= FINE else (kind - 1) % 4 + 5 << (kind - FINE - 1) // 4 + 8
             pages = -(-size // PAGE)
             yield number, size, at // PAGE, pages
@@ -56,8 +57,11 @@ def blocks_of(pool: memoryview) -> Iterator[tuple[int, int, int, int]]:
 
 
 def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> set[int]:
-    """The pages of the pool that a start reads or writes, which ends with a line that has `says`, or in silence. The
-    kernel maps what is in its cache around a page that is read, so nothing of the file is there."""
+    """Return the pages of the pool that a start touches.
+
+    The start must end with a line that contains `says`, or print nothing. The snapshot file is dropped from the page
+    cache first, because the kernel also maps cached pages around a page that is read.
+    """
     with open(snapshot, "rb") as cached:
         os.fsync(cached.fileno())
         os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -77,8 +81,10 @@ def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> se
 
 
 def as_hook(snapshot: Path, found: Path, program: str, words: list[str]) -> None:
-    """Of the container's init that the low-level runtime has just made; it then refuses the container. That its runtime
-    left one waiting is no matter here."""
+    """Return the pages that the hook touches for the container's init, just after the low-level runtime created it.
+
+    The snapshot then refuses the container. The runtime that waits for the hook does not matter here.
+    """
     for waiting in Path(words[words.index("--state") + 1]).glob("containers/*/hook"):
         waiting.unlink()
     pages = touched([program, *words], snapshot, len(pool_in(snapshot.read_bytes())))
@@ -109,8 +115,9 @@ def main() -> None:
 
 
 def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
-    """The pages that each start of the runtime touches, of its createRuntime hook, and of its poststop hook."""
-    plain, sparse = directory / "plain", directory / "sparse"  # programs that an ordinary Python runs, and the others
+    """Return the pages touched in every start: by the runtime, by its createRuntime hook, and by its poststop hook."""
+    # programs under an ordinary Python; programs with the snapshot to measure
+    plain, sparse = directory / "plain", directory / "sparse"
     for place in (plain, sparse):
         shutil.copytree(host.BUILD / "bin", place / "bin", symlinks=True)
         shutil.copytree(host.BUILD / "libexec", place / "libexec", ignore=shutil.ignore_patterns("snapshot"))
@@ -122,7 +129,7 @@ def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
     line = " ".join(shlex.quote(str(word)) for word in words)
     hook.write_text(f'#!/bin/sh\ncd {shlex.quote(os.getcwd())} && exec {line} "$@"\n')
     hook.chmod(0o755)
-    low_level = directory / "low-level"  # nobody can become this
+    low_level = directory / "low-level"  # a file that cannot be executed
     low_level.write_bytes(b"\0")
     low_level.chmod(0o755)
     sim = make_simhost(directory / "host", gpus=1)
@@ -137,7 +144,7 @@ def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
                 subprocess.run(command(node, plain, container), stderr=subprocess.DEVNULL)
     runtimes = []
     with closing(host.Node(directory / "refused", sim, runtime={"path": str(low_level)})) as node:
-        with Container(directory, ["true"], env=SHARE) as container:  # compiles the configuration
+        with Container(directory, ["true"], env=SHARE) as container:  # this start compiles the configuration
             subprocess.run(command(node, plain, container), stderr=subprocess.DEVNULL)
         for _ in range(STARTS):
             with Container(directory, ["true"], env=SHARE) as container:

@@ -1,4 +1,4 @@
-/* Arrays and mipmapped arrays. Each takes whole blocks of its own. */
+/* Arrays and mipmapped arrays. Each occupies whole blocks. */
 #include "array.h"
 
 #include <stdlib.h>
@@ -41,7 +41,7 @@ static size_t at_least_one(size_t n) {
     return n ? n : 1;
 }
 
-/* Fills the shape of one level; returns its bytes, 0 when the description makes no sense. */
+/* Fills the shape of one level. Returns its bytes, or 0 when the description is invalid. */
 static uint64_t lay_out(struct array *a, const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned level) {
     unsigned element = array_element_bytes(d->Format, d->NumChannels);
     bool layered = d->Flags & (CUDA_ARRAY3D_LAYERED | CUDA_ARRAY3D_CUBEMAP);
@@ -156,7 +156,7 @@ EXPORT CUresult cuArrayGetPlane(CUarray *plane, CUarray hArray, unsigned int ind
     (void)a;
     (void)index;
     CHECK_VALUE(plane);
-    return CUDA_ERROR_INVALID_VALUE; /* no planar formats */
+    return CUDA_ERROR_INVALID_VALUE; /* planar formats are not simulated */
 }
 
 EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY3D_DESCRIPTOR *d,

@@ -1,5 +1,5 @@
-/* Stream capture: what a stream is asked to do becomes nodes of a graph, and certain calls, here or
- * in other threads, make the capture invalid. */
+/* Stream capture: operations in a capturing stream become nodes of a graph. Certain calls, in
+ * this or in other threads, invalidate the capture. */
 #include "graph.h"
 
 #include <stdlib.h>
@@ -12,7 +12,7 @@ struct capture {
     cuuint64_t id;
     pthread_t thread;
     bool invalid, ended;
-    unsigned refs; /* of the list while it lasts, and of events recorded in it */
+    unsigned refs; /* held by the list while it lasts and by events recorded in it */
     struct capture *next;
 };
 
@@ -48,7 +48,7 @@ static CUresult add_deps(struct stream *s, struct node **deps, size_t n) {
     return CUDA_SUCCESS;
 }
 
-/* Ends with the stream at the new node. */
+/* Adds a node and makes it the stream's last one. */
 CUresult capture_work(struct stream *s, const struct work *work, struct node **out) {
     struct capture *c = s->capture;
     CHECK(!c->invalid, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
@@ -67,8 +67,8 @@ CUresult capture_work(struct stream *s, const struct work *work, struct node **o
     return CUDA_SUCCESS;
 }
 
-/* Documented with cuThreadExchangeStreamCaptureMode: when a potentially unsafe call is prohibited.
- */
+/* True if a potentially unsafe call is prohibited, by the rules of
+ * cuThreadExchangeStreamCaptureMode. */
 static bool prohibits(const struct capture *c) {
     bool own = pthread_equal(c->thread, pthread_self());
     switch (thread_mode) {
@@ -116,7 +116,8 @@ bool capture_allows_call(void) {
     return capture_allows_wait(NULL);
 }
 
-/* Work in the legacy stream would wait for blocking streams that are capturing. */
+/* False when work in the legacy stream would have to wait for a blocking stream that is
+ * capturing. */
 bool capture_allows_legacy(struct stream *s) {
     bool allowed = true;
     if (!sim.captures || !s->legacy)
@@ -145,7 +146,7 @@ CUresult capture_record_event(struct stream *s, struct event *e, unsigned flags)
     return CUDA_SUCCESS;
 }
 
-/* Waiting for a captured event takes a stream into that capture. */
+/* Adds a stream that waits for a captured event to that event's capture. */
 CUresult capture_wait_event(struct stream *s, struct event *e) {
     if (!e->capture) {
         s->capture->invalid = true;
@@ -201,7 +202,8 @@ static bool is_last(const struct graph *g, struct node *n) {
     return true;
 }
 
-/* Takes every stream out of the capture. True: all that they did was joined into the origin. */
+/* Removes every stream from the capture. True if all their work was joined into the origin
+ * stream. */
 static bool leave(struct capture *c) {
     bool joined = true;
     for (struct context *ctx = sim.contexts; ctx; ctx = ctx->next) {
@@ -237,7 +239,7 @@ static void close_capture(struct capture *c) {
     drop(c);
 }
 
-/* A stream that is destroyed takes its capture with it. */
+/* Destroying a stream ends its capture. */
 void capture_abandon(struct stream *s) {
     struct capture *c = s->capture;
     if (!c)

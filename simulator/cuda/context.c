@@ -1,4 +1,4 @@
-/* Contexts: primary and created ones, the stack of each thread, their overhead in memory. */
+/* Contexts: primary and created ones, each thread's stack of them, their overhead in memory. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -19,7 +19,7 @@ static bool is_listed(const struct context *ctx, uint64_t id) {
     return false;
 }
 
-/* A destroyed context may still be on a thread's stack; it is then as if none were current. */
+/* A destroyed context may still be on a thread's stack; the thread then has no current context. */
 struct context *current_context(void) {
     if (!depth || !stack[depth - 1].ctx)
         return NULL;

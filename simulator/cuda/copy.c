@@ -1,11 +1,11 @@
-/* Copies between host, device and arrays. Every one becomes a `struct copy` of host-addressable
+/* Copies between host, device and arrays. Each becomes a `struct copy` of host-addressable
  * boxes. */
 #include "array.h"
 #include "work.h"
 
 #include <string.h>
 
-/* False unless [va, va + bytes) is readable or writable memory of a device or of the host. */
+/* False unless all of [va, va + bytes) is accessible, as device memory or as host memory. */
 static bool is_device_box(uint64_t va, uint64_t bytes) {
     uint64_t start, size;
     struct mem *m = NULL;
@@ -45,8 +45,7 @@ static bool is_side(enum side side, uint64_t va, uint64_t bytes) {
     return is_device_box(va, bytes) || (side == ANY && may_be_host(va));
 }
 
-/* Host memory in a pageable copy has been read when the call returns, so sync is what it is there.
- */
+/* A pageable copy has read the host memory when the call returns, so treat it as synchronous. */
 static CUresult copy_flat(uint64_t dst, enum side to, uint64_t src, enum side from, size_t n,
                           CUstream stream, bool synchronous) {
     int entered = 0;
@@ -116,7 +115,7 @@ struct box {
     bool array;
 };
 
-/* One end of a 3D copy. False: the description makes no sense. */
+/* Fills one end of a 3D copy. False when the description is invalid. */
 static bool end_of(CUmemorytype type, const void *host, CUdeviceptr device, CUarray array,
                    size_t pitch, size_t height, size_t x, size_t y, size_t z,
                    const CUDA_MEMCPY3D *p, struct box *box) {
@@ -157,7 +156,7 @@ static bool end_of(CUmemorytype type, const void *host, CUdeviceptr device, CUar
     return box->array || is_side(side, box->base, bytes);
 }
 
-/* Fills the work of a 3D copy; INVALID_VALUE when it makes no sense. Call locked. */
+/* Fills the work of a 3D copy; INVALID_VALUE when the description is invalid. Call locked. */
 CUresult copy_work(const CUDA_MEMCPY3D *p, struct work *work) {
     struct box src, dst;
     CHECK_VALUE(p->Height && p->Depth);
@@ -233,7 +232,7 @@ EXPORT CUresult cuMemcpy3DAsync_v2(const CUDA_MEMCPY3D *p, CUstream hStream) {
     return copy_box(p, hStream, false);
 }
 
-/* The peer forms have the contexts where the plain ones have a reserved pointer. */
+/* The peer functions have a context where the plain ones have a reserved pointer. */
 _Static_assert(sizeof(CUDA_MEMCPY3D_PEER) == sizeof(CUDA_MEMCPY3D), "same shape");
 
 EXPORT CUresult cuMemcpy3DPeer(const CUDA_MEMCPY3D_PEER *p) {
@@ -249,7 +248,7 @@ EXPORT CUresult cuMemcpy3DPeerAsync(const CUDA_MEMCPY3D_PEER *p, CUstream hStrea
     return copy_box(&box, hStream, false);
 }
 
-/* A row of an array against flat memory or another array. */
+/* Copies a row between an array and flat memory or another array. */
 static CUresult copy_row(CUDA_MEMCPY3D box, size_t n, CUstream stream, bool synchronous) {
     box.WidthInBytes = n;
     box.Height = box.Depth = 1;

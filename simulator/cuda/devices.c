@@ -1,4 +1,4 @@
-/* Devices: count, names, attributes. */
+/* Devices: number, names, attributes. */
 #include "sim.h"
 
 #include <stdio.h>
@@ -13,8 +13,8 @@ struct attribute {
     int value;
 };
 
-/* As an Ampere-class card reports them; attributes not listed here are 0. What depends on the
- * simulated device is in attribute_of_device(). */
+/* The values of an Ampere-class card; attributes not listed here are 0. attribute_of_device()
+ * returns those that depend on the simulated device. */
 static const struct attribute attributes[] = {
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
     {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},

@@ -1,5 +1,5 @@
-/* From API call to work: into the stream, or into the graph that the stream captures; and what
- * work does to memory. */
+/* Dispatches an API call's work to the stream, or to the graph that the stream is capturing, and
+ * performs the work's effect on memory. */
 #include "work.h"
 
 #include <string.h>

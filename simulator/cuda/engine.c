@@ -1,10 +1,14 @@
-/* Streams on the device. A context's work is laid out on its own time, the time that the device has
- * given to it (scheduler.c), as it is issued: a kernel begins when what is before it in its stream
- * has ended and enough of the device's sixteen parts are free. A kernel of at least one block for
- * each multiprocessor takes all of them, so that such kernels run one after the other; events and
- * copies take none. What waits for a value in memory, a host function or another context stays in
- * its stream until that has come. A kernel that spins until a value in memory changes takes no
- * part: the context keeps the device in its turns, and its other streams go on. */
+/* Streams on the device.
+ *
+ * Work is scheduled, when it is issued, on its context's own clock: the device time that
+ * scheduler.c has given to the context. A kernel begins when earlier work in its stream has
+ * ended and enough of the device's sixteen parts are free. A kernel with at least one block per
+ * multiprocessor takes all parts, so such kernels run one after another; events and copies take
+ * no parts.
+ *
+ * Work that waits for a value in memory, a host function or another context stays in its stream
+ * until that wait is over. A kernel that spins until a value in memory changes takes no part:
+ * its context holds the device in its slices while its other streams continue. */
 #include "work.h"
 
 #include <stdlib.h>
@@ -49,7 +53,8 @@ void mark_drop(struct mark *mark) {
         free(mark);
 }
 
-/* When the context had attained `end_ns`, from the slices that are still known. */
+/* Returns when the context had attained `end_ns`, computed from the slices that are still
+ * recorded. */
 static uint64_t instant_of(const struct sim_queue *q, uint64_t end_ns, uint64_t fallback_ns) {
     unsigned n = q->n_slices < SIM_QUEUE_SLICES ? q->n_slices : SIM_QUEUE_SLICES;
     uint64_t at = fallback_ns;
@@ -69,7 +74,7 @@ static void finish_mark(struct mark *m, const struct sim_queue *q, uint64_t subm
     m->done = true;
 }
 
-/* A kernel that runs until a value in memory changes. True: it has. */
+/* Updates a kernel that spins on a value in memory. True when the value has changed. */
 static bool spin(struct op *op, struct sim_queue *q) {
     bool holds = value_holds(&op->work.kernel.flag);
     if (op->spinning == holds)
@@ -78,7 +83,7 @@ static bool spin(struct op *op, struct sim_queue *q) {
     return holds;
 }
 
-/* An op that waits for a processor: its value, its host function, a mark of another context. */
+/* True unless the op still waits for memory, a host function or an event of another context. */
 static bool is_ready(struct stream *s, struct op *op, struct sim_queue *q) {
     uint64_t attained_ns = q->attained_ns;
     switch (op->work.kind) {
@@ -93,8 +98,8 @@ static bool is_ready(struct stream *s, struct op *op, struct sim_queue *q) {
     case WORK_KERNEL:
         if (!op->work.kernel.waits)
             return true;
-        /* A flag that holds already will hold when the kernel begins, if nobody writes until then.
-         */
+        /* If the flag already holds, it will hold when the kernel begins unless it is written
+         * before then. */
         if (s->end_ns > attained_ns && (s->ctx->effects || !value_holds(&op->work.kernel.flag)))
             return false;
         return spin(op, q);
@@ -105,8 +110,9 @@ static bool is_ready(struct stream *s, struct op *op, struct sim_queue *q) {
     }
 }
 
-/* Legacy default stream and blocking streams wait for each other's earlier work. */
-static bool is_in_turn(const struct stream *s, const struct op *op) {
+/* Operations in the legacy default stream and in blocking streams wait for each other's earlier
+ * work. */
+static bool is_in_legacy_order(const struct stream *s, const struct op *op) {
     if (!stream_blocks_with_legacy(s))
         return true;
     for (const struct stream *o = s->ctx->streams; o; o = o->next) {
@@ -118,7 +124,7 @@ static bool is_in_turn(const struct stream *s, const struct op *op) {
     return true;
 }
 
-/* Of a kernel that is done; others have theirs when they are issued to the device. */
+/* True for a kernel that writes memory when it ends; other work writes when it is submitted. */
 static bool has_effect(const struct work *w) {
     return w->kind == WORK_KERNEL && w->kernel.sets;
 }
@@ -132,8 +138,8 @@ static void run_effect(const struct work *w) {
         run_value_write(&w->value);
 }
 
-/* When what is before an op has ended: in its stream or graph, where it waits for an event, and by
- * the rules of the legacy stream. */
+/* Returns when everything that the op depends on has ended: earlier work in its stream or graph,
+ * the event it waits for, and work that the legacy stream's rules put first. */
 static uint64_t ready_ns(const struct stream *s, const struct op *op, uint64_t attained_ns) {
     uint64_t ns = op->run ? graph_run_ready(op->run, op->node, s->end_ns) : s->end_ns;
     ns = later(ns, attained_ns);
@@ -145,9 +151,9 @@ static uint64_t ready_ns(const struct stream *s, const struct op *op, uint64_t a
     return ns;
 }
 
-/* Takes parts of the device: those that become free last before `ns`, where there are enough of
- * them, else also those that become free first after it. free_ns is in ascending order. Returns
- * when the kernel begins. */
+/* Reserves parts of the device and returns when the kernel begins. Among the parts that are free
+ * at `ns` it takes those that became free last; if they are too few, also those that become free
+ * first after it. Keeps free_ns in ascending order. */
 static uint64_t place(struct context *ctx, unsigned parts, uint64_t ns, uint64_t duration_ns) {
     uint64_t *free_ns = ctx->free_ns;
     unsigned before = 0, at = SIM_PARTS - parts;
@@ -197,7 +203,7 @@ static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) 
     bool moved = false;
     while (s->unsubmitted) {
         struct op *op = s->unsubmitted;
-        if (!is_in_turn(s, op) || !is_ready(s, op, q))
+        if (!is_in_legacy_order(s, op) || !is_ready(s, op, q))
             break;
         submit(s, op, q, now_ns);
         moved = true;
@@ -205,7 +211,7 @@ static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) 
     return moved;
 }
 
-/* True: memory was written. */
+/* Removes finished ops from the stream. True if one of them wrote memory. */
 static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns) {
     bool wrote = false;
     while (s->first && s->first->submitted && s->first->end_ns <= q->attained_ns) {
@@ -228,10 +234,11 @@ static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns)
     return wrote;
 }
 
-/* Brings the contexts up to date whose events a context waits for. One device is locked at a time:
- * it may be the same one. */
+/* Updates the contexts whose events this context waits for. Only one device is locked at a time,
+ * since it may be the same one. */
 static void progress_others(struct context *ctx) {
-    static bool inside; /* they may wait for each other, too: the service thread looks again */
+    /* stops recursion when contexts wait for each other; the service thread updates them later */
+    static bool inside;
     if (inside)
         return;
     inside = true;
@@ -243,7 +250,8 @@ static void progress_others(struct context *ctx) {
     inside = false;
 }
 
-/* Brings one context up to date: the device to now, then everything that became ready or done. */
+/* Updates a context: simulates its device up to now, then submits and retires ops until none is
+ * ready. */
 void engine_progress(struct context *ctx) {
     if (!ctx || !ctx->pending || !ctx->queue)
         return;
@@ -271,7 +279,7 @@ void engine_progress(struct context *ctx) {
         streams_drop_closed(ctx);
 }
 
-/* The end of what will be done first. */
+/* Returns the earliest end of a pending op. */
 static uint64_t first_end(const struct context *ctx, bool *submitted) {
     uint64_t end_ns = UINT64_MAX;
     for (const struct stream *s = ctx->streams; s; s = s->next)
@@ -281,8 +289,9 @@ static uint64_t first_end(const struct context *ctx, bool *submitted) {
     return end_ns;
 }
 
-/* A launch that may overlap with the kernel before it cannot when something was put between them:
- * the ledger tells, since no time shows it. */
+/* Counts programmatic launches in the ledger, as no duration shows whether they overlap. A
+ * launch that may overlap the preceding kernel cannot when an event was recorded between the
+ * two. */
 static void count_programmatic(struct context *ctx, enum work_kind before) {
     struct sim_device *d = device_of(ctx);
     sim_lock(d);
@@ -292,7 +301,7 @@ static void count_programmatic(struct context *ctx, enum work_kind before) {
     sim_unlock(d);
 }
 
-/* Appends to the stream. When the context's queue is full this blocks, as a launch does. */
+/* Appends work to the stream. Like a launch, it blocks while the context's queue is full. */
 CUresult engine_add(struct stream *s, const struct work *work, struct mark *mark) {
     return engine_add_node(s, work, mark, NULL, 0);
 }
@@ -331,6 +340,6 @@ CUresult engine_add_node(struct stream *s, const struct work *work, struct mark 
     ctx->effects += has_effect(work);
     engine_progress(ctx);
     if (s->unsubmitted || has_effect(work))
-        service_need(); /* something has to come first: see to it without being asked */
+        service_need(); /* something must happen first: have the service thread check for it */
     return CUDA_SUCCESS;
 }

@@ -1,4 +1,4 @@
-/* Names and texts of results, as a real 535 driver gives them (exports/errors-535.txt). */
+/* Names and descriptions of results, as in a real 535 driver (exports/errors-535.txt). */
 #include "sim.h"
 
 #include "procaddress.h"

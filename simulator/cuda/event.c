@@ -31,7 +31,8 @@ static void event_drop(struct event *e) {
     sim_bury(e, true);
 }
 
-/* Undefined afterwards, as with what the program destroyed itself (cuCtxDestroy). */
+/* Events of a destroyed context become invalid, like events that the program destroyed
+ * (cuCtxDestroy). */
 void events_drop_all(struct context *ctx) {
     while (ctx->events)
         event_drop(ctx->events);

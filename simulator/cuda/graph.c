@@ -154,7 +154,7 @@ EXPORT CUresult cuGraphClone(CUgraph *out, CUgraph original) {
     ENTER_GRAPH(g, original);
     CHECK_VALUE(out);
     CHECK(!graph_has_mem(g),
-          CUDA_ERROR_NOT_SUPPORTED); /* documented: such graphs cannot be cloned */
+          CUDA_ERROR_NOT_SUPPORTED); /* documented: a graph with memory nodes cannot be cloned */
     struct graph *copy = graph_copy(g);
     CHECK(copy, CUDA_ERROR_OUT_OF_MEMORY);
     *out = (CUgraph)copy;
@@ -192,7 +192,7 @@ EXPORT CUresult cuGraphDestroyNode(CUgraphNode hNode) {
     return CUDA_SUCCESS;
 }
 
-/* Fills up to *count handles; with a NULL list only counts. What is left over is zeroed. */
+/* Fills up to *count handles and zeroes the remaining ones; with a NULL list it only counts. */
 static CUresult list_nodes(struct node *const *from, size_t n, CUgraphNode *nodes, size_t *count) {
     for (size_t i = 0; nodes && i < *count; i++)
         nodes[i] = i < n ? (CUgraphNode)from[i] : NULL;

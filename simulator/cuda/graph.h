@@ -4,10 +4,10 @@
 
 #include "work.h"
 
-/* The memory of an allocation node: an address for good, physical memory while a launch holds it.
- */
+/* The memory of an allocation node: a permanent address, and physical memory while a launch uses
+ * it. */
 struct graph_mem {
-    struct mem *span; /* address only, kind MEM_GRAPH */
+    struct mem *span; /* address range without memory, of kind MEM_GRAPH */
     uint64_t bytes;
     unsigned refs;
     bool live;
@@ -21,9 +21,9 @@ struct node {
     struct node **deps;
     size_t n_deps;
     struct graph_mem *mem;
-    struct node *original; /* in a clone: the node that it was made from */
+    struct node *original; /* in a clone: the node that it was copied from */
     unsigned visit;
-    unsigned index; /* in the launch that is being made */
+    unsigned index; /* position in the launch that is being prepared */
     struct node *next;
 };
 
@@ -31,7 +31,7 @@ struct graph {
     uint32_t magic;
     struct node *first, *last;
     size_t n_nodes;
-    bool owned; /* belongs to a child node or an executable graph: not a handle of its own */
+    bool owned; /* belongs to a child node or an executable graph, so it has no handle */
 };
 
 struct exec {
@@ -46,7 +46,7 @@ struct graph *graph_copy(const struct graph *graph);
 struct node *graph_add(struct graph *graph, const struct work *work, struct node *const *deps,
                        size_t n_deps);
 bool graph_depend(struct node *node, struct node *on);
-/* All nodes, each after those that it depends on. NULL when there is a cycle. Free with free(). */
+/* Returns all nodes, each after its dependencies; NULL when there is a cycle. Free with free(). */
 struct node **graph_order(const struct graph *graph);
 
 /* graphrun.c */

@@ -7,7 +7,7 @@ static CUresult instantiate(CUgraphExec *out, CUgraph hGraph, unsigned long long
     struct graph *g = (struct graph *)hGraph;
     CHECK_VALUE(out && sim_is(g, OBJ_GRAPH));
     struct node **order = graph_order(g);
-    CHECK_VALUE(order); /* a cycle */
+    CHECK_VALUE(order); /* NULL: the graph has a cycle */
     free(order);
     struct exec *x = calloc(1, sizeof *x);
     struct graph *copy = x ? graph_copy(g) : NULL;
@@ -101,7 +101,7 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec hExec, CUstream hStream) {
     return result;
 }
 
-/* Succeeds when the graphs have the same shape: as many nodes, the same kinds in the same order. */
+/* Succeeds when both graphs have the same number of nodes, of the same kinds in the same order. */
 EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec hExec, CUgraph hGraph,
                                      CUgraphExecUpdateResultInfo *info) {
     ENTER_EXEC(x, hExec);
@@ -152,7 +152,7 @@ EXPORT CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hExec, CUgraphNod
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/* User objects: a function that is called when the last reference goes. */
+/* User objects: a destructor is called when the last reference is released. */
 struct user_object {
     uint32_t magic;
     unsigned refs;

@@ -1,6 +1,6 @@
-/* Memory that graphs allocate. Addresses are fixed when the node is made; physical memory comes
- * when a graph runs (or is uploaded), stays with the device's graph pool when it is freed, and
- * leaves it when the pool is trimmed. */
+/* Memory that graphs allocate. The address is fixed when the node is created. Physical memory is
+ * allocated when the graph runs (or is uploaded), stays in the device's graph pool when it is
+ * freed, and is released when the pool is trimmed. */
 #include "graph.h"
 
 #include <stdlib.h>
@@ -75,7 +75,8 @@ bool graph_has_mem(const struct graph *graph) {
     return false;
 }
 
-/* Makes room for one run of the graph: the most that it holds at one time, in its order. */
+/* Reserves memory for one run of the graph: the most that it holds at a time, in its execution
+ * order. */
 CUresult graph_mem_reserve(const struct graph *graph) {
     if (!graph_has_mem(graph))
         return CUDA_SUCCESS;
@@ -143,7 +144,7 @@ EXPORT CUresult cuDeviceGetGraphMemAttribute(CUdevice dev, CUgraphMem_attribute 
     return CUDA_SUCCESS;
 }
 
-/* Only the high marks, and only to 0: then they are the current values. */
+/* Only the high-water marks can be set, and only to 0, which resets them to the current values. */
 EXPORT CUresult cuDeviceSetGraphMemAttribute(CUdevice dev, CUgraphMem_attribute attr, void *value) {
     ENTER();
     CHECK_DEVICE(dev);

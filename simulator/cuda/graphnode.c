@@ -1,4 +1,4 @@
-/* Nodes: adding them, and reading and changing what they do. */
+/* Nodes: adding them, and reading and changing their parameters. */
 #include "graph.h"
 
 #include <string.h>
@@ -8,7 +8,7 @@ static struct node *node_of(CUgraphNode handle, int kind) {
     return sim_is(n, OBJ_NODE) && (kind < 0 || (int)n->work.kind == kind) ? n : NULL;
 }
 
-/* Call locked. */
+/* Adds a node to a graph. Call locked. */
 static CUresult add(CUgraphNode *out, CUgraph hGraph, const CUgraphNode *deps, size_t n_deps,
                     const struct work *work) {
     struct graph *g = (struct graph *)hGraph;
@@ -78,7 +78,7 @@ EXPORT CUresult cuGraphAddHostNode(ADD_PARAMETERS, const CUDA_HOST_NODE_PARAMS *
     return ADD(&work);
 }
 
-/* The child is copied. */
+/* The node gets a copy of the child graph. */
 EXPORT CUresult cuGraphAddChildGraphNode(ADD_PARAMETERS, CUgraph child) {
     ENTER();
     CHECK_VALUE(sim_is(child, OBJ_GRAPH) && child != hGraph);
@@ -184,8 +184,8 @@ EXPORT CUresult cuGraphNodeGetType(CUgraphNode hNode, CUgraphNodeType *type) {
     return CUDA_SUCCESS;
 }
 
-/* GET: copies a part of the node's work out. SET: replaces it by what `fill` makes of the
- * parameters. */
+/* GET defines a function that returns part of the node's work. SET defines one that replaces the
+ * work by what `fill` makes of the parameters. */
 #define GET(name, kind, type, field) \
     EXPORT CUresult name(CUgraphNode hNode, type *params) { \
         ENTER(); \
@@ -222,7 +222,8 @@ GET_HANDLE(cuGraphChildGraphNodeGetGraph, WORK_CHILD, CUgraph, child)
 GET_HANDLE(cuGraphEventRecordNodeGetEvent, WORK_RECORD, CUevent, event)
 GET_HANDLE(cuGraphEventWaitNodeGetEvent, WORK_WAIT, CUevent, event)
 
-/* The node's twin in an executable graph, or the node itself. */
+/* Finds the node's counterpart in an executable graph, or returns the node itself if exec is
+ * NULL. */
 static struct node *twin(struct exec *exec, CUgraphNode hNode, enum work_kind kind) {
     struct node *n = node_of(hNode, (int)kind);
     if (!exec || !n)

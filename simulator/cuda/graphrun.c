@@ -1,18 +1,18 @@
-/* Launches of graphs: the nodes go into the stream, and each begins when those that it depends on
- * have ended. */
+/* Graph launches: all nodes go into the stream, and each begins when its dependencies have
+ * ended. */
 #include "graph.h"
 
 #include <stdlib.h>
 
-/* One launch, as long as anything of it is on its way. */
+/* One launch, kept until all its ops are done. */
 struct graph_run {
-    unsigned refs; /* of its ops, of the runs of child graphs, and while it is made */
+    unsigned refs; /* held by its ops, by the runs of child graphs, and while it is being created */
     struct graph_run *parent;
     unsigned parent_node;
     bool begun;
-    uint64_t base_ns; /* what was before it in the stream has ended */
+    uint64_t base_ns; /* end of the earlier work in the stream */
     uint64_t *end_ns; /* by node */
-    unsigned *first;  /* by node: of its dependencies; those of a node end where the next's begin */
+    unsigned *first;  /* by node: index of its first dependency; those of the next node follow */
     unsigned *dependency;
 };
 

@@ -1,4 +1,4 @@
-/* Page-locked host memory: takes nothing of the device. */
+/* Page-locked host memory: uses no device memory. */
 #include "sim.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* Functions and launches. A kernel does nothing but take its time: see module.c. */
+/* Functions and launches. A kernel only takes time: see module.c. */
 #include "module.h"
 #include "work.h"
 
@@ -40,7 +40,8 @@ EXPORT CUresult cuFuncSetSharedMemConfig(CUfunction hfunc, CUsharedconfig config
     return CUDA_SUCCESS;
 }
 
-/* An argument of 64 bits, like those before it. False: none were given. */
+/* Reads an argument of 64 bits, if all before it are 64 bits too. False when there are no
+ * arguments. */
 static bool argument(const CUDA_KERNEL_NODE_PARAMS *p, unsigned index, uint64_t *value) {
     const void *at = p->kernelParams ? p->kernelParams[index] : NULL;
     for (void **extra = p->extra; !at && extra && *extra != CU_LAUNCH_PARAM_END; extra += 2)
@@ -51,9 +52,9 @@ static bool argument(const CUDA_KERNEL_NODE_PARAMS *p, unsigned index, uint64_t 
     return at != NULL;
 }
 
-/* wait_flag(address, value) spins until the 32 bits there are at least value, set_flag(address,
- * value) writes them when it ends: so that kernels can depend on each other as they do on hardware.
- */
+/* Kernels can depend on each other as on hardware: wait_flag(address, value) spins until the
+ * 32-bit value at the address is at least `value`, and set_flag(address, value) writes it when
+ * it ends. */
 static void read_flag(const struct function *f, const CUDA_KERNEL_NODE_PARAMS *p,
                       struct kernel_call *call) {
     uint64_t address, value;
@@ -108,7 +109,7 @@ struct attributes {
     bool cooperative, programmatic;
 };
 
-/* All blocks of a cooperative launch run at the same time. */
+/* All blocks of a cooperative launch must fit on the device at the same time. */
 static CUresult check_cooperative(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p) {
     uint64_t threads = (uint64_t)p->blockDimX * p->blockDimY * p->blockDimZ;
     uint64_t blocks = (uint64_t)p->gridDimX * p->gridDimY * p->gridDimZ;
@@ -221,7 +222,7 @@ EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list, u
     return CUDA_SUCCESS;
 }
 
-/* The launches of CUDA 1: block shape and parameters are state of the function. */
+/* The launch functions of CUDA 1: block shape and parameters are state of the function. */
 EXPORT CUresult cuFuncSetBlockShape(CUfunction hfunc, int x, int y, int z) {
     ENTER_FUNCTION(f, hfunc);
     (void)f;

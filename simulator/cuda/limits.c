@@ -1,4 +1,4 @@
-/* A context's limits, and what they take of device memory. */
+/* A context's limits and the device memory that they use. */
 #include "sim.h"
 
 #define THREADS_PER_SM 2048u
@@ -7,7 +7,7 @@
 #define DEFAULT_HEAP (8u << 20)
 #define DEFAULT_DEPTH 2u
 #define DEFAULT_PENDING 2048u
-#define DEPTH_BYTES (150ull << 20) /* documented: up to 150 MB for each level */
+#define DEPTH_BYTES (150ull << 20) /* documented: up to 150 MB per level */
 #define PENDING_BYTES 1024ull      /* assumed */
 
 void limits_open(struct context *ctx) {
@@ -19,7 +19,7 @@ void limits_open(struct context *ctx) {
     ctx->limit[CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64;
 }
 
-/* What a limit takes of device memory. The defaults are part of the context's overhead. */
+/* Device memory used by a limit. The defaults are part of the context's overhead. */
 static uint64_t limit_bytes(const struct context *ctx, CUlimit limit, size_t value) {
     uint64_t sms = sim.device[ctx->device].sim.state->config.sm_count;
     switch (limit) {

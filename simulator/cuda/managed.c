@@ -1,12 +1,14 @@
-/* Managed memory: which of its 2 MiB blocks are on the device, and what it costs to use the others.
+/* Managed memory: which of its 2 MiB blocks are on the device, and the time for using the
+ * others.
  *
- * A block begins on the host. A kernel that reads it fetches it over the bus: one that prefers the
- * host stays there, so each reading pays; any other comes to the device (a fault, and the way over
- * the bus) and is charged there. Where the device is full managed memory of other processes goes
- * back, else one of the process's own blocks first, which is another way over the bus. Physical
- * memory of the host (vmm.c) is read over the bus each time. Only kernels
- * called `sweep` read memory (launch.c): sweep_ns_arg(ns, address, bytes) takes `ns` when all of it
- * is on the device. */
+ * A block begins on the host. When a kernel reads it, it is fetched over the bus. A block that
+ * prefers the host stays there, so every read takes that time; any other migrates to the device
+ * (a fault plus the transfer) and is charged there. If the device is full, managed memory of
+ * other processes is evicted first, then one of the process's own blocks, which costs another
+ * transfer. Host memory allocated with cuMemCreate (vmm.c) is read over the bus every time.
+ *
+ * Only kernels called `sweep` read memory (launch.c): sweep_ns_arg(ns, address, bytes) takes
+ * `ns` when all of it is on the device. */
 #include "work.h"
 
 #include <string.h>
@@ -39,7 +41,7 @@ void managed_leave(struct mem *m) {
         leave(m, i);
 }
 
-/* A block of the same process, the one that was looked at longest ago, more or less. */
+/* Evicts a block of the same process, approximately the least recently used one. */
 static bool make_room(int device) {
     static uint64_t next;
     struct device *d = &sim.device[device];
@@ -52,8 +54,8 @@ static bool make_room(int device) {
     return false;
 }
 
-/* What others have driven out is noticed here. */
-static void hear_of_evictions(int device) {
+/* Marks blocks as not resident if other processes evicted them. */
+static void note_evictions(int device) {
     struct device *d = &sim.device[device];
     for (uint64_t i = 0; d->sim.state->client[d->sim.client - 1].evicted_bytes; i++)
         if (i > 1000000 || !make_room(device))
@@ -82,7 +84,7 @@ uint64_t managed_read_ns(uint64_t va, uint64_t bytes) {
     if (!bytes || !mem_range(va, &start, &size, &m) || m->kind != MEM_MANAGED ||
         va - start + bytes > size)
         return 0;
-    hear_of_evictions(m->device);
+    note_evictions(m->device);
     for (uint64_t i = (va - m->va) / SIM_BLOCK; i <= (va - m->va + bytes - 1) / SIM_BLOCK; i++)
         ns += read_block_ns(m, i);
     return ns;
@@ -104,11 +106,11 @@ EXPORT CUresult cuMemPrefetchAsync(CUdeviceptr ptr, size_t count, CUdevice dst, 
     CUresult result = check_managed(ptr, count, &m);
     CHECK(result == CUDA_SUCCESS, result);
     CHECK_HANDLE(s);
-    hear_of_evictions(m->device);
+    note_evictions(m->device);
     for (uint64_t i = (ptr - m->va) / SIM_BLOCK; i <= (ptr - m->va + count - 1) / SIM_BLOCK; i++) {
         bool was = m->place[i] & PLACE_RESIDENT;
         if (dst == m->device)
-            arrive(m, i); /* as far as there is room */
+            arrive(m, i); /* as much as fits */
         else
             leave(m, i);
         moved += was != (bool)(m->place[i] & PLACE_RESIDENT);

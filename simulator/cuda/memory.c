@@ -61,7 +61,7 @@ void mem_give_all(struct context *ctx) {
     small_drop_all(ctx);
     while (ctx->mems) {
         if (ctx->mems->kind == MEM_ARRAY && ctx->mems->owner)
-            *(uint32_t *)ctx->mems->owner = 0; /* its handle is dead */
+            *(uint32_t *)ctx->mems->owner = 0; /* invalidates its handle */
         mem_give(ctx->mems);
     }
 }
@@ -122,7 +122,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize) {
     return mem_alloc(ctx, bytesize, dptr);
 }
 
-/* Waits for the context's work, as the real one does. */
+/* Waits for the context's work, like the real cuMemFree. */
 EXPORT CUresult cuMemFree_v2(CUdeviceptr dptr) {
     ENTER_CONTEXT(ctx);
     if (!dptr)
@@ -150,8 +150,8 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t Wid
     return result;
 }
 
-/* In whole blocks, like the real unified-memory blocks; on the host until it is used (managed.c).
- */
+/* Occupies whole blocks, like unified memory of the real driver, on the host until used
+ * (managed.c). */
 EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags) {
     ENTER_CONTEXT(ctx);
     CUresult error;
@@ -190,7 +190,7 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdev
     return CUDA_SUCCESS;
 }
 
-/* The oldest forms have 32 bits for sizes: larger ones saturate. */
+/* The oldest functions return 32-bit sizes: larger values saturate. */
 static unsigned int saturated(size_t bytes) {
     return bytes > UINT32_MAX ? UINT32_MAX : (unsigned int)bytes;
 }

@@ -1,12 +1,10 @@
-/* Small things that programs ask for: the linker, the profiler, textures, advice on managed memory.
- */
+/* Small parts of the API: the linker, the profiler, textures, advice on managed memory. */
 #include "sim.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The private tables hold what no public call gives; who asks for one must be able to do without.
- */
+/* No private table is simulated: callers must cope without what only such a table offers. */
 EXPORT CUresult cuGetExportTable(const void **table, const CUuuid *id) {
     CHECK_VALUE(table && id);
     *table = NULL;
@@ -24,7 +22,7 @@ EXPORT CUresult cuProfilerStop(void) {
     return CUDA_SUCCESS;
 }
 
-/* The linker gives back the last image that it was given. */
+/* The linker returns the last image that it was given. */
 struct link {
     uint32_t magic;
     void *data;
@@ -82,7 +80,7 @@ EXPORT CUresult cuLinkDestroy(CUlinkState state) {
     return CUDA_SUCCESS;
 }
 
-/* Textures and surfaces: a description that can be asked for again. */
+/* Textures and surfaces: only their description is stored, for queries. */
 struct texture {
     uint32_t magic;
     CUDA_RESOURCE_DESC resource;

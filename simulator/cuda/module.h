@@ -18,9 +18,9 @@ struct function {
 struct module {
     uint32_t magic;
     struct context *ctx;
-    struct library *library; /* NULL: loaded by itself */
+    struct library *library; /* NULL: loaded without a library */
     struct image image;
-    bool loaded; /* its memory was taken */
+    bool loaded; /* memory for it was allocated */
     struct mem *mem;
     struct function *functions;
     struct module *next;
@@ -48,7 +48,7 @@ struct library {
     struct function *f = function_of(ctx, handle, &function_error); \
     CHECK(f, function_error)
 
-/* The function behind a CUfunction or a CUkernel handle, in the context. NULL: none. */
+/* Finds the function of a CUfunction or CUkernel handle in a context; NULL when there is none. */
 struct function *function_of(struct context *ctx, CUfunction handle, CUresult *error);
 CUresult module_open(struct context *ctx, struct image *image, struct library *library,
                      struct module **out);
@@ -56,7 +56,7 @@ CUresult module_load(struct module *module);
 void module_close(struct module *module);
 CUresult module_function(struct module *module, const char *name, struct function **out);
 CUresult module_global(struct module *module, const char *name, CUdeviceptr *va, size_t *bytes);
-uint64_t blocks_per_processor(int block); /* of so many threads */
+uint64_t blocks_per_processor(int block); /* for blocks of this many threads */
 bool image_read_file(const char *path, struct image *image);
 bool loading_is_lazy(void);
 #endif

@@ -1,8 +1,8 @@
-/* A client of MPS, as far as the driver's own library shows itself to a control daemon without a
- * GPU (simulator/mpscontrol.py has the other end): it connects while it is initialised, reads the
- * environment then and never again, and goes on without MPS where nobody listens. What follows the
- * first four bytes is this simulator's own, and what a client may have is as documented: the
- * smaller of its own words and the daemon's. */
+/* A client of MPS, as an MPS control daemon without a GPU sees the driver
+ * (simulator/mpscontrol.py is the other end). It connects and reads the environment once, during
+ * initialisation, and continues without MPS if no daemon listens. After the first four bytes the
+ * protocol is the simulator's own. The limits follow the documentation: the smaller of the
+ * client's and the daemon's. */
 #include "sim.h"
 
 #include <fcntl.h>
@@ -16,14 +16,14 @@
 
 struct asked {
     double percent;
-    uint64_t memory_bytes; /* 0: not said */
+    uint64_t memory_bytes; /* 0: not set */
 };
 struct answer {
     uint32_t result;
     uint32_t reserved;
     double percent;
     uint64_t memory_bytes; /* 0: no limit */
-    char shared[64];       /* of /dev/shm */
+    char shared[64];       /* name in /dev/shm */
 };
 
 static struct answer granted;
@@ -45,7 +45,7 @@ static int connected(void) {
     return -1;
 }
 
-/* "0=1500M"; also G. */
+/* Parses "0=1500M"; the suffix G works too. */
 static uint64_t pinned_limit(void) {
     const char *text = getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
     unsigned long long number;
@@ -71,7 +71,8 @@ CUresult mps_connect(void) {
     int shared = spoken && !granted.result ? shm_open(granted.shared, O_RDWR, 0) : -1;
     if (shared >= 0) {
         close(shared);
-        is_client = true; /* the descriptor stays: its end is how the daemon hears of ours */
+        /* the socket stays open: the daemon detects this client's exit by its closing */
+        is_client = true;
         return CUDA_SUCCESS;
     }
     close(fd);

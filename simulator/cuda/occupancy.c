@@ -1,4 +1,4 @@
-/* How many blocks of a kernel run at the same time. */
+/* How many blocks of a kernel can run at the same time. */
 #include "module.h"
 
 uint64_t blocks_per_processor(int block) {

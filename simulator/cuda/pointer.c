@@ -1,4 +1,4 @@
-/* What an address is. */
+/* Queries about addresses: which memory an address belongs to. */
 #include "sim.h"
 
 struct facts {
@@ -99,7 +99,7 @@ EXPORT CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute,
     return answer(data, attribute, ptr, &f);
 }
 
-/* Unknown addresses are no error here: the answers say so. */
+/* An unknown address is not an error in this function; the attributes report it. */
 EXPORT CUresult cuPointerGetAttributes(unsigned int n, CUpointer_attribute *attributes, void **data,
                                        CUdeviceptr ptr) {
     ENTER();

@@ -1,5 +1,5 @@
-/* Pools reserve memory in steps of 32 MiB and hand out parts of it. What is freed stays reserved
- * until a synchronisation finds more than the release threshold, or until it is trimmed. */
+/* Pools reserve memory in steps of 32 MiB and allocate from it. Freed memory stays reserved
+ * until a synchronisation finds more than the release threshold, or until the pool is trimmed. */
 #include "pool.h"
 
 #include <stdlib.h>
@@ -29,7 +29,7 @@ static struct pool *open_pool(int device, const CUmemPoolProps *props) {
     return p;
 }
 
-/* The device's default pool exists from the first time that anybody asks. */
+/* Returns the device's default pool, which is created when it is first requested. */
 CUresult pool_of_device(int device, struct pool **pool) {
     struct device *d = &sim.device[device];
     CUresult result = join_device(device);
@@ -57,7 +57,7 @@ static void put_segment(struct chunk *c, struct segment *s) {
     c->at[s->offset / SIM_UNIT] = s;
 }
 
-/* Reserves `bytes` more: physical memory, except for pools on the host. */
+/* Reserves `bytes` more: device memory, or host memory for pools on the host. */
 static CUresult reserve(struct pool *p, uint64_t bytes, struct chunk **out) {
     CUresult error = CUDA_ERROR_OUT_OF_MEMORY;
     CHECK(!p->max_bytes || p->reserved + bytes <= p->max_bytes, CUDA_ERROR_OUT_OF_MEMORY);
@@ -163,7 +163,7 @@ CUresult pool_alloc(struct pool *p, uint64_t bytes, CUdeviceptr *va) {
     return CUDA_SUCCESS;
 }
 
-/* Joins s with a free neighbour behind it. */
+/* Merges s with the free segment behind it. */
 static void join_next(struct chunk *c, struct segment *s) {
     struct segment *n = s->next;
     if (!n || n->used)
@@ -244,7 +244,7 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *handle, const CUmemPoolProps *prop
     return CUDA_SUCCESS;
 }
 
-/* What is still allocated from it keeps its memory until it is freed. */
+/* Memory that is still allocated from the pool stays until it is freed. */
 EXPORT CUresult cuMemPoolDestroy(CUmemoryPool handle) {
     ENTER();
     struct pool *p = pool_of(handle);

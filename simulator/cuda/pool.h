@@ -10,14 +10,14 @@ struct segment {
     struct segment *next, *prev;
 };
 
-/* Memory that a pool reserved in one go. */
+/* One reservation of a pool. */
 struct chunk {
     struct mem *mem;
     struct pool *pool;
     struct segment *segments;
     struct segment **at; /* by 512-byte unit: the segment that starts there */
     uint64_t used_bytes;
-    uint64_t room; /* no free segment is longer than this */
+    uint64_t room; /* upper bound on the length of a free segment */
     struct chunk *next, *prev;
 };
 

@@ -1,4 +1,4 @@
-/* The rest of the pools' interface: attributes, current pool, stream-ordered calls. */
+/* The rest of the pool API: attributes, current pool, stream-ordered calls. */
 #include "pool.h"
 #include "work.h"
 
@@ -45,7 +45,7 @@ EXPORT CUresult cuMemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute a
     return CUDA_SUCCESS;
 }
 
-/* High marks may only be set to 0, which means: to the current value. */
+/* High-water marks can only be set to 0, which resets them to the current value. */
 EXPORT CUresult cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attr, void *value) {
     ENTER();
     struct pool *p = pool_of(handle);
@@ -120,7 +120,7 @@ EXPORT CUresult cuDeviceSetMemPool(CUdevice dev, CUmemoryPool handle) {
     return CUDA_SUCCESS;
 }
 
-/* On a capturing stream the allocation becomes a node of the graph. */
+/* In a capturing stream the allocation becomes a node of the graph. */
 static CUresult alloc_async(struct context *ctx, struct pool *p, CUdeviceptr *dptr, size_t bytes,
                             CUstream hStream) {
     struct stream *s = stream_of(ctx, hStream);

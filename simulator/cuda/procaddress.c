@@ -1,4 +1,4 @@
-/* cuGetProcAddress: the answers that a real 535 driver gave, from exports/procaddress-535.txt. */
+/* cuGetProcAddress: returns what a real 535 driver returned, from exports/procaddress-535.txt. */
 #include "sim.h"
 
 #include <dlfcn.h>
@@ -12,8 +12,9 @@ extern const unsigned sim_n_procs;
 #define KNOWN_FLAGS \
     (CU_GET_PROC_ADDRESS_LEGACY_STREAM | CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM)
 
-/* The newest version that is not newer than asked for; with per-thread streams wanted, that table
- * stands alone: a function without such a variant is in it under its plain name. */
+/* Finds the newest version that is not newer than the requested one. The table for per-thread
+ * streams is complete by itself: a function without such a variant is in it under its plain
+ * name. */
 static void *look_up(const char *name, unsigned version, bool per_thread, bool *known) {
     void *found = NULL;
     *known = false;

@@ -1,4 +1,4 @@
-/* Initialisation, fork, and which context is current. */
+/* Initialisation, fork, and the current context. */
 #include "sim.h"
 
 #include <signal.h>
@@ -8,7 +8,8 @@
 
 struct process sim = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* One word that a forked child reads as zero (MADV_WIPEONFORK): a child has no driver. */
+/* A word that a forked child reads as zero (MADV_WIPEONFORK), since the driver does not work
+ * there. */
 static uint32_t *alive;
 static bool was_initialised;
 
@@ -28,7 +29,7 @@ void sim_leave(int *entered) {
         pthread_mutex_unlock(&sim.lock);
 }
 
-/* Whole GPUs, and one MIG device, which is all of them that a process can use. */
+/* Opens whole GPUs, and the first MIG device, since a process can use only one. */
 static unsigned open_devices(struct sim_device *found) {
     struct sim_device mig[SIM_MAX_DEVICES];
     unsigned all = sim_open_devices(found, SIM_MAX_DEVICES - 1), n = 0;
@@ -43,7 +44,7 @@ static unsigned open_devices(struct sim_device *found) {
 static CUresult initialise(void) {
     if (was_initialised)
         return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
-    CUresult result = mps_connect(); /* before it looks for devices */
+    CUresult result = mps_connect(); /* before opening devices */
     if (result != CUDA_SUCCESS)
         return result;
     struct sim_device found[SIM_MAX_DEVICES];
@@ -68,14 +69,14 @@ EXPORT CUresult cuInit(unsigned flags) {
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
     if (was_initialised && !is_ready())
-        return CUDA_ERROR_NOT_INITIALIZED; /* forked child */
+        return CUDA_ERROR_NOT_INITIALIZED; /* in a forked child */
     pthread_mutex_lock(&once);
     CUresult result = initialise();
     pthread_mutex_unlock(&once);
     return result;
 }
 
-/* The first context on a device makes this process its client. */
+/* Makes this process a client of the device, before its first context there. */
 CUresult join_device(int device) {
     struct sim_device *d = &sim.device[device].sim;
     if (!d->client && sim_join(d) != SIM_OK)
@@ -90,7 +91,7 @@ CUresult charge(int device, uint64_t bytes) {
     if (result == SIM_OK)
         return CUDA_SUCCESS;
     mps_uncharge(bytes);
-    /* Else our descriptor was closed: torn down */
+    /* another error: the program closed the descriptor, and the client was torn down */
     return result == SIM_NO_MEMORY ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_UNKNOWN;
 }
 

@@ -1,17 +1,17 @@
-/* The driver's own thread: started when a stream waits for more than the device, it runs host
- * functions and looks after values that streams wait for or write. It sleeps otherwise. */
+/* The driver's own thread. It starts when a stream waits for more than the device: it runs host
+ * functions and checks values that streams wait for or write. Otherwise it sleeps. */
 #include "work.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
 #include <time.h>
 
-#define LOOK_NS 100000u
+#define CHECK_INTERVAL_NS 100000u
 
 static pthread_cond_t needed = PTHREAD_COND_INITIALIZER;
 static bool running, wanted;
 
-/* The first host function whose stream has come to it. */
+/* Returns the first host function whose dependencies have ended. */
 static struct op *due_host_function(struct context *ctx) {
     uint64_t attained_ns = sim.device[ctx->device].sim.state->queue[ctx->queue - 1].attained_ns;
     for (struct stream *s = ctx->streams; s; s = s->next) {
@@ -28,7 +28,7 @@ static struct op *due_host_function(struct context *ctx) {
     return NULL;
 }
 
-/* Runs it without the lock: it may block, and other threads go on. */
+/* Runs the function without the lock: it may block while other threads continue. */
 static void run_host_function(struct op *op) {
     CUDA_HOST_NODE_PARAMS call = op->work.host;
     op->host_running = true;
@@ -38,8 +38,8 @@ static void run_host_function(struct op *op) {
     op->work.kind = WORK_EMPTY;
 }
 
-/* When a kernel that writes to memory will end, or what lies before something that waits, as far as
- * that is known. */
+/* Returns the next time at which work that writes memory or unblocks a waiting op may end, as
+ * far as known. */
 static uint64_t next_need_ns(struct context *ctx, uint64_t latest_ns) {
     struct sim_device *d = &sim.device[ctx->device].sim;
     uint64_t end_ns = UINT64_MAX;
@@ -59,10 +59,10 @@ static uint64_t next_need_ns(struct context *ctx, uint64_t latest_ns) {
     return at_ns < latest_ns ? at_ns : latest_ns;
 }
 
-/* True: there is something to look after, next at *next_ns. */
-static bool look(uint64_t *next_ns) {
+/* Checks all contexts. True if one must be checked again, at *next_ns. */
+static bool check_contexts(uint64_t *next_ns) {
     bool blocked = false;
-    *next_ns = sim_now_ns() + LOOK_NS;
+    *next_ns = sim_now_ns() + CHECK_INTERVAL_NS;
     for (struct context *ctx = sim.contexts; ctx; ctx = ctx->next) {
         engine_progress(ctx);
         struct op *op = ctx->queue ? due_host_function(ctx) : NULL;
@@ -89,7 +89,7 @@ static void *serve(void *unused) {
         while (!wanted)
             pthread_cond_wait(&needed, &sim.lock);
         uint64_t next_ns;
-        wanted = look(&next_ns);
+        wanted = check_contexts(&next_ns);
         if (!wanted)
             continue;
         struct timespec t = {.tv_sec = (time_t)(next_ns / 1000000000u),
@@ -101,7 +101,7 @@ static void *serve(void *unused) {
     return NULL;
 }
 
-/* Call with the process lock held. */
+/* Starts or wakes the service thread. Call with the process lock held. */
 void service_need(void) {
     wanted = true;
     if (!running) {

@@ -1,5 +1,5 @@
-/* Memory between processes: shareable handles (descriptors), IPC handles, pool pointers, external
- * memory. */
+/* Memory shared between processes: shareable handles (descriptors), IPC handles, pool pointers,
+ * external memory. */
 #include "pool.h"
 #include "vmm.h"
 
@@ -12,12 +12,12 @@
 
 #define HANDLE_MAGIC 0x48504947u
 
-/* What is inside a CUipcMemHandle and a CUmemPoolPtrExportData. */
+/* The content of a CUipcMemHandle and a CUmemPoolPtrExportData. */
 struct ipc_handle {
     uint32_t magic;
     uint32_t pid;
     uint64_t shared_id;
-    uint64_t offset; /* of the pointer in the shared span */
+    uint64_t offset; /* of the pointer within the exported span */
     uint64_t bytes;
     uint8_t uuid[16];
 };
@@ -37,7 +37,7 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHa
     return CUDA_SUCCESS;
 }
 
-/* The device that knows memory with this inode, and its id there. */
+/* Finds the device with memory of this inode, and copies its entry. */
 static int find_by_inode(uint64_t inode, struct sim_shared *copy) {
     for (int d = 0; d < sim.n_devices; d++) {
         if (join_device(d) != CUDA_SUCCESS)
@@ -81,7 +81,7 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *han
     return CUDA_SUCCESS;
 }
 
-/* Puts the content of a span into the device file, where other processes can map it. */
+/* Moves the content of a span into the device file, where other processes can map it. */
 static CUresult share_span(struct mem *m) {
     uint64_t offset;
     struct sim_device *d = &sim.device[m->device].sim;
@@ -118,7 +118,7 @@ static CUresult export_pointer(struct mem *m, uint64_t va, uint64_t bytes, struc
     return CUDA_SUCCESS;
 }
 
-/* Maps shared memory of another process; the same span twice is one mapping with two references. */
+/* Maps memory that another process exported. A span that is already mapped gains a reference. */
 static CUresult import_pointer(const struct ipc_handle *h, CUdeviceptr *va) {
     struct sim_shared shared = {0};
     int device = -1;
@@ -132,7 +132,7 @@ static CUresult import_pointer(const struct ipc_handle *h, CUdeviceptr *va) {
         struct mem *m = d->head[b];
         if (!m || m->shared_id != h->shared_id)
             continue;
-        CHECK(m->kind == MEM_FOREIGN, CUDA_ERROR_INVALID_CONTEXT); /* our own export */
+        CHECK(m->kind == MEM_FOREIGN, CUDA_ERROR_INVALID_CONTEXT); /* exported by this process */
         m->refs++;
         *va = m->va + h->offset;
         return CUDA_SUCCESS;
@@ -199,8 +199,8 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr dptr) {
     return foreign_drop(dptr);
 }
 
-/* A pool's handle carries only what is needed to make the importing pool; memory follows by
- * pointer. */
+/* A pool's handle carries only what is needed to create the importing pool; memory is imported
+ * by pointer. */
 EXPORT CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool handle,
                                                  CUmemAllocationHandleType type,
                                                  unsigned long long flags) {
@@ -254,7 +254,7 @@ EXPORT CUresult cuMemPoolImportPointer(CUdeviceptr *ptr, CUmemoryPool handle,
     return import_pointer((const struct ipc_handle *)data, ptr);
 }
 
-/* Memory of another program interface: nothing of it is charged here. */
+/* Memory of another API, for example Vulkan: not charged here. */
 struct external {
     uint32_t magic;
     struct mem *mem;
@@ -276,7 +276,7 @@ EXPORT CUresult cuImportExternalMemory(CUexternalMemory *out,
     e->mem->size = desc->size;
     mmap((void *)e->mem->va, desc->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
          desc->handle.fd, 0);
-    close(desc->handle.fd); /* ownership passes with the import */
+    close(desc->handle.fd); /* the import takes ownership */
     *out = (CUexternalMemory)e;
     return CUDA_SUCCESS;
 }
@@ -298,7 +298,7 @@ EXPORT CUresult cuDestroyExternalMemory(CUexternalMemory handle) {
     struct external *e = (struct external *)handle;
     CHECK_HANDLE(sim_is(e, OBJ_EXTMEM));
     e->mem->touched = 0;
-    e->mem->shared_id = UINT64_MAX; /* give the addresses back as private memory */
+    e->mem->shared_id = UINT64_MAX; /* return the addresses as private memory */
     space_give(e->mem);
     e->magic = 0;
     free(e);

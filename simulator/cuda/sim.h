@@ -1,8 +1,11 @@
-/* What the parts of the simulated libcuda know of each other.
+/* Declarations shared by the parts of the simulated libcuda.
  *
- *   process.c    initialisation, fork, current context      engine.c     streams' work on the
- * device space.c      device addresses                           vmm.c        reserve, create, map
- *   memory.c     plain, pitched, managed memory             pool.c       stream-ordered pools
+ *   process.c    initialisation, fork, current context
+ *   engine.c     streams' work on the device
+ *   space.c      device addresses
+ *   vmm.c        reserve, create, map
+ *   memory.c     plain, pitched, managed memory
+ *   pool.c       stream-ordered pools
  *
  * Lock order: sim_enter's process lock, then a device's lock (device.h).
  */
@@ -17,10 +20,11 @@
 #define EXPORT __attribute__((visibility("default")))
 #define SIM_BLOCK (2ull << 20)
 #define SIM_UNIT 512ull
-#define SIM_LARGE (1ull << 20) /* from here on an allocation owns whole blocks */
+#define SIM_LARGE (1ull << 20) /* allocations of this size or more occupy whole blocks */
 #define SIM_MAX_DEVICES 16u
 #define SIM_LEVELS 64u
-#define SIM_PARTS 16u /* of a device, that kernels of one context take at the same time */
+/* parts of a device, among which a context's concurrent kernels are distributed */
+#define SIM_PARTS 16u
 
 enum object_kind {
     OBJ_CONTEXT = 0x43545831,
@@ -50,11 +54,11 @@ struct module;
 
 enum mem_kind { MEM_DEVICE, MEM_MANAGED, MEM_ARRAY, MEM_SMALL, MEM_POOL, MEM_FOREIGN, MEM_GRAPH };
 
-/* Where a block of managed memory is, and what was advised of it. */
+/* State of a block of managed memory: where it is, and the advice given for it. */
 enum place {
-    PLACE_RESIDENT = 1,    /* on the device, and charged there; else on the host */
-    PLACE_PREFER_HOST = 2, /* stays there when the device reads it */
-    PLACE_ACCESSED = 4,    /* mapped for the device: reading it on the host is no fault */
+    PLACE_RESIDENT = 1,    /* on the device and charged there; otherwise on the host */
+    PLACE_PREFER_HOST = 2, /* stays on the host when the device reads it */
+    PLACE_ACCESSED = 4,    /* mapped for the device: reading it from the host causes no fault */
 };
 
 /* A span of whole blocks at a device address. */
@@ -63,11 +67,11 @@ struct mem {
     int device;
     uint64_t va;
     uint64_t span;       /* bytes, whole blocks */
-    uint64_t size;       /* as asked for */
-    struct context *ctx; /* NULL: outlives contexts */
+    uint64_t size;       /* requested bytes */
+    struct context *ctx; /* NULL: not owned by a context */
     void *owner;         /* small block, pool chunk, graph node */
     uint64_t shared_id;
-    uint64_t touched; /* content was written up to here: must be dropped on free */
+    uint64_t touched; /* content was written up to here and must be discarded on free */
     uint64_t id;      /* CU_POINTER_ATTRIBUTE_BUFFER_ID */
     bool sync_memops;
     unsigned refs;  /* of an imported span */
@@ -89,13 +93,13 @@ struct context {
     struct small_block *smalls;
     struct module *modules;
     struct event *events;
-    struct stream *streams; /* all of this context's, legacy stream included */
+    struct stream *streams; /* all streams of this context, including the legacy one */
     struct stream *legacy;
     uint32_t queue;              /* engine queue index + 1 */
     uint64_t submitted_ns;       /* end of this context's work, in attained time */
-    uint64_t free_ns[SIM_PARTS]; /* when the parts of the device are free again */
-    unsigned pending;            /* operations not yet known to be done */
-    unsigned effects;            /* those of them that write to memory when they end */
+    uint64_t free_ns[SIM_PARTS]; /* when each part of the device is free again */
+    unsigned pending;            /* operations not known to be done */
+    unsigned effects;            /* of those, operations that write memory when they end */
     struct context *next;
 };
 
@@ -118,13 +122,13 @@ struct process {
     struct device device[SIM_MAX_DEVICES];
     struct context *contexts;
     uint64_t next_id;
-    int captures; /* streams capturing now */
+    int captures; /* streams that are capturing */
 };
 
 extern struct process sim;
 
 /* process.c */
-CUresult sim_enter(void); /* locks; on failure does not */
+CUresult sim_enter(void); /* takes the lock, except on failure */
 void sim_leave(int *entered);
 #define ENTER() \
     int entered __attribute__((cleanup(sim_leave))) = 0; \
@@ -151,15 +155,15 @@ void sim_leave(int *entered);
 
 struct context *current_context(void);
 bool sim_is(const void *object, enum object_kind kind);
-/* Instead of free(): the memory is not used again for long. Later use of the handle is an error,
- * or, when the program destroyed it itself, ends the process, as it may with the real driver. */
+/* Use instead of free(): keeps the memory unused for long. A later use of the handle returns an
+ * error or, if the program itself destroyed the object, crashes, as it may with the real driver. */
 void sim_bury(void *object, bool by_program);
 struct context *context_of(CUcontext handle);
 CUresult join_device(int device);
 CUresult charge(int device, uint64_t bytes);
 void uncharge(int device, uint64_t bytes);
 
-/* mps.c: what a client of MPS is told, and how much of the device it may use. */
+/* mps.c: connects to MPS; the limits that a client received. */
 CUresult mps_connect(void);
 bool mps_is_client(void);
 int mps_multiprocessors(int of_device);
@@ -171,7 +175,7 @@ static inline uint64_t round_up(uint64_t n, uint64_t unit) {
 
 /* space.c */
 CUresult space_open(int device);
-struct mem *space_take(int device, uint64_t blocks); /* address only, nothing charged */
+struct mem *space_take(int device, uint64_t blocks); /* address range only, nothing is charged */
 void space_give(struct mem *mem);
 struct mem *space_find(uint64_t va);
 bool space_has(uint64_t va);
@@ -188,7 +192,7 @@ CUresult mem_free(uint64_t va);
 
 /* managed.c */
 void managed_leave(struct mem *mem);
-/* What a kernel is held up that reads these bytes once: by what it fetches over the bus. */
+/* Returns the time that a kernel needs for fetching these bytes over the bus. */
 uint64_t managed_read_ns(uint64_t va, uint64_t bytes);
 
 /* small.c */
@@ -197,14 +201,15 @@ bool small_free(struct mem *mem, uint64_t va);
 bool small_range(const struct mem *mem, uint64_t va, uint64_t *start, uint64_t *size);
 void small_drop_all(struct context *ctx);
 
-/* capture.c: false when a capture makes this potentially unsafe call fail, and is invalid now */
+/* capture.c: false when a capture prohibits this potentially unsafe call; the capture is then
+ * invalid */
 bool capture_allows_call(void);
 
 /* limits.c */
 void limits_open(struct context *ctx);
 
 /* share.c */
-CUresult foreign_drop(uint64_t va); /* memory of another process, mapped here */
+CUresult foreign_drop(uint64_t va); /* unmaps memory of another process */
 
 /* host.c: page-locked host memory */
 bool host_range(uint64_t va, uint64_t *start, uint64_t *size);
@@ -227,7 +232,7 @@ void modules_drop_all(struct context *ctx);
 /* engine.c, stream.c */
 CUresult engine_open(struct context *ctx);
 void engine_close(struct context *ctx);
-CUresult engine_wait_context(struct context *ctx); /* drops the process lock while it waits */
+CUresult engine_wait_context(struct context *ctx); /* releases the process lock while waiting */
 void streams_drop_all(struct context *ctx);
 void events_drop_all(struct context *ctx);
 #endif

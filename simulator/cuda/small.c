@@ -1,5 +1,5 @@
-/* Allocations under 1 MiB: cut in 512-byte units from blocks that belong to a context. A block is
- * taken for the first allocation in it and given back with the last. */
+/* Allocations under 1 MiB, in units of 512 bytes from blocks that belong to a context. A block
+ * is allocated for the first allocation in it and freed with the last. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -11,9 +11,9 @@ struct small_block {
     struct mem *mem;
     struct small_block *next, *prev;
     unsigned live;
-    unsigned room; /* no run of free units is longer than this */
+    unsigned room; /* upper bound on a run of free units */
     uint64_t used[UNITS / 64];
-    uint16_t units[UNITS]; /* length of the allocation that starts here, 0: none */
+    uint16_t units[UNITS]; /* length of the allocation that starts here; 0: none */
 };
 
 static void set_run(struct small_block *b, unsigned at, unsigned n, bool used) {

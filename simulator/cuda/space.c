@@ -1,5 +1,6 @@
-/* Device addresses: one range per device, in 2 MiB blocks. The range is reserved host memory at
- * the same address, so content is an ordinary load or store and untouched memory costs nothing. */
+/* Device addresses: one range per device, in blocks of 2 MiB. The range is reserved host memory
+ * at the same address, so content is accessed by plain loads and stores, and untouched memory
+ * costs nothing. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -31,7 +32,7 @@ CUresult space_open(int device) {
     return CUDA_SUCCESS;
 }
 
-/* The first free block at or after `from`, n_blocks when there is none. */
+/* Returns the first free block at or after `from`; n_blocks when there is none. */
 static uint64_t next_free(const struct device *d, uint64_t from) {
     while (from < d->n_blocks) {
         uint64_t w = ~d->used_map[from / WORD] >> (from % WORD);
@@ -52,7 +53,7 @@ static uint64_t next_used(const struct device *d, uint64_t from, uint64_t end) {
     return end;
 }
 
-/* The first run of `blocks` free blocks in [from, end), or end. */
+/* Returns the first run of `blocks` free blocks in [from, end); `end` when there is none. */
 static uint64_t find_run(const struct device *d, uint64_t from, uint64_t end, uint64_t blocks) {
     for (uint64_t at = next_free(d, from); at + blocks <= end; at = next_free(d, at)) {
         uint64_t stop = next_used(d, at, at + blocks);

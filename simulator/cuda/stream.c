@@ -6,7 +6,7 @@
 static _Thread_local struct {
     uint64_t context_id;
     struct stream *stream;
-} own[8]; /* this thread's default streams, by context */
+} own[8]; /* this thread's default streams, one per context */
 
 static struct stream *open_stream(struct context *ctx, unsigned flags, int priority) {
     struct stream *s = calloc(1, sizeof *s);
@@ -39,7 +39,8 @@ static struct stream *per_thread_stream(struct context *ctx) {
     return s;
 }
 
-/* The stream behind a handle; NULL: no such stream. 0 and CU_STREAM_LEGACY: the context's own. */
+/* Finds the stream of a handle; NULL when there is none. 0 and CU_STREAM_LEGACY mean the
+ * context's legacy stream. */
 struct stream *stream_of(struct context *ctx, CUstream handle) {
     if (handle == CU_STREAM_PER_THREAD)
         return ctx ? per_thread_stream(ctx) : NULL;
@@ -114,7 +115,7 @@ EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int flags) {
     CHECK(s, (handle) > CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE \
                                              : CUDA_ERROR_INVALID_CONTEXT)
 
-/* Returns at once, and lets the work go on: engine_progress drops the stream when that is done. */
+/* Returns at once; engine_progress frees the stream when its work is done. */
 EXPORT CUresult cuStreamDestroy_v2(CUstream hStream) {
     CHECK_HANDLE(hStream > CU_STREAM_PER_THREAD);
     ENTER_STREAM(s, hStream);

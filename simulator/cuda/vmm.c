@@ -1,5 +1,5 @@
-/* Virtual memory management: address ranges, physical memory, and mappings of one into the other.
- * Physical memory lives until its references and its mappings are both gone. */
+/* Virtual memory management: address ranges, physical memory, and mappings between them.
+ * Physical memory lives until it has neither references nor mappings. */
 #include "vmm.h"
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@ struct mapping {
 };
 
 struct reservation {
-    uint64_t va, bytes, base, length; /* base, length: of the host mapping around it */
+    uint64_t va, bytes, base, length; /* base, length: the host mapping that contains it */
     struct mapping *mappings;
     struct reservation *next;
 };
@@ -24,7 +24,7 @@ struct reservation {
 static struct reservation *reservations;
 static struct physical *physicals;
 static int content_fd =
-    -1; /* content of memory that is not exportable, sparse, places never reused */
+    -1; /* content of memory that is not exportable: a sparse file whose offsets are never reused */
 static uint64_t content_end;
 
 static struct reservation *reservation_of(uint64_t va, uint64_t bytes) {
@@ -102,7 +102,7 @@ static void close_if_unused(struct physical *p) {
     free(p);
 }
 
-/* Where the content of p is: a descriptor and the offset in it. */
+/* Returns the descriptor of p's content and its offset there. */
 static int content_of(struct physical *p, uint64_t *offset) {
     *offset = p->place;
     if (p->fd >= 0)
@@ -174,13 +174,13 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/* Exportable memory gets a memory file of its own, by whose inode importers find it. */
+/* Gives exportable memory its own memory file; importers find the memory by the file's inode. */
 static CUresult make_exportable(struct physical *p) {
     struct stat st;
     p->fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
     if (p->fd < 0 || ftruncate(p->fd, (off_t)p->bytes) || fstat(p->fd, &st))
         return CUDA_ERROR_OPERATING_SYSTEM;
-    if (p->on_host) /* nobody finds it: importing memory of the host is not modelled */
+    if (p->on_host) /* not registered: importing host memory is not simulated */
         return CUDA_SUCCESS;
     p->shared_id = sim_share(&sim.device[p->device].sim, p->bytes, st.st_ino, NULL);
     return p->shared_id ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
@@ -264,7 +264,7 @@ EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
     return CUDA_SUCCESS;
 }
 
-/* True when [ptr, ptr + size) is made of whole mappings. */
+/* True when [ptr, ptr + size) consists of whole mappings. */
 static bool is_whole(struct reservation *r, uint64_t ptr, uint64_t size) {
     uint64_t covered = 0;
     for (const struct mapping *m = r->mappings; m; m = m->next) {

@@ -1,4 +1,4 @@
-/* Physical memory made by cuMemCreate, or imported. */
+/* Physical memory created by cuMemCreate, or imported. */
 #ifndef SIM_VMM_H
 #define SIM_VMM_H
 
@@ -11,8 +11,9 @@ struct physical {
     CUmemAllocationProp props;
     unsigned refs, maps;
     bool on_host;
-    uint64_t shared_id; /* exportable or imported: charged through the shared table */
-    int fd;             /* its own memory file, -1: a place in the process's common one */
+    /* of exportable or imported memory, which is charged through the shared table */
+    uint64_t shared_id;
+    int fd; /* its own memory file; -1: it has a place in the process's common file */
     bool placed;
     uint64_t place;
     struct physical *next;

@@ -1,11 +1,11 @@
-/* Waiting for the device: a thread sleeps until the moment at which what it waits for will be done,
- * if nothing else comes, and then looks again. */
+/* Waiting for the device: a thread sleeps until the time at which the awaited work ends if no
+ * other work is added, then checks again. */
 #include "work.h"
 
 #include <sys/prctl.h>
 #include <time.h>
 
-#define SPUN_WAIT_NS 25000u /* the end of a wait is spun through: a sleep overshoots */
+#define SPUN_WAIT_NS 25000u /* spin for the end of a wait, because a sleep overshoots */
 #define BLOCKED_WAIT_NS 100000u
 
 void engine_spend(uint64_t until_ns) {
@@ -16,7 +16,7 @@ void engine_spend(uint64_t until_ns) {
 static void sleep_until(uint64_t until_ns) {
     struct timespec t = {.tv_sec = (time_t)(until_ns / 1000000000u),
                          .tv_nsec = (long)(until_ns % 1000000000u)};
-    int slack_ns = prctl(PR_GET_TIMERSLACK); /* the thread is the program's */
+    int slack_ns = prctl(PR_GET_TIMERSLACK); /* save the slack: the thread belongs to the program */
     prctl(PR_SET_TIMERSLACK, 1);
     clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL);
     prctl(PR_SET_TIMERSLACK, slack_ns);

@@ -1,4 +1,4 @@
-/* Work: what a stream, or a node of a graph, is asked to do. */
+/* Work: what a stream or a node of a graph executes. */
 #ifndef SIM_WORK_H
 #define SIM_WORK_H
 
@@ -39,21 +39,22 @@ struct value {
 
 struct kernel_call {
     struct function *function;
-    CUDA_KERNEL_NODE_PARAMS params; /* as given; parameter memory is not kept */
-    bool waits, sets;               /* spins until the flag holds; writes it when it ends */
-    unsigned parts;                 /* of the device */
-    bool programmatic;              /* may begin before the kernel before it has ended */
+    CUDA_KERNEL_NODE_PARAMS params; /* as passed to the call; the parameter memory is not kept */
+    bool waits, sets;               /* spins until the flag holds; writes it at its end */
+    unsigned parts;                 /* parts of the device that it takes */
+    bool programmatic;              /* may begin before the preceding kernel has ended */
     struct value flag;
 };
 
-/* A point in a stream that an event stands for. Shared by the event and what waits for it. */
+/* A position in a stream that an event stands for. Shared by the event and the ops that wait for
+ * it. */
 struct mark {
     unsigned refs;
-    bool submitted; /* its place in the line of work is known */
+    bool submitted; /* its end time is known */
     bool done;
     struct context *ctx;
     uint64_t end_ns; /* in the context's attained time */
-    uint64_t at_ns;  /* CLOCK_MONOTONIC, once done */
+    uint64_t at_ns;  /* CLOCK_MONOTONIC, valid once done */
 };
 
 struct graph;
@@ -71,16 +72,16 @@ struct work {
         CUdeviceptr free;
         struct graph *child;
     };
-    CUDA_MEMCPY3D copy_params; /* as given to a graph node */
+    CUDA_MEMCPY3D copy_params; /* as passed for a graph node */
     CUDA_MEMSET_NODE_PARAMS set_params;
 };
 
 /* One piece of work in a stream. */
 struct op {
     struct work work;
-    struct graph_run *run; /* NULL: not of a graph */
+    struct graph_run *run; /* NULL: not part of a graph */
     unsigned node;
-    struct mark *mark; /* RECORD: to be set. WAIT: to be waited for */
+    struct mark *mark; /* RECORD: the mark to set. WAIT: the mark to wait for */
     uint64_t sequence;
     bool submitted;
     uint64_t end_ns;       /* attained time of its end, once submitted */
@@ -98,11 +99,11 @@ struct stream {
     uint64_t id;
     bool legacy, per_thread;
     bool closed;              /* destroyed, with work on its way */
-    enum work_kind last_kind; /* of what was added last */
+    enum work_kind last_kind; /* kind of the last added op */
     struct op *first, *last, *unsubmitted;
     uint64_t end_ns; /* end of the last submitted op */
     struct capture *capture;
-    struct node **deps; /* while capturing: what comes next depends on these */
+    struct node **deps; /* while capturing: the next node depends on these */
     size_t n_deps;
     struct stream *next;
 };
@@ -126,45 +127,44 @@ static inline uint64_t later(uint64_t a, uint64_t b) {
 }
 
 /* engine.c */
-extern uint64_t engine_sequence; /* of what was added last */
+extern uint64_t engine_sequence; /* sequence number of the last added op */
 CUresult engine_add(struct stream *stream, const struct work *work, struct mark *mark);
-/* The same for a node of a graph, whose place is told by its run. */
+/* The same for a node of a graph, whose run determines when it begins. */
 CUresult engine_add_node(struct stream *stream, const struct work *work, struct mark *mark,
                          struct graph_run *run, unsigned node);
-/* An op that is dropped before it is done. */
+/* Releases an op that is dropped before it is done. */
 void engine_forget(struct op *op, struct context *ctx);
 void engine_progress(struct context *ctx);
 void mark_drop(struct mark *mark);
 
 /* wait.c */
-/* Lets go of the process lock until the context can have attained end_ns (if what is waited for is
- * submitted), or for a while. */
+/* Releases the process lock and sleeps until the context can have attained end_ns (if the
+ * awaited op is submitted), or for a short time. */
 void engine_nap(struct context *ctx, uint64_t end_ns, bool submitted);
 CUresult engine_wait_stream(struct stream *stream);
-/* All work issued so far in the context's streams, or in those that synchronise with the legacy
- * one. */
+/* Waits for all work issued so far in the context's streams, or only in the blocking streams. */
 CUresult engine_wait_streams(struct context *ctx, bool blocking_only);
 CUresult engine_wait_mark(struct mark *mark);
 bool engine_stream_idle(struct stream *stream);
 bool engine_mark_done(struct mark *mark);
-/* Uses the processor until then: what a call costs, or a very short wait. */
+/* Spins until then: simulates the cost of a call, or waits for a very short time. */
 void engine_spend(uint64_t until_ns);
 
-/* graphrun.c: when a node of a launched graph may begin, and that it will have ended. Times are the
- * context's; `stream_ns` is the end of what was in the stream before the graph. */
+/* graphrun.c: when a node of a launched graph may begin, and a record of when it ends. Times are
+ * the context's; `stream_ns` is the end of the work before the graph in the stream. */
 uint64_t graph_run_ready(struct graph_run *run, unsigned node, uint64_t stream_ns);
 void graph_run_end(struct graph_run *run, unsigned node, uint64_t end_ns);
 void graph_run_drop(struct graph_run *run);
 
-/* service.c: the thread that finishes what needs a processor: host functions, values */
+/* service.c: the thread for work that needs a processor: host functions and values in memory */
 void service_need(void);
 
 /* stream.c */
 struct stream *stream_of(struct context *ctx, CUstream handle);
-void streams_drop_closed(struct context *ctx); /* those whose work is done */
+void streams_drop_closed(struct context *ctx); /* frees destroyed streams whose work is done */
 bool stream_blocks_with_legacy(const struct stream *stream);
 
-/* dispatch.c: to the device, or into the graph that the stream captures */
+/* dispatch.c: sends work to the device, or to the graph that the stream is capturing */
 CUresult dispatch(CUstream stream, const struct work *work, bool synchronous);
 CUresult dispatch_on(struct stream *stream, const struct work *work);
 uint64_t copy_duration_ns(uint64_t bytes);
@@ -185,9 +185,8 @@ CUresult capture_wait_event(struct stream *stream, struct event *event);
 CUresult capture_record_event(struct stream *stream, struct event *event, unsigned flags);
 void capture_forget_event(struct event *event);
 void capture_abandon(struct stream *stream);
-/* False: a synchronising call now would break a capture, which is then invalid. NULL: any stream.
- */
+/* False: a synchronising call now would break a capture, which is now invalid. NULL: any stream. */
 bool capture_allows_wait(struct stream *stream);
-/* The same for work in the legacy stream. */
+/* The same check for work in the legacy stream. */
 bool capture_allows_legacy(struct stream *stream);
 #endif

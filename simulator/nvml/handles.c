@@ -1,4 +1,4 @@
-/* How a device is found, and what identifies it. */
+/* How a device is found and identified. */
 #include "simnvml.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
     return NVML_SUCCESS;
 }
 
-/* The oldest form counts the devices that can be opened. */
+/* The oldest version counts only devices that can be opened. */
 EXPORT nvmlReturn_t nvmlDeviceGetCount(unsigned int *count) {
     nvmlDevice_t device;
     nvmlReturn_t result = nvmlDeviceGetCount_v2(count);
@@ -145,8 +145,8 @@ EXPORT nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *
     return NVML_SUCCESS;
 }
 
-/* The older structures are prefixes of today's; writing only what they have is left to the caller's
- * buffer, which both versions size alike up to pciSubSystemId. */
+/* The older structures are prefixes of the current one up to pciSubSystemId, so fill the current
+ * one and copy the part that both versions have. */
 EXPORT nvmlReturn_t nvmlDeviceGetPciInfo_v2(nvmlDevice_t device, nvmlPciInfo_t *pci) {
     nvmlPciInfo_t full;
     ENTER_DEVICE(device, pci);

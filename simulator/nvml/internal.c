@@ -1,6 +1,7 @@
-/* NVML's private table. The real library reaches many of its own exports through its PLT or through
- * tables of pointers, and so can be interposed there; this keeps the simulated one alike. Whoever
- * wants to try each of those calls asks nvmlInternalGetExportTable for SIM_TABLE_ID. */
+/* NVML's private table. The real library calls many of its own exports through its PLT or
+ * through tables of pointers, where they can be interposed; this makes the simulated library
+ * behave alike. A test gets the table for SIM_TABLE_ID from nvmlInternalGetExportTable and tries
+ * each call. */
 #include <string.h>
 
 #include "simnvml.h"
@@ -9,7 +10,7 @@
 
 nvmlReturn_t nvmlInternalGetExportTable(const void **table, const void *id);
 
-/* The scalar a device has; each goes through the public function. */
+/* Calls the public function that returns one scalar of a device. */
 #define CALL(name, ...) \
     static nvmlReturn_t call_##name(nvmlDevice_t device, void *out) { \
         (void)device; \
@@ -43,7 +44,7 @@ static nvmlReturn_t call_nvmlErrorString(nvmlDevice_t device, void *out) {
 struct entry {
     const char *name;
     nvmlReturn_t (*call)(nvmlDevice_t device, void *out); /* calls it through the PLT */
-    void *function; /* or: its address, as the loader bound it */
+    void *function;                                       /* or the address that the loader bound */
 };
 
 #define VIA_PLT(name) \

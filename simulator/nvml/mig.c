@@ -1,4 +1,4 @@
-/* MIG: GPUs that are divided, and the devices into which they are. */
+/* MIG: divided GPUs and their MIG devices. */
 #include "simnvml.h"
 
 #define MAX_MIG 7u

@@ -1,4 +1,4 @@
-/* Properties with one value each: what monitoring tools ask for. A card at rest. */
+/* Properties with one value each, as monitoring tools query them, of an idle card. */
 #include "simnvml.h"
 
 #include <string.h>

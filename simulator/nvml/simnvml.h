@@ -1,4 +1,4 @@
-/* What the parts of the simulated libnvidia-ml share. */
+/* Declarations shared by the parts of the simulated libnvidia-ml. */
 #ifndef SIM_NVML_H
 #define SIM_NVML_H
 
@@ -8,12 +8,12 @@
 #include "device.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define SIM_NVML_MAX 16u /* GPUs, and as many MIG devices */
+#define SIM_NVML_MAX 16u /* GPUs, and equally many MIG devices */
 
 struct nvmlDevice_st {
     struct sim_device sim;
-    uint64_t sample_ns, sample_busy_ns; /* for utilisation */
-    uint64_t client_sample_ns;          /* for that of processes */
+    uint64_t sample_ns, sample_busy_ns; /* start of the device's utilisation sample */
+    uint64_t client_sample_ns;          /* start of the processes' utilisation sample */
     struct {
         uint64_t generation, busy_ns;
         unsigned percent;
@@ -22,10 +22,10 @@ struct nvmlDevice_st {
 };
 
 nvmlReturn_t nvml_enter(void);
-unsigned nvml_count(void);     /* of GPUs */
-unsigned nvml_count_all(void); /* MIG devices stand behind them */
+unsigned nvml_count(void);     /* number of GPUs */
+unsigned nvml_count_all(void); /* number of GPUs and MIG devices; MIG devices come last */
 struct nvmlDevice_st *nvml_device(unsigned index);
-void nvml_begin_samples(nvmlDevice_t device); /* of utilisation */
+void nvml_begin_samples(nvmlDevice_t device); /* starts samples of utilisation */
 bool nvml_is_device(nvmlDevice_t device);
 void nvml_uuid_text(const struct sim_config *config, char text[41]);
 nvmlReturn_t nvml_put_text(char *buffer, unsigned length, const char *text);

@@ -1,4 +1,4 @@
-/* Initialisation and the system. NVML reads the devices, it is no client of them. */
+/* Initialisation and system queries. NVML reads the devices but is not a client of them. */
 #include "simnvml.h"
 
 #include <stdio.h>
@@ -8,8 +8,8 @@
 
 #define CUDA_VERSION_NUMBER 12020
 
-/* The descriptors stay open over shutdown and for good: closing one would drop the record locks
- * that libcuda in the same process lives by. */
+/* The descriptors stay open even after shutdown: closing one would drop the record locks that
+ * mark this process's libcuda as alive. */
 static struct nvmlDevice_st devices[2 * SIM_NVML_MAX];
 static unsigned n_devices, n_mig;
 static int references;
@@ -38,7 +38,7 @@ bool nvml_is_device(nvmlDevice_t device) {
            ((const char *)device - (const char *)devices) % sizeof *devices == 0;
 }
 
-/* The state maps are not inherited by a forked child: it opens its own. */
+/* A forked child does not inherit the maps of the state, so it opens its own. */
 static void open_devices(void) {
     struct sim_device found[2 * SIM_NVML_MAX];
     if (n_devices && opened_by == getpid())
@@ -67,7 +67,8 @@ EXPORT nvmlReturn_t nvmlInit_v2(void) {
     return nvmlInitWithFlags(0);
 }
 
-/* The oldest form fails where there is no device: it looks after the first, and undoes itself. */
+/* The oldest version fails when the first device cannot be opened, and undoes its
+ * initialisation. */
 EXPORT nvmlReturn_t nvmlInit(void) {
     nvmlReturn_t result = nvmlInit_v2();
     if (result == NVML_SUCCESS && !nvml_count()) {

@@ -1,4 +1,4 @@
-/* Where a device stands in the machine. */
+/* The position of a device in the machine. */
 #include <string.h>
 
 #include "simnvml.h"

@@ -1,4 +1,4 @@
-/* Memory, processes, utilisation. Processes are reported by host pid, where it can be seen. */
+/* Memory, processes, utilisation. Processes are reported by host pid where it is visible. */
 #include "simnvml.h"
 
 #include <string.h>
@@ -34,7 +34,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Mem
     return NVML_SUCCESS;
 }
 
-/* Clients with a context. Fills at most *count, then says how many there are. */
+/* Lists clients with a context: fills up to *count entries, then sets *count to the total. */
 static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *infos) {
     struct sim_device *d = &device->sim;
     unsigned n = 0, room = infos ? *count : 0;
@@ -83,7 +83,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses(nvmlDevice_t device, un
     return result;
 }
 
-/* No graphics and no MPS clients here. */
+/* The simulator has no graphics processes and reports no MPS clients. */
 #define NO_PROCESSES(name, type) \
     EXPORT nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, type *infos) { \
         ENTER_DEVICE(device, count && (infos || !*count)); \
@@ -125,7 +125,7 @@ static void remember_clients(nvmlDevice_t device, uint64_t now_ns) {
     device->client_sample_ns = now_ns;
 }
 
-/* What was before is of no sample. */
+/* Starts a sample now: earlier use does not count. */
 void nvml_begin_samples(nvmlDevice_t device) {
     uint64_t now_ns = sim_now_ns();
     sim_lock(&device->sim);
@@ -136,7 +136,7 @@ void nvml_begin_samples(nvmlDevice_t device) {
     sim_unlock(&device->sim);
 }
 
-/* The part of the time since the last sample in which the device had work. */
+/* Utilisation: the fraction of time since the last sample in which the device had work. */
 static nvmlReturn_t rates(nvmlDevice_t device, nvmlUtilization_t *utilization) {
     ENTER_DEVICE(device, utilization);
     struct sim_device *d = &device->sim;
@@ -162,7 +162,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
     return rates(device, utilization);
 }
 
-/* What each process held since the last sample. Call locked. */
+/* Records what each process used since the last sample. Call locked. */
 static void sample_clients(nvmlDevice_t device, uint64_t now_ns) {
     const struct sim_state *s = device->sim.state;
     uint64_t elapsed_ns = now_ns - device->client_sample_ns;

@@ -1,1 +1,1 @@
-"""What we believe of the driver, as programs that run on the simulator and on hardware alike."""
+"""Behaviours of the driver, as programs that run on the simulator and on hardware."""

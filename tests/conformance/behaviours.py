@@ -1,9 +1,9 @@
 """Every behaviour of the driver that the simulator models and gpushare relies on, each with its check.
 
-`source` says how we know it:
-    documented   NVIDIA's driver API reference says so
-    recorded     seen on a real driver: `detail` names GPU (or none), driver and date
-    assumed      believed, not seen by us; to be recorded when the suite runs on hardware
+`source` is the evidence for it:
+    documented   in NVIDIA's driver API reference
+    recorded     observed on a real driver: `detail` names GPU (or none), driver and date
+    assumed      not observed yet; to be recorded when the suite runs on hardware
 """
 
 from __future__ import annotations

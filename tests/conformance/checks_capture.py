@@ -1,4 +1,4 @@
-"""Checks of stream capture: what breaks one, whose threads may do what, what does not fit together."""
+"""Checks of stream capture: what invalidates one, what other threads may do, what cannot be combined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def end_code(cuda: Driver, stream: int) -> int:
 
 
 def in_another_thread(cuda: Driver, context: int, call: Callable[[], int]) -> int:
-    """What the call gives in a thread with the same context."""
+    """Return the result of a call in a thread with the same context."""
     seen: list[int] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checks of memory: allocation, release, what the counters say. Each gets a Driver that did nothing yet."""
+"""Checks of memory: allocation, release, counters. Each check gets an unused Driver."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def managed_memory_is_the_hosts_too(cuda: Driver) -> None:
 
 
 def managed_memory_comes_and_goes(cuda: Driver) -> None:
-    """On the host until it is used; a prefetch moves it, also where it prefers the host."""
+    """Managed memory is on the host until it is used; a prefetch moves it, even if it prefers the host."""
     cuda.context()
     before, host = cuda.free_bytes(), c_int(-1)
     address = cuda.out("cuMemAllocManaged", 64 * MIB, c_uint(1))
     assert before - cuda.free_bytes() < 8 * MIB
-    for advice, device in ((3, host), (5, c_int(0))):  # preferred location, accessed by
+    for advice, device in ((3, host), (5, c_int(0))):  # advice: preferred location, accessed by
         cuda.ok("cuMemAdvise", c_uint64(address), c_size_t(64 * MIB), c_int(advice), device)
     for device, least, most in ((c_int(0), 60 * MIB, 80 * MIB), (host, 0, 8 * MIB)):
         cuda.ok("cuMemPrefetchAsync", c_uint64(address), c_size_t(64 * MIB), device, None)

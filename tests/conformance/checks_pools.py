@@ -73,7 +73,7 @@ def destroyed_pool_gives_memory_back(cuda: Driver) -> None:
 
 
 def captured_allocation(cuda: Driver) -> int:
-    """An executable graph of one allocation of 8 MiB, a memset on it, and its release."""
+    """Return an executable graph that allocates 8 MiB, fills and frees them."""
     stream, graph = cuda.stream(d.NON_BLOCKING), c_uint64()
     cuda.ok("cuStreamBeginCapture_v2", stream, c_int(0))
     address = cuda.out("cuMemAllocAsync", 8 * MIB, stream)

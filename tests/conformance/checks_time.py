@@ -1,4 +1,4 @@
-"""Checks of device time: who gets it, what waits for what, what a launch may ask for."""
+"""Checks of device time: sharing it, dependencies, launch attributes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch_extended(cuda: Driver, function: int, stream: int, blocks: int, attri
 
 
 def elapsed_us(cuda: Driver, stream: int, work: Any) -> float:
-    """Device time between two events around the work."""
+    """Return the device time between two events around the work."""
     start, end = cuda.event(), cuda.event()
     cuda.ok("cuEventRecord", start, stream)
     work()
@@ -64,9 +64,9 @@ def full_queue_blocks_the_launch(cuda: Driver) -> None:
 
 
 def beside_another_process(cuda: Driver, measure: Callable[[int, int], float]) -> tuple[float, float]:
-    """What measure(function, stream) gives alone, and while another process launches the same kernel without end.
+    """Return measure(function, stream) alone, and while another process launches the same kernel endlessly.
 
-    The kernel counts: one that spins by the clock would end no later for what others have of the device.
+    The kernel counts iterations: one that spins by the clock would not take longer beside another process.
     """
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
@@ -81,7 +81,7 @@ def beside_another_process(cuda: Driver, measure: Callable[[int, int], float]) -
         while True:
             cuda.launch(function, stream)
     try:
-        measure(function, stream)  # loads it
+        measure(function, stream)  # the first call loads the function
         os.read(ready[0], 1)
         alone = measure(function, stream)
         os.write(go[1], b".")
@@ -132,7 +132,7 @@ def event_takes_a_moment_of_the_device(cuda: Driver) -> None:
         [cuda.event() for _ in range(100)],
     )
     for _ in range(20):
-        cuda.launch(function, stream)  # so that all are in the queue before the first is due
+        cuda.launch(function, stream)  # all must be in the queue before the first one is due
     for event in events:
         cuda.ok("cuEventRecord", event, stream)
     cuda.ok("cuEventSynchronize", events[-1])
@@ -165,7 +165,7 @@ def large_kernels_run_one_after_the_other(cuda: Driver) -> None:
 
     def launch(stream: int) -> None:
         shape = [c_uint(1)] * 2
-        blocks, threads = c_uint(1 << 14), c_uint(1024)  # some waves on every device so far
+        blocks, threads = c_uint(1 << 14), c_uint(1024)  # enough blocks for several waves on any current device
         cuda.ok("cuLaunchKernel", function, blocks, *shape, threads, *shape, c_uint(0), stream, None, None)
 
     def in_streams(used: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""The driver interface through ctypes, as thin as it can be: names and numbers of cuda.h."""
+"""A thin ctypes interface to the driver, with the names and numbers of cuda.h."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIB = 1 << 20
 BLOCK = 2 * MIB
 NON_BLOCKING = 1
 
-# Spins for about as many microseconds as its name says, by the device's own clock.
+# Spins for about as many microseconds as its name says, by the device's clock.
 SPIN_US = 2000
 SPIN = f"spin_us_{SPIN_US}"
 PTX = f"""
@@ -55,7 +55,7 @@ wait:
 }}
 """.encode()
 
-# Counts, so that it takes longer when others have the device in between; about 0.2 to 2 ms.
+# Counts iterations, so that it takes longer when other contexts have the device in between; about 0.2 to 2 ms.
 LOOP = "loop_us_500"
 LOOP_PTX = f"""
 .version 6.0
@@ -80,7 +80,7 @@ again:
 }}
 """.encode()
 
-# wait_flag(address, value) spins until the 32 bits there are at least value; set_flag writes them.
+# wait_flag(address, value) spins until the 32-bit value there is at least `value`; set_flag writes it.
 FLAG_PTX = b"""
 .version 6.0
 .target sm_50
@@ -116,7 +116,7 @@ again:
 
 
 class DriverError(Exception):
-    """A call failed that should not have. `code` is the CUresult."""
+    """A call failed unexpectedly. `code` is the CUresult."""
 
     def __init__(self, name: str, code: int) -> None:
         super().__init__(f"{name} gave {code}")
@@ -179,13 +179,13 @@ GRAPH_USED, GRAPH_RESERVED = 0, 2
 
 
 class Driver:
-    """One loaded libcuda. Methods raise DriverError; `code(...)` returns the CUresult instead."""
+    """A loaded libcuda. Methods raise DriverError; `code(...)` returns the CUresult instead."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
 
     def code(self, name: str, *arguments: Any) -> int:
-        """Calls a function; whole numbers are passed as 64 bits."""
+        """Call a function; integers are passed as 64 bits."""
         plain = [c_uint64(a) if isinstance(a, int) else a for a in arguments]
         return int(self.library[name](*plain))
 
@@ -195,7 +195,7 @@ class Driver:
             raise DriverError(name, result)
 
     def out(self, name: str, *arguments: Any, kind: Any = c_uint64) -> int:
-        """Calls a function whose first parameter takes the answer."""
+        """Call a function whose first parameter receives the result."""
         value = kind()
         self.ok(name, byref(value), *arguments)
         return int(value.value)
@@ -204,7 +204,7 @@ class Driver:
         self.ok("cuInit", 0)
 
     def context(self, device: int = 0) -> int:
-        """Initialises, and makes the device's primary context current."""
+        """Initialise the driver and make the device's primary context current."""
         self.init()
         handle = self.out("cuDevicePrimaryCtxRetain", device)
         self.ok("cuCtxSetCurrent", handle)
@@ -272,7 +272,7 @@ class Driver:
         return self.out("cuMemAddressReserve", size, 0, 0, 0)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Maps and makes it accessible."""
+        """Map the memory and make it accessible."""
         self.ok("cuMemMap", address, size, 0, handle, 0)
         self.ok("cuMemSetAccess", address, size, byref(Access(Location(1, 0), 3)), 1)
 
@@ -300,7 +300,7 @@ class Driver:
         return bytes(handle.raw)
 
     def ipc_open(self, handle: bytes) -> int:
-        """The handle is passed by value, as a structure."""
+        """Open an IPC handle, which is passed by value as a structure."""
 
         class ByValue(ctypes.Structure):
             _fields_ = [("bytes", c_char * 64)]
@@ -314,7 +314,7 @@ class Driver:
 
 
 def error_of(call: Any, *arguments: Any) -> Optional[int]:
-    """The code with which a Driver method fails; None when it does not."""
+    """Return the code with which a Driver method fails; None when it succeeds."""
     try:
         call(*arguments)
     except DriverError as error:

@@ -1,4 +1,4 @@
-"""Runs one check in a process of its own:  python -m tests.conformance.run LIBCUDA CHECK"""
+"""Run one check in a separate process:  python -m tests.conformance.run LIBCUDA CHECK"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each behaviour, in a process of its own, on the simulator or on the libcuda that GPUSHARE_CONFORMANCE_LIB names.
+"""Each behaviour, in a separate process, on the simulator or on the libcuda in GPUSHARE_CONFORMANCE_LIB.
 
 On hardware the checks of free memory need the device to themselves.
 """
@@ -29,8 +29,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", [b.check.__name__ for b in behaviours.BEHAVIOURS])
-def test_behaviour(name: str, library: str) -> None:
-    """What is judged by a real clock may be disturbed by what else this machine does: not three times in a row."""
+def test_behaviour_matches_the_driver(name: str, library: str) -> None:
+    """Checks that use a real clock may fail under other load, but not three times in a row."""
     command = [sys.executable, "-m", "tests.conformance.run", library, name]
     for _ in range(3 if hasattr(checks_time, name) else 1):
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
@@ -51,6 +51,6 @@ def test_every_check_is_in_the_table() -> None:
     assert listed == written - HELPERS
 
 
-def test_sources_are_told() -> None:
+def test_every_source_has_its_details() -> None:
     assert all(b.source in behaviours.SOURCES and b.detail for b in behaviours.BEHAVIOURS)
     assert all("driver" in b.detail for b in behaviours.BEHAVIOURS if b.source == "recorded")

@@ -1,1 +1,4 @@
-"""`make gpu-check`: what holds on a GPU, and what it costs. Standard library only; rich and PyTorch if there."""
+"""Check what holds on a GPU and what it costs (`make gpu-check`).
+
+Standard library only; uses rich and PyTorch if present.
+"""

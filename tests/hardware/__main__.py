@@ -1,8 +1,8 @@
-"""What holds on this machine's GPU, and what it costs.
+"""Check what holds on this machine's GPU, and measure what it costs.
 
     python3 -m tests.hardware [--short] [--simulated] [--only NAME,...]
 
-Exit code 0 when everything that is promised held, 1 when not, 2 when nothing could be checked.
+Exit code 0 when every promise held, 1 when one did not, 2 when nothing could be checked.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tests.hardware.checks_product import has_torch
 from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session
 
-FORMAT = 1  # of the JSON
+FORMAT = 1  # version of the JSON
 BUDGET_S = 480.0
-ALWAYS = "context"  # what it finds, the limits of the others need
+ALWAYS = "context"  # runs first: the limits of other checks depend on its result
 REST_S, STAY_S = 3.0, 0.3
-LEAST_S = 5.0  # what is not worth starting a check for
+LEAST_S = 5.0  # do not start a check with less time left
 
 
 def interrupted(number: int, _: Any) -> None:
-    """SIGTERM and SIGHUP end this as Ctrl-C does: through every cleanup."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that all cleanup runs."""
     raise KeyboardInterrupt
 
 
 def perform(check: Check, session: Session) -> Result:
-    """One check; whatever it does, there is a result."""
+    """Run a check and return its result, whatever happens."""
     began = time.monotonic()
     try:
         if check.needs == HARDWARE and session.machine.simhost:
@@ -55,7 +55,7 @@ def perform(check: Check, session: Session) -> Result:
         result = Result("absent", str(error), {})
     except processes.Failed as error:
         result = Result("failed", str(error), {})
-    except Exception as error:  # one check that is wrong must not cost the others
+    except Exception as error:  # a faulty check must not stop the others
         result = Result("failed", f"{type(error).__name__}: {error}"[:300], {})
     return result._replace(seconds=round(time.monotonic() - began, 2))
 
@@ -63,7 +63,7 @@ def perform(check: Check, session: Session) -> Result:
 def content(
     found: machine.Machine, first: dict[str, Any], rows: list[tuple[str, str, Result]], took_s: float, short: bool
 ) -> dict[str, Any]:
-    """What the JSON holds."""
+    """Return the content of the JSON file."""
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -88,7 +88,7 @@ def content(
 
 
 def names(text: str) -> list[str]:
-    """Of checks. Raises ArgumentTypeError."""
+    """Parse names of checks. Raises ArgumentTypeError."""
     words = text.split(",")
     unknown = [word for word in words if word not in {check.name for check in CHECKS}]
     if unknown:
@@ -110,13 +110,13 @@ def check_all(options: argparse.Namespace, work: Path) -> int:
 
 
 def _at_rest(meter: processes.Tenant) -> dict[str, Any]:
-    """The meter's answer once it stays: what ended just before us gives its memory back a moment later."""
-    first: dict[str, Any] = meter.hear()
+    """Return the meter's reading once it is stable: memory of a process that just ended is freed with a delay."""
+    first: dict[str, Any] = meter.receive()
     until = time.monotonic() + REST_S
     while time.monotonic() < until:
         time.sleep(STAY_S)
         meter.go()
-        again: dict[str, Any] = meter.hear()
+        again: dict[str, Any] = meter.receive()
         if again == first:
             break
         first = again

@@ -1,4 +1,4 @@
-"""The table of checks, in the order in which they run."""
+"""The table of checks, in the order of their execution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HARDWARE, TORCH = "hardware", "torch"
 
 
 class Check(NamedTuple):
-    """`limit_s`: its own time limit. `needs`: HARDWARE when a simulator has nothing to say, TORCH for PyTorch."""
+    """`limit_s`: time limit of the check. `needs`: HARDWARE if a simulator cannot answer it, TORCH for PyTorch."""
 
     name: str
     what: str
@@ -47,13 +47,13 @@ CHECKS = (
     Check("pool", "how a memory pool grows", memory.pool, 20),
     Check("latency", "calls, native and under the shim", driver.latency, 60),
     Check("slices", "time slices of two contexts", driver.slices, 20, HARDWARE),
-    Check("looks", "events in an empty stream wait for the own turn", looks.looks, 20),
+    Check("looks", "events in an empty stream wait for the own time slice", looks.looks, 20),
     Check("compute.uncapped", "speed under the shim, no limit", compute.native, 45),
     Check("compute.30", "30 %, alone", compute.thirty, 45),
     Check("compute.5", "5 %, alone", compute.five, 45),
     Check("compute.graph", "30 %, alone, CUDA graphs", compute.graph, 45),
     Check("compute.30_70", "30 % and 70 % at the same time", compute.shared, 45),
-    Check("compute.told", "the same, told this device's slices", compute.shared_told, 45, HARDWARE),
+    Check("compute.told", "the same, with this device's slices configured", compute.shared_told, 45, HARDWARE),
     Check("compute.waiting", "streams that wait for each other, 5 %", compute.waiting, 30),
     Check("compute.shapes", "30 %, alone, programs of several kinds", busy.shapes, 60),
     Check("compute.pairs", "kernels that spin for each other, 5 %", busy.pairs, 40),

@@ -1,5 +1,7 @@
-"""Shares of compute for programs of many kinds: tests/integration/programs/busy.c, whose kernels have a length by the
-device's own count of loops."""
+"""Check compute shares of many kinds of programs with tests/integration/programs/busy.c.
+
+Its kernels have a length by the device's own count of loops.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from tests.hardware.place import CANNOT, TREE, Place
 from tests.hardware.session import Result, Session, verdict
 
 BUSY = TREE / "build" / "gpu" / "busy"
-POINTS = 2.0  # how far a share may be off
+POINTS = 2.0  # maximum error of a share, in percentage points
 LIMIT = 30
-# What programs do -> options of busy
+# workload -> options of busy
 SHAPES: dict[str, dict[str, Any]] = {
     "kernels of 50 us": {"kernel": 50},
     "of 20 ms": {"kernel": 20000},
@@ -30,11 +32,11 @@ PAIRS: dict[str, dict[str, Any]] = {
     "in two streams": {"mode": "pair", "seconds": 3},
     "in two processes": {"mode": "pair", "processes": 2, "seconds": 8},
 }
-LEAST_DONE = 2  # launches: at 5 % a debt of seconds is as it should be, an end is not
+LEAST_DONE = 2  # launches: at 5 % a debt of seconds is expected, a hang is not
 
 
 def program(session: Session) -> str:
-    """Where it is. Raises Absent."""
+    """Return the path of the program. Raises Absent."""
     if not BUSY.exists():
         raise processes.Absent("build/gpu/busy was not compiled: no C compiler")
     copy = session.work / "busy"
@@ -44,14 +46,14 @@ def program(session: Session) -> str:
 
 
 def share_of(said: dict[str, Any]) -> float:
-    """Device time per time. Raises Failed when a call of the driver failed."""
+    """Return device time per elapsed time. Raises Failed when a driver call failed."""
     if said["code"]:
         raise processes.Failed(f"busy: {said['failed']} gave {said['code']}")
     return float(said["done_ns"] / max(1, said["ended_ns"] - said["started_ns"]))
 
 
 def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, Any]:
-    """What one run says; `share`: device time per time. Raises Absent or Failed."""
+    """Return the report of one run, with `share`: device time per elapsed time. Raises Absent or Failed."""
     command = [program(session), *(f"{word}" for key, value in options.items() for word in (f"--{key}", value))]
     env = dict(os.environ)
     if session.machine.simhost and not place:
@@ -67,7 +69,7 @@ def busy(session: Session, place: Optional[Place], **options: Any) -> dict[str, 
 
 
 def shapes(session: Session) -> Result:
-    """Programs of several kinds, each alone with a limit; what they get without one shows that they want more."""
+    """Run programs of several kinds, each alone with a limit; a run without one shows that they would use more."""
     values: dict[str, Any] = {}
     wrong = []
     for name, options in SHAPES.items():
@@ -85,7 +87,10 @@ def shapes(session: Session) -> Result:
 
 
 def pairs(session: Session) -> Result:
-    """Kernels that spin until another one has run, which the limit holds back: must go on, however slowly."""
+    """Run kernels that spin until another one has run while the limit holds both back:
+
+    they must progress, if slowly.
+    """
     values: dict[str, Any] = {}
     wrong = []
     for name, options in PAIRS.items():
@@ -98,7 +103,7 @@ def pairs(session: Session) -> Result:
             said = busy(session, place, **options)
         values[name] = said
         if said["done"] < (1 if session.short else LEAST_DONE):
-            wrong.append(f"{name}: only {said['done']} launches came to their end")
+            wrong.append(f"{name}: only {said['done']} launches ended")
     note = ", ".join(
         f"{name}: {value['done']} launches done, the longest call took {value['longest_call_ns'] / 1e9:.1f} s"
         for name, value in values.items()

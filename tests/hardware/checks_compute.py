@@ -1,4 +1,4 @@
-"""Shares of compute, judged by what the device itself counted (kernels of a length that was calibrated natively)."""
+"""Check compute shares by what the device itself counted, with kernels whose length was calibrated natively."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tests.hardware import processes
 from tests.hardware.place import Place
 from tests.hardware.session import Result, Session, interval, verdict
 
-ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # how far a share may be off, in points of 100
-LEAST_TOTAL = 0.9  # of what the limits allow, in company: the device's switches between contexts do no work
-LEAST_RATIO = 0.99  # of native speed, without a limit
+ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percentage points
+LEAST_TOTAL = 0.9  # fraction of the limits' sum in company: context switches take device time without doing work
+LEAST_RATIO = 0.99  # fraction of native speed without a limit
 KERNEL_US = 1000
 SAVED_S = 0.1
-TURN_S = 1.5  # for two kernels of which the second is let through when nothing has ended for 100 ms
-COUNTED = 0.001  # of all rounds may be missing: none is
+TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
+COUNTED = 0.001  # maximum fraction of all rounds missing: a tolerance for none
 
 
 def times(session: Session) -> dict[str, float]:
-    """Lengths of one stretch of work."""
+    """Return the lengths of one measurement."""
     return {"settle_s": 0.1, "run_s": 0.3} if session.short else {"settle_s": 0.6, "run_s": 2.0}
 
 
 class Bench:
-    """The native program and others beside it, of which only those work that are told to."""
+    """The native program and others beside it; only the programs that are told to do so work."""
 
     def __init__(self, session: Session, stack: contextlib.ExitStack, torch: str = "", **shape: Any) -> None:
         self.session, self.stack, self.what = session, stack, torch or "work"
@@ -38,25 +38,25 @@ class Bench:
         self.counted: list[float] = []
 
     def add(self, place: Optional[Place]) -> processes.Tenant:
-        """A program that is ready to work."""
+        """Start a program and wait until it is ready to work."""
         if self.what == "work":
             tenant = self.session.tenant("work", place, **self.shape)
         else:
             tenant = processes.Tenant(self.what, self.session.deadline, place)
         self.stack.enter_context(tenant)
-        tenant.hear()
+        tenant.receive()
         return tenant
 
     def rates(self, *tenants: processes.Tenant) -> list[float]:
-        """Kernels per second of each, while all of them work."""
+        """Return each program's kernels per second while all of them work."""
         for tenant in tenants:
             tenant.go(**times(self.session))
-        answers = [tenant.hear() for tenant in tenants]
+        answers = [tenant.receive() for tenant in tenants]
         self.counted += [answer["counted"] for answer in answers if "counted" in answer]
         return [answer["per_s"] for answer in answers]
 
     def miscounted(self) -> list[str]:
-        """What the device counted must be what was launched. (A simulator runs no code, and counts nothing.)"""
+        """Return an error unless the device counted every launch. (A simulator runs no code and counts nothing.)"""
         if self.session.machine.simhost:
             return []
         wrong = [count for count in self.counted if abs(count - 1) > COUNTED]
@@ -66,7 +66,7 @@ class Bench:
 def ratios(
     session: Session, percent: Optional[int], torch: str = "", rounds: int = 2, **shape: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Speed in a share relative to native speed before and after it, several times."""
+    """Measure speed in a share relative to native speed before and after it, several times."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch, **shape)
         inside = bench.add(stack.enter_context(session.place(compute_percent=percent)))
@@ -83,7 +83,7 @@ def ratios(
 
 
 def uncapped(session: Session, torch: str = "") -> Result:
-    """Native, under the shim without a limit, native, ..."""
+    """Measure native speed and speed under the shim without a limit alternately."""
     values, wrong = ratios(session, None, torch, rounds=3 if torch else 5)
     low, high = values["ci95"]
     note = f"{100 * values['ratio']:.2f} % of native speed (95 %: {100 * low:.2f} to {100 * high:.2f})"
@@ -93,7 +93,7 @@ def uncapped(session: Session, torch: str = "") -> Result:
 
 
 def alone(session: Session, percent: int, torch: str = "", **shape: Any) -> Result:
-    """A share that has the device to itself gets its limit, no more and no less."""
+    """Check that a share that has the device to itself gets its limit, no more and no less."""
     values, wrong = ratios(session, percent, torch, **shape)
     got = 100 * values["ratio"]
     note = f"limit {percent} %: got {got:.2f} %"
@@ -103,7 +103,7 @@ def alone(session: Session, percent: int, torch: str = "", **shape: Any) -> Resu
 
 
 def company(session: Session, percents: tuple[int, ...], torch: str = "", told: tuple[int, int] = (0, 0)) -> Result:
-    """Shares beside each other, all with more work than they may do."""
+    """Check several shares at once, all with more work than their limits allow."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch)
         together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
@@ -119,17 +119,17 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "", told: 
     )
     total = sum(got) / sum(percents)
     of_work = [one / total for one in got]
-    # Too much is always wrong; too little, as far as the others do not lack the same to switches.
+    # Too much is always wrong; too little only beyond what all tenants lose to switches.
     if any(one > percent + COMPANY_POINTS for one, percent in zip(got, percents)):
         wrong.append(note)
     elif total < LEAST_TOTAL or any(abs(one - percent) > COMPANY_POINTS for one, percent in zip(of_work, percents)):
-        wrong.append(f"{note}, which is {100 * total:.1f} % of what they may")
+        wrong.append(f"{note}, which is {100 * total:.1f} % of the sum of their limits")
     values = {"limits_percent": percents, "got_percent": got, "of_work_percent": of_work, "native_per_s": native}
     return verdict(wrong, note, values)
 
 
 def native(session: Session) -> Result:
-    """Without a limit."""
+    """Measure without a limit."""
     return uncapped(session)
 
 
@@ -142,7 +142,7 @@ def five(session: Session) -> Result:
 
 
 def graph(session: Session) -> Result:
-    """The same through CUDA graphs of ten kernels."""
+    """The same check with CUDA graphs of ten kernels."""
     return alone(session, 30, graph=True)
 
 
@@ -151,24 +151,24 @@ def shared(session: Session) -> Result:
 
 
 def shared_told(session: Session) -> Result:
-    """The same, when the law knows the device's time slices."""
+    """The same check when the rate limiter knows the device's time slices."""
     if not any(session.machine.slices_ns):
         raise processes.Absent("the check `slices` did not measure them")
     return company(session, (30, 70), told=session.machine.slices_ns)
 
 
 def waiting(session: Session) -> Result:
-    """Streams that wait for each other on the device, at 5 %: must come to an end, and soon."""
+    """Check that streams that wait for each other on the device come to an end soon at 5 %."""
     turns = 4 if session.short else 15
     shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US)}
     with session.place(compute_percent=5) as place:
         answer = session.ask("pair", place, turns=turns, **shape)
     note = f"{answer['kernels']} kernels in {answer['seconds']:.2f} s"
-    # The first of them run on what was saved up.
+    # The first kernels run on saved-up credit.
     least_s = 0.5 * (answer["kernels"] * KERNEL_US / 1e6 / 0.05 - SAVED_S)
     wrong = [f"{note}, which is not 5 %"] if answer["seconds"] < least_s else []
     if answer["seconds"] > TURN_S * answer["kernels"] / 2:
-        wrong.append(f"{note}: what a stream waits for our own sake counts as work")
+        wrong.append(f"{note}: delays by the limiter are charged as work")
     return verdict(wrong, note, answer)
 
 

@@ -1,4 +1,4 @@
-"""How this driver behaves, and whether the shim stands before it."""
+"""Check how this driver behaves, and whether programs get the shim."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tests.hardware.place import CANNOT, TREE
 from tests.hardware.session import IN_PLACE, Result, Session, verdict
 
 LATENCY = TREE / "build" / "gpu" / "latency"
-ONE_S = 20.0  # one behaviour of the conformance suite
+ONE_S = 20.0  # per behaviour of the conformance suite
 SHORT = ("calls_before_init_fail", "content_is_kept", "kernel_takes_its_time")
 TURNS = 3
 
 
 def loader(session: Session) -> Result:
-    """A program that asks for libcuda.so.1 gets the shim, and cuGetProcAddress keeps it there."""
+    """Check that a program that asks for libcuda.so.1 gets the shim, also from cuGetProcAddress."""
     native = session.ask("names")
     with session.place() as place:
         inside = session.ask("names", place)
     wrong = []
     if native["shadowed"]:
-        wrong.append("a native program had the shim")
+        wrong.append("a native program loaded the shim")
     if not inside["shadowed"]:
-        wrong.append("the program in the share had the real driver")
+        wrong.append("the program in the share loaded the real driver")
     if inside["not_exported"] > native["not_exported"]:
         wrong.append(f"cuGetProcAddress gives addresses that nothing exports for {', '.join(inside['unknown'][:5])}")
     note = f"{native['answers']} answers of cuGetProcAddress, {native['not_exported']} of them no exported address"
@@ -36,7 +36,7 @@ def loader(session: Session) -> Result:
 
 
 def conformance(session: Session) -> Result:
-    """Which behaviours that the simulator models this driver has."""
+    """Check which of the behaviours that the simulator models this driver has."""
     from tests.conformance.behaviours import BEHAVIOURS
 
     outcome: dict[str, str] = {}
@@ -59,10 +59,10 @@ def conformance(session: Session) -> Result:
 
 
 def latency(session: Session) -> Result:
-    """What calls take, native and under the shim in turn; the least median of each counts."""
+    """Measure the duration of calls, alternately native and under the shim; the lowest median of each counts."""
     if not LATENCY.exists():
         return Result("absent", "build/gpu/latency was not compiled: no C compiler", {})
-    # Processes of an unprivileged build directory cannot always be executed in a place: a copy can
+    # Processes in a place may not be able to execute files of an unprivileged build directory, so use a copy
     program = session.work / "latency"
     shutil.copy(LATENCY, program)
     seen: dict[str, list[dict[str, Any]]] = {"native": [], "shim": []}
@@ -84,7 +84,7 @@ def latency(session: Session) -> Result:
 
 
 def answer(command: list[str], deadline: float) -> dict[str, Any]:
-    """The one line that build/gpu/latency says. Raises Absent or Failed."""
+    """Run build/gpu/latency and parse its line of JSON. Raises Absent or Failed."""
     code, out, err = processes.run(command, deadline)
     if code == CANNOT:
         raise processes.Absent(f"no private mounts here ({err.strip()})")
@@ -102,16 +102,16 @@ def _best(runs: list[dict[str, Any]], name: str) -> Any:
 
 
 def slices(session: Session) -> Result:
-    """How long the device stays with a context when two have work, and what a switch takes."""
+    """Measure the device's time slice when two contexts have work, and the duration of a switch."""
     with (
         session.tenant("slices", run_ms=1000, least_us=20) as one,
         session.tenant("slices", run_ms=1000, least_us=20) as other,
     ):
         for tenant in (one, other):
-            tenant.hear()
+            tenant.receive()
         for tenant in (one, other):
             tenant.go()
-        gaps = [tenant.hear()["gaps"] for tenant in (one, other)]
+        gaps = [tenant.receive()["gaps"] for tenant in (one, other)]
     if not any(gaps):
         return Result("absent", "the two contexts ran at the same time, or one after the other", {})
     ran = sorted(right[0] - left[1] for seen in gaps for left, right in zip(seen, seen[1:]))

@@ -1,9 +1,12 @@
-"""What the compute law takes for granted of events in an empty stream (shim/limiter/probe.c): one is done as soon as
-the device is its own context's, so that a late one tells when the own turn began.
+"""Check the rate limiter's assumption about probe events (shim/limiter/probe.c).
 
-Two real processes: a neighbour with kernels of 2 ms one behind the other, and one that looks. The looking one has short
-kernels with an event behind each as well, as whoever looks has work: their stamps say, without looks, when it had the
-device. A turn of the neighbour is a stretch between two of them; what is known of its end is the length of a kernel.
+An event in an empty stream is done as soon as the device is given to its context, so a late event shows when the
+context's residency began.
+
+Two real processes run: a neighbour with back-to-back kernels of 2 ms, and one that probes. The probing process also has
+short kernels with an event after each, as a limited program would have work. Their timestamps show, independently of
+the probes, when it had the device. A residency of the neighbour is the time between two of them; its end is known to
+within the length of a kernel.
 """
 
 from __future__ import annotations
@@ -20,35 +23,35 @@ from tests.hardware import processes
 from tests.hardware.session import Result, Session, interval
 
 NEIGHBOUR_US, OWN_US = 2000, 100
-SLICE_NS = 2_000_000  # where this device's are not measured
-PROMPT_NS = 45_000  # what the law takes a look for that did not wait
-EDGE_NS = 60_000  # stamps and the host's clock are brought together to about this
-MOST_OF = 0.9  # of all looks do as they should
-LEAST = 5  # turns of the neighbour in which there was a look: fewer say nothing
-Event = Sequence[int]  # recorded (host), stamp (device), seen (host); ns
+SLICE_NS = 2_000_000  # used if this device's slice was not measured
+PROMPT_NS = 45_000  # the rate limiter takes a probe below this for one that did not wait
+EDGE_NS = 60_000  # accuracy of converting timestamps to the host's clock
+MOST_OF = 0.9  # fraction of the probes that must behave as assumed
+LEAST = 5  # residencies of the neighbour with a probe in them: fewer prove nothing
+Event = Sequence[int]  # recorded (host), timestamp (device), seen (host); ns
 
 
 class Told(NamedTuple):
-    """Looks that were recorded in a turn of the neighbour, by when they were done."""
+    """Probes recorded in a residency of the neighbour, counted by when they were done."""
 
-    early: int  # in it
-    told: int  # as our turn began
-    late: int  # when work of ours had been done in it already
+    early: int  # during the residency
+    told: int  # as the own residency began
+    late: int  # after own work was done in the own residency
 
 
 def offset(events: Sequence[Event]) -> int:
-    """What makes host time of a stamp: no event is done before it is recorded, and some wait for nothing."""
+    """Return the offset from a timestamp to host time: no event is done before it is recorded, and some do not wait."""
     return max(recorded - stamp for recorded, stamp, _ in events)
 
 
 def waited(looks: Sequence[Event]) -> list[int]:
-    """How long each waited, by the device's stamps, beyond the one that waited least."""
+    """Return how long each probe waited by the timestamps, relative to the one that waited least."""
     by = offset(looks)
     return sorted(stamp + by - recorded for recorded, stamp, _ in looks)
 
 
 def spread(values: Sequence[int], slice_ns: int) -> dict[str, Any]:
-    """A distribution, in words that are short enough for a table."""
+    """Return a distribution, brief enough for a table."""
     values = sorted(values)
     return {
         "n": len(values),
@@ -60,15 +63,18 @@ def spread(values: Sequence[int], slice_ns: int) -> dict[str, Any]:
 
 
 def told(kernels: Sequence[Event], looks: Sequence[Event], slice_ns: int, kernel_ns: int) -> Told:
-    """`kernels`: of the own stream, in order. A turn of the neighbour counts where the next kernel was in the queue
-    already when the one before it was done."""
+    """Count the probes in residencies of the neighbour.
+
+    `kernels`: of the own stream, in order. A residency of the neighbour counts if the next kernel was queued before the
+    preceding one was done.
+    """
     by = offset([*kernels, *looks])
     stamps = [stamp for _, stamp, _ in looks]
     early = at_once = late = 0
     for (_, last, _), (recorded, following, _) in zip(kernels, kernels[1:]):
         if following - last < slice_ns / 2 + kernel_ns or recorded > last + by:
             continue
-        from_ns, to_ns = last + kernel_ns, following - kernel_ns  # in between it was surely the neighbour's
+        from_ns, to_ns = last + kernel_ns, following - kernel_ns  # in between the neighbour certainly had the device
         for look in looks[bisect.bisect_left(stamps, last) :]:
             recorded_ns, stamp = look[0] - by, look[1]
             if recorded_ns >= to_ns:
@@ -83,31 +89,31 @@ def told(kernels: Sequence[Event], looks: Sequence[Event], slice_ns: int, kernel
 
 
 def judge(alone: Sequence[int], seen: Told) -> tuple[bool, str]:
-    """Whether what the law assumes holds, and that in words. `alone`: waits while only own work was there."""
+    """Return whether the assumption holds, and a sentence about it. `alone`: waits while only own work was there."""
     prompt = sum(one <= PROMPT_NS for one in alone) / len(alone)
     total = sum(seen)
     words = []
     if prompt < MOST_OF:
         words.append(f"alone only {100 * prompt:.0f} % are done within {PROMPT_NS // 1000} us: they wait for own work")
     if total < LEAST:
-        words.append(f"only {total} looks were recorded in a turn of the neighbour")
+        words.append(f"only {total} probes were recorded in a residency of the neighbour")
     elif seen.early > (1 - MOST_OF) * total:
         words.append(f"{seen.early} of {total} were done while the neighbour had the device")
     elif seen.told < MOST_OF * total:
-        words.append(f"{seen.late} of {total} were done later than own work of that turn")
+        words.append(f"{seen.late} of {total} were done later than own work of that residency")
     if words:
         return False, "does NOT hold: " + "; ".join(words)
-    return True, f"holds: {seen.told} of {total} looks in a turn of the neighbour were done as the own one began"
+    return True, f"holds: {seen.told} of {total} probes in a residency of the neighbour were done as the own one began"
 
 
 def lost(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    """Percent of the neighbour's speed, of runs in pairs."""
+    """Return the percentage of speed that the neighbour lost, from paired runs."""
     mean, low, high = interval([100 * (1 - after / before) for before, after in zip(without, beside)])
     return {"percent": mean, **({"ci95": [low, high]} if len(beside) > 1 else {})}
 
 
 def cost(session: Session) -> dict[str, Any]:
-    """Of one look, record and query, in nanoseconds of the processor: native, by the compiled program."""
+    """Measure the processor time of one probe (record and query) in nanoseconds, natively with the compiled program."""
     if not driver.LATENCY.exists():
         return {}
     program = session.work / "latency"
@@ -117,27 +123,27 @@ def cost(session: Session) -> dict[str, Any]:
 
 
 class Pair:
-    """The one who looks, and his neighbour."""
+    """The probing process and its neighbour."""
 
     def __init__(self, session: Session, stack: contextlib.ExitStack) -> None:
         shapes = [session.ask("calibrate", kernel_us=one) for one in (NEIGHBOUR_US, OWN_US)]
         self.neighbour = stack.enter_context(session.tenant("work", kernel_us=NEIGHBOUR_US, **shapes[0]))
-        self.looker = stack.enter_context(session.tenant("looks", kernel_us=OWN_US, **shapes[1]))
+        self.prober = stack.enter_context(session.tenant("looks", kernel_us=OWN_US, **shapes[1]))
         self.settle_s, self.run_s = (0.05, 0.25) if session.short else (0.1, 0.5)
-        for tenant in (self.neighbour, self.looker):
-            tenant.hear()
+        for tenant in (self.neighbour, self.prober):
+            tenant.receive()
 
     def run(self, neighbour: bool = True, works: bool = True, looks: bool = True) -> tuple[dict[str, Any], float]:
-        """What the looking one says, and kernels per second of the neighbour."""
+        """Return the probing process's report, and the neighbour's kernels per second."""
         if neighbour:
             self.neighbour.go(settle_s=self.settle_s, run_s=self.run_s)
-        self.looker.go(run_s=self.settle_s + self.run_s, works=works, looks=looks)
-        said: dict[str, Any] = self.looker.hear()
-        return said, float(self.neighbour.hear()["per_s"]) if neighbour else 0.0
+        self.prober.go(run_s=self.settle_s + self.run_s, works=works, looks=looks)
+        said: dict[str, Any] = self.prober.receive()
+        return said, float(self.neighbour.receive()["per_s"]) if neighbour else 0.0
 
 
 def looks(session: Session) -> Result:
-    """Looks alone and in company, with and without work of one's own; then what they cost, and whom."""
+    """Probe alone and beside the neighbour, with and without own work; then measure what the probes cost each."""
     slice_ns = session.machine.slices_ns[0] or SLICE_NS
     with contextlib.ExitStack() as stack:
         pair = Pair(session, stack)
@@ -147,7 +153,7 @@ def looks(session: Session) -> Result:
         _, before = pair.run(works=False, looks=False)
     said = [one for _, one, _ in runs]
     if not all(one["looks"] for one in (alone, idle, *said)) or not all(speed for speed, _, _ in runs):
-        raise processes.Failed("looks: a process did nothing at all")
+        raise processes.Failed("looks: a process did no work")
     ends = [stamp for _, stamp, _ in alone["kernels"]]
     kernel_ns = int(statistics.median(b - a for a, b in zip(ends, ends[1:])))
     seen = Told(*map(sum, zip(*(told(one["kernels"], one["looks"], slice_ns, kernel_ns) for one in said))))
@@ -172,7 +178,7 @@ def looks(session: Session) -> Result:
     }
     company = values["waited"]["beside_with_work"]
     note = (
-        f"that a look waits for the own turn {words}; p50 {company['p50_ns'] / 1e3:.0f} us, "
+        f"that a probe waits for the own residency {words}; p50 {company['p50_ns'] / 1e3:.0f} us, "
         f"p90 {company['p90_ns'] / 1e3:.0f}, max {company['max_ns'] / 1e3:.0f}, "
         f"{100 * company['beyond_half_a_slice']:.0f} % beyond half a slice; "
         + (f"one takes {took['median_ns']} ns, " if took else "")

@@ -1,4 +1,4 @@
-"""Memory limits, judged by what the driver's own NVML, without the shim, says of the device."""
+"""Check memory limits by what the driver's own NVML, without the shim, reports of the device."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ MIB = 1 << 20
 GIB = 1 << 30
 OUT_OF_MEMORY = 2
 BLOCK = 2 * MIB
-# What one process cannot get of a full share: the rest of the context's estimate, and of the last block
+# what a process cannot allocate of a full share: the rest of the context's estimate and of the last block
 SLACK = 4 * MIB
-POOL_SLACK = 64 * MIB  # a pool grows by steps, and the last one may not fit
-MOST_SHARE = 4  # a limit is at most a quarter of what is free: managed memory never comes near the whole device
+POOL_SLACK = 64 * MIB  # a pool grows in steps, and the last one may not fit
+MOST_SHARE = 4  # a limit is at most a quarter of the free memory, so managed memory stays far from filling the device
 
 
 def limit_of(session: Session) -> int:
-    """A limit to test with, whole blocks."""
+    """Return a limit to test with, in whole blocks."""
     most = 1 * GIB if session.short else 4 * GIB
     return min(most, session.machine.total_bytes // MOST_SHARE) // BLOCK * BLOCK
 
 
 def context(session: Session) -> Result:
-    """What a context takes of the device."""
+    """Measure the device memory that a context uses."""
     before = session.idle_bytes()
     with session.tenant("context") as tenant:
-        tenant.hear()
+        tenant.receive()
         initialised = session.used_bytes()
         tenant.go()
-        tenant.hear()
+        tenant.receive()
         first = session.used_bytes() - before
         tenant.go()
-        second = tenant.hear()["second_bytes"]
+        second = tenant.receive()["second_bytes"]
     values = {"first_bytes": first, "second_bytes": second, "init_bytes": initialised - before}
     return Result("measured", f"the first takes {size(first)}, a second in the same process {size(second)}", values)
 
 
 def fill(session: Session, way: str) -> Result:
-    """One process takes what it can get."""
+    """Fill a share from one process."""
     limit = limit_of(session)
     before = session.idle_bytes()
     with session.place(limit) as place:
         with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
-            seen = tenant.hear()
+            seen = tenant.receive()
             tenant.go()
-            seen.update(tenant.hear())
+            seen.update(tenant.receive())
             taken = session.used_bytes() - before
         refused = place.refused()
     wrong = []
@@ -60,9 +60,9 @@ def fill(session: Session, way: str) -> Result:
     if taken > limit and way != "managed":
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
     if taken < seen["got_bytes"] and way != "managed":
-        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
+        wrong.append(f"the device counts only {size(taken)}: another process freed memory meanwhile")
     if seen["got_bytes"] < seen["free_bytes"] - (POOL_SLACK if way == "async" else SLACK):
-        wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} that were shown as free")
+        wrong.append(f"got {size(seen['got_bytes'])} of {size(seen['free_bytes'])} reported as free")
     values = {**seen, "limit_bytes": limit, "device_bytes": taken, "refused": refused}
     return verdict(wrong, f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(taken)}", values)
 
@@ -80,12 +80,12 @@ def virtual(session: Session) -> Result:
 
 
 def managed(session: Session) -> Result:
-    """Managed memory lies on the host until it is touched, so the device counts less."""
+    """Managed memory is on the host until it is touched, so the device counts less."""
     return fill(session, "managed")
 
 
 def processes(session: Session) -> Result:
-    """Two processes of one share at the same time."""
+    """Fill a share from two processes at the same time."""
     limit = limit_of(session)
     before = session.idle_bytes()
     with session.place(limit) as place, contextlib.ExitStack() as stack:
@@ -94,10 +94,10 @@ def processes(session: Session) -> Result:
             for _ in range(2)
         ]
         for tenant in both:
-            tenant.hear()
+            tenant.receive()
         for tenant in both:
             tenant.go()
-        seen: list[dict[str, Any]] = [tenant.hear() for tenant in both]
+        seen: list[dict[str, Any]] = [tenant.receive() for tenant in both]
         taken = session.used_bytes() - before
     got = sum(one["got_bytes"] for one in seen)
     wrong = []
@@ -106,18 +106,18 @@ def processes(session: Session) -> Result:
     if taken > limit:
         wrong.append(f"the device counts {size(taken)}, {size(taken - limit)} over the limit")
     if taken < got:
-        wrong.append(f"the device counts only {size(taken)}: something else gave memory back meanwhile")
-    # Contexts are the only other thing in the share
+        wrong.append(f"the device counts only {size(taken)}: another process freed memory meanwhile")
+    # Contexts are the only other memory in the share
     if got < limit - 2 * (session.machine.context_bytes or 0) - 2 * SLACK:
         wrong.append(f"together they got only {size(got)} of {size(limit)}")
     if not all(one["code"] == OUT_OF_MEMORY for one in seen):
-        wrong.append("one was not refused")
+        wrong.append("one process was not refused")
     values = {"limit_bytes": limit, "got_bytes": [one["got_bytes"] for one in seen], "device_bytes": taken}
     return verdict(wrong, f"limit {size(limit)}: together {size(got)}, device counts {size(taken)}", values)
 
 
 def nvml(session: Session) -> Result:
-    """What NVML's clients see in a share."""
+    """Check what NVML's clients see in a share."""
     if not (session.machine.shim / "libnvidia-ml.so").exists():
         return Result("absent", "there is no shim before NVML: it was compiled without nvml.h", {})
     limit = limit_of(session)
@@ -130,7 +130,7 @@ def nvml(session: Session) -> Result:
 
 
 def pool(session: Session) -> Result:
-    """How a pool of this driver grows."""
+    """Measure how a pool of this driver grows."""
     values = session.ask("pool")
     steps = ", ".join(f"{size(int(asked))}: {size(grown)}" for asked, grown in values["grows_bytes"].items())
     code = values["free_async_of_plain_code"]

@@ -1,8 +1,8 @@
-"""NVIDIA's MPS as a backend: what its daemon is told is what a program gets, whatever that says of itself.
+"""Check NVIDIA's MPS as a backend: a program gets the daemon's limits, whatever limits it sets for itself.
 
-The daemon is started, and its clients, in a mount namespace of their own with a state directory of their own: nothing
-of this machine's gpushare is touched, and no setting of the card. What a client sees of the multiprocessors is as
-NVIDIA documents it ("MPS", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) and as the simulator plays it (simulator/cuda/mps.c).
+The daemon and its clients run in a private mount namespace with a private state directory: this machine's gpushare and
+the card's settings stay as they are. The multiprocessors that a client sees follow NVIDIA's documentation ("MPS",
+CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), as does the simulator (simulator/cuda/mps.c).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.hardware.checks_product import gpushare
 from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session, size, verdict
 
-PERCENT, MOST = 30, 60  # of a program; of the daemon
-STOP_S = 30.0  # for the end, also of a check that has no time left
+PERCENT, MOST = 30, 60  # limit of the program; limit of the daemon
+STOP_S = 30.0  # for stopping the daemon, even if the check has no time left
 RAISED: dict[str, Any] = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
 
 
 class Host:
-    """`gpushare` with a state directory in a mount namespace that lasts as long as this."""
+    """`gpushare` with its own state directory in a mount namespace that exists as long as this object."""
 
     def __init__(self, session: Session, directory: str) -> None:
         self.session, self.state = session, f"{directory}/s"
@@ -42,7 +42,7 @@ class Host:
         command = ["unshare", "-m", "sh", "-c", "echo; exec sleep inf"]
         self.holder = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         assert self.holder.stdout
-        self.holder.stdout.readline()  # it is in its namespace
+        self.holder.stdout.readline()  # wait until it is in its namespace
 
     def call(self, *words: str, deadline: Optional[float] = None, **env: str) -> tuple[int, str, str]:
         enter = ["nsenter", "-t", str(self.holder.pid), "-m", "--"]
@@ -50,14 +50,14 @@ class Host:
         return processes.run(command, deadline or self.session.deadline, {**os.environ, **env})
 
     def mps(self, *words: str) -> Any:
-        """Raises Failed with its error."""
+        """Run `gpushare mps`. Raises Failed with its error."""
         code, out, err = self.call("mps", *words, "--device", self.device, "--format", "json")
         if code:
             raise processes.Failed(f"gpushare mps {words[0]}: {(err or out).strip()[:200]}")
         return json.loads(out)[0]
 
     def run(self, memory: int, percent: int) -> tuple[int, str, str]:
-        """A program that asks what the device is, and says of MPS what would raise its limit."""
+        """Run a program that queries the device and sets MPS variables that would raise its limit."""
         limits = ("--devices", self.device, "--memory", str(memory), "--compute", f"{percent}%")
         program = (sys.executable, "-m", "tests.hardware.tenant", "device", json.dumps({"library": "libcuda.so.1"}))
         return self.call("run", *limits, "--", *program, GPUSHARE_BACKEND="mps", PYTHONPATH=str(TREE), **RAISED)
@@ -77,7 +77,7 @@ def host(session: Session) -> Iterator[Host]:
         from simulator import mpscontrol
 
         mpscontrol.install(session.machine.simhost)
-    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:  # sockets have no room for long paths
+    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as short:  # socket paths must be short
         made = Host(session, short)
         try:
             yield made
@@ -86,7 +86,7 @@ def host(session: Session) -> Iterator[Host]:
 
 
 def mps(session: Session) -> Result:
-    """`gpushare mps start`, a program with 30 %, and one where no daemon is."""
+    """Run `gpushare mps start`, a program with 30 %, and a program without a daemon."""
     limit, all_of_it = limit_of(session), session.machine.multiprocessors
     wanted, wrong = math.ceil(all_of_it * PERCENT / 100), []
     with host(session) as made:

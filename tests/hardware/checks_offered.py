@@ -1,4 +1,4 @@
-"""What this kernel and this driver have of which nothing but NVIDIA's pages is known: what they say, as they say it."""
+"""Record how this kernel and driver answer where only NVIDIA's documentation is known."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gpushare.system import mountns
 from tests.hardware import processes
 from tests.hardware.session import Result, Session, size
 
-CALL_S = 10.0  # one command of the control program
-SINCE = 615  # the driver whose daemons are documented to have protocol 3
+CALL_S = 10.0  # per command of the control program
+SINCE = 615  # the first driver whose daemon is documented to have protocol 3
 CAPACITY = "dmem.capacity"
 BATCH = ("cuMemPrefetchBatchAsync", "cuMemDiscardAndPrefetchBatchAsync", "cuMemDiscardBatchAsync")
 LAST_PREFETCH = {-1: "the host", 0: "the device", -2: "nowhere"}  # CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION
 
 
 class Step(NamedTuple):
-    """A word of mps_control.Commands with a value, and what its answer should be; None: whatever it is."""
+    """A field of mps_control.Commands with a value, and the expected answer; None: any."""
 
     word: str
     value: str = ""
@@ -50,7 +50,7 @@ STEPS = (
     Step("set_server_memory", "1G"),
     Step("clients", "", lambda text: not text or bool(mps_control.pids_in(text))),
 )
-# Of protocol 2 alone: in the other one `prepare` makes the server. Without one nothing can be asked of it.
+# For protocol 2 only: in protocol 3 `prepare` creates the server. Queries need a server.
 START = f"start_server -uid {os.geteuid()}"
 
 
@@ -61,7 +61,7 @@ def _run(command: Sequence[str], env: dict[str, str], said: str = "") -> subproc
 
 
 class Daemon:
-    """One nvidia-cuda-mps-control with directories of its own, and what it was asked."""
+    """An nvidia-cuda-mps-control with private directories, and the answers to its commands."""
 
     def __init__(self, program: str, protocol: int, folder: str, env: dict[str, str], options: Sequence[str]) -> None:
         self.words = mps_control.COMMANDS[protocol]
@@ -80,7 +80,7 @@ class Daemon:
         return {"code": done.returncode, "out": done.stdout.strip(), "err": done.stderr.strip()}
 
     def ask(self, command: str, right: Optional[Callable[[str], bool]] = None) -> str:
-        """Its answer; it is kept, with whether it is the one that is counted on."""
+        """Run a command and return its answer; record it, and whether it is the expected one."""
         spoken = self.protocol == 2
         answer = self._call(*(() if spoken else command.split()), said=command + "\n" if spoken else "")
         as_assumed = answer["code"] == 0 and (right is None or right(answer["out"]))
@@ -88,7 +88,7 @@ class Daemon:
         return str(answer["out"])
 
     def ask_all(self) -> None:
-        """Everything that gpushare says to one."""
+        """Run every command that gpushare uses."""
         server: tuple[int, ...] = ()
         for command in self.words.prepare:
             self.ask(command)
@@ -109,8 +109,8 @@ class Daemon:
 
 
 def spoken(program: str, protocol: int, env: dict[str, str], options: Sequence[str]) -> dict[str, Any]:
-    """All that a daemon says in one protocol, verbatim."""
-    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as folder:  # sockets have no room for long paths
+    """Return everything that a daemon answers in one protocol, verbatim."""
+    with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as folder:  # socket paths must be short
         daemon = Daemon(program, protocol, folder, env, options)
         try:
             if mps_control.listening(daemon.pipe) is not None:
@@ -121,7 +121,7 @@ def spoken(program: str, protocol: int, env: dict[str, str], options: Sequence[s
 
 
 def words_of(program: str, env: dict[str, str], driver_version: str) -> tuple[str, dict[str, Any]]:
-    """(in words, for the JSON): of a control program, in each protocol that it has."""
+    """Return a sentence and the JSON data about a control program, in each of its protocols."""
     done = _run([program, "-h"], env)
     help_text = done.stdout + done.stderr
     values: dict[str, Any] = {"help": help_text, "protocol_2": spoken(program, 2, env, ())}
@@ -133,7 +133,7 @@ def words_of(program: str, env: dict[str, str], driver_version: str) -> tuple[st
     for number in (2, 3):
         said = values.get(f"protocol_{number}")
         if said is None:
-            parts.append(f"protocol {number}: `-h` tells of none, and driver {driver_version} is older than {SINCE}")
+            parts.append(f"protocol {number}: `-h` lists none, and driver {driver_version} is older than {SINCE}")
         elif not said["answers"]:
             parts.append(f"protocol {number}: no daemon: {said['started']['out'] or said['started']['err']}"[:120])
         else:
@@ -150,7 +150,7 @@ def _tally(answers: Sequence[dict[str, Any]]) -> str:
 
 
 def mps_words(session: Session) -> Result:
-    """What nvidia-cuda-mps-control answers to each command that gpushare has for it."""
+    """Record what nvidia-cuda-mps-control answers to each command that gpushare uses."""
     root = str(session.machine.simhost or "/")
     if session.machine.simhost:
         from simulator import mpscontrol as played
@@ -169,7 +169,7 @@ def mps_words(session: Session) -> Result:
 
 
 def cgroup_tree(root: Optional[Path]) -> Optional[Path]:
-    """Where cgroup v2 is mounted, all of it."""
+    """Return the mount point of the whole cgroup v2 tree."""
     if root:
         return root / "sys/fs/cgroup"
     points = (Path(m.point) for m in mountns.read_mounts() if m.fstype == "cgroup2" and m.root == "/")
@@ -177,7 +177,7 @@ def cgroup_tree(root: Optional[Path]) -> Optional[Path]:
 
 
 def dmem(session: Session) -> Result:
-    """Whether the kernel's dmem controller is there and has this device, and else whether the driver limits."""
+    """Check whether the kernel's dmem controller lists this device, and otherwise whether the driver has limits."""
     from gpushare.allocation.backends.dmem import regions as backend
 
     machine = session.machine
@@ -202,7 +202,7 @@ def dmem(session: Session) -> Result:
 
 
 def prefetch_batch(session: Session) -> Result:
-    """Whether many prefetches can be one call, natively and under the shim, and whether it moves memory."""
+    """Check whether one call can prefetch several ranges, natively and under the shim, and moves memory."""
     native = session.ask("exported", names=BATCH)
     values: dict[str, Any] = {"native": native["there"], "procaddress": native["procaddress"]}
     try:

@@ -1,4 +1,4 @@
-"""gpushare and PyTorch as people use them."""
+"""Check gpushare and PyTorch as users run them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.hardware.session import Result, Session, size, verdict
 
 GPUSHARE = TREE / "build" / "bin" / "gpushare"
 BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare"
-PACKAGES = ("click", "yaml", "jsonschema")  # what gpushare's command line needs beside the standard library
+PACKAGES = ("click", "yaml", "jsonschema")  # packages that gpushare's command line needs
 START = "from gpushare.cli import main; sys.exit(main())"
-TORCH_SLACK = 256 << 20  # PyTorch asks for 64 MiB at a time, and its libraries have code and workspaces
+TORCH_SLACK = 256 << 20  # PyTorch allocates 64 MiB at a time, and its libraries need memory for code and workspaces
 
 
 def has_torch() -> bool:
@@ -26,8 +26,11 @@ def has_torch() -> bool:
 
 
 def gpushare() -> list[str]:
-    """The program as it was built here; the bundle, which needs nothing of this machine; else the source tree with what
-    this python3 has."""
+    """Return the command of gpushare.
+
+    That is the program built here; otherwise the bundle, which is self-contained; otherwise the source tree under this
+    python3.
+    """
     if (TREE / "build" / ".setup").exists() and GPUSHARE.exists():
         return [str(GPUSHARE)]
     if BUNDLED.exists():
@@ -39,7 +42,7 @@ def gpushare() -> list[str]:
 
 
 def torch_limit(session: Session) -> Result:
-    """torch.cuda.mem_get_info shows the limit; at the limit there is OutOfMemoryError, after which PyTorch goes on."""
+    """Check that torch.cuda.mem_get_info shows the limit, and that PyTorch continues after OutOfMemoryError."""
     limit = limit_of(session)
     with session.place(limit) as place:
         seen = processes.ask("torch_limit", session.deadline, place, most_bytes=limit + limit // 4)
@@ -51,19 +54,19 @@ def torch_limit(session: Session) -> Result:
     if seen["got_bytes"] < seen["free_bytes"] - TORCH_SLACK:
         wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
     if not seen["goes_on"]:
-        wrong.append("it did not go on after OutOfMemoryError")
+        wrong.append("PyTorch did not continue after OutOfMemoryError")
     note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, then OutOfMemoryError"
     return verdict(wrong, note, {**seen, "limit_bytes": limit})
 
 
 def under_run(session: Session, flags: list[str], program: list[str]) -> dict[str, Any]:
-    """The line of JSON that a program says which `gpushare run` starts. Raises Absent or Failed."""
+    """Return the JSON line of a program started by `gpushare run`. Raises Absent or Failed."""
     config = session.work / "config.yaml"
     root = str(session.machine.simhost or "/")
     config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))
     command = [*gpushare(), "--config", str(config), "--state", str(session.work / "state"), "run"]
     if os.geteuid() == 0:
-        command = ["unshare", "-m", *command]  # the state's mounts go with it
+        command = ["unshare", "-m", *command]  # so that the mounts of the state directory end with it
     code, out, err = processes.run([*command, *flags, "--", *program], session.deadline)
     lines = (err.strip() or out.strip()).splitlines()
     if code or not out.startswith("{"):
@@ -73,7 +76,7 @@ def under_run(session: Session, flags: list[str], program: list[str]) -> dict[st
 
 
 def run(session: Session) -> Result:
-    """`gpushare run`: the product itself finds the driver and puts the shim before it."""
+    """Check that `gpushare run` itself finds the driver and injects the shim."""
     limit = limit_of(session)
     program = [sys.executable, "-m", "tests.hardware.tenant", "device", json.dumps({"library": "libcuda.so.1"})]
     seen = under_run(session, ["--memory", str(limit)], program)
@@ -84,7 +87,7 @@ def run(session: Session) -> Result:
 
 
 def run_compute(session: Session) -> Result:
-    """The same with a limit on compute."""
+    """The same check with a compute limit."""
     program = busy.program(session)
     options = ["--kernel", "1000", "--seconds", "1" if session.short else "3"]
     said = under_run(session, ["--compute", str(busy.LIMIT)], [program, *options])

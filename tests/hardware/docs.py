@@ -1,5 +1,6 @@
-"""Print docs/hardware.md, written from the measurements in tests/hardware/measured. `make docs` puts it in place; a
-test compares.
+"""Print docs/hardware.md, generated from tests/hardware/measured.
+
+`make docs` writes the file; a test compares it with this output.
 
     python3 -m tests.hardware.docs
 """
@@ -55,12 +56,12 @@ NEEDS = {"": "", "hardware": "only on hardware", "torch": "only with PyTorch"}
 
 
 def measurements() -> list[dict[str, Any]]:
-    """All that were sent, by name of file."""
+    """Return all contributed measurements, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json"))]
 
 
 def text(measured: Sequence[dict[str, Any]]) -> str:
-    """The whole page. Only runs on hardware count."""
+    """Return the page. Only runs on hardware count."""
     lines = [HEAD + "\n".join(f"| `{check.name}` | {check.what} | {NEEDS[check.needs]} |" for check in CHECKS)]
     real = [one for one in measured if not one["simulated"]]
     lines += ["", "## What was found", ""]

@@ -1,4 +1,4 @@
-# What `make gpu-check` has compiled: build/gpu. None of it needs CUDA headers.
+# Compiles the programs of `make gpu-check` into build/gpu. None of them needs CUDA headers.
 
 GPU_BUSY := $(wildcard tests/integration/programs/busy*.c)
 GPU_PROGRAMS := build/gpu/latency build/gpu/busy

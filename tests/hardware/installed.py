@@ -1,8 +1,8 @@
-"""A machine with a driver, for a test: the simulator's files where a real driver's lie, for one command.
+"""Run one command on a machine with a driver, for a test: the simulator's files replace a real driver's files.
 
     python3 -m tests.hardware.installed SIMHOST SCRATCH COMMAND...       SCRATCH: an empty directory
 
-gpu-check takes it for hardware: it knows the files by their names and the loader's ways, and nothing else of them.
+gpu-check takes it for hardware: it finds the files by their names and through the loader, and knows nothing else.
 """
 
 from __future__ import annotations

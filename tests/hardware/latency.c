@@ -1,9 +1,8 @@
-/* What single calls of the driver take, as a program sees it. No CUDA headers: this must compile on
- * any machine with a C compiler.
+/* Measures the duration of single driver calls, as a program sees it. It uses no CUDA headers:
+ * it must compile on any machine with a C compiler.
  *
  *     latency LIBCUDA [NAME]     one line of JSON: {"launch": {"median_ns": ..., "p99_ns": ...,
- *                                "n": ...}, ...}; of this call only
- */
+ *                                "n": ...}, ...}; with NAME only this call */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,7 +11,7 @@
 #include <time.h>
 
 #define MAX_CALLS 4000
-#define DRAIN 64 /* launches between two synchronisations, well under the depth of the queue */
+#define DRAIN 64 /* launches between two synchronisations, far fewer than the queue holds */
 #define GRAPH_KERNELS 10
 
 typedef uint64_t handle;
@@ -55,7 +54,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* ---- one function for each line of the table: the call that is timed -------------------- */
+/* ---- one function for each row of the table: the timed call ------------------------------ */
 
 typedef int (*launch_call)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                            unsigned, handle, void **, void **);
@@ -88,7 +87,7 @@ static int do_query(void) {
     int code = query(event);
     return code == 600 ? 0 : code; /* NOT_READY */
 }
-/* As the compute law looks: a timing event in a stream of its own, asked at once */
+/* A probe as in the rate limiter: a timing event in its own stream, queried at once */
 static int do_look(void) {
     int code = record(look, empty);
     if (code)
@@ -97,7 +96,7 @@ static int do_look(void) {
     return code == 600 ? 0 : code;
 }
 static int do_wait_value(void) {
-    return wait_value(stream, flag, 0, 0); /* flag >= 0: at once */
+    return wait_value(stream, flag, 0, 0); /* flag >= 0 already holds */
 }
 static int do_write_value(void) {
     return write_value(stream, flag, 1, 0);
@@ -155,13 +154,13 @@ static void measure(unsigned i) {
     static const char *before_it = "{";
     const char *start = before_it;
     before_it = ", ";
-    for (int k = -DRAIN; k < CALLS[i].n; k++) { /* the first are not counted */
+    for (int k = -DRAIN; k < CALLS[i].n; k++) { /* warm-up, not counted */
         if (k % DRAIN == 0)
             check(synchronize(stream), "cuStreamSynchronize");
         int64_t before = now_ns();
         int code = CALLS[i].run();
         int64_t after = now_ns();
-        if (code && k < 0) { /* not on every device */
+        if (code && k < 0) { /* not every device supports it */
             printf("%s\"%s\": {\"code\": %d}", start, CALLS[i].name, code);
             return;
         }

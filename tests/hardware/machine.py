@@ -1,4 +1,4 @@
-"""What this machine has: the driver's files, the GPU, and who we are here."""
+"""Find this machine's driver files and GPU, and describe the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Optional
 from tests.hardware import processes
 from tests.hardware.place import STEMS, TREE
 
-FIND_S = 60.0  # the first cuInit of a driver that nothing keeps loaded takes seconds
+FIND_S = 60.0  # the first cuInit takes seconds if no process keeps the driver loaded
 DIRECTORIES = (
     *("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/lib64", "/usr/lib"),
     *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib"),
@@ -28,13 +28,13 @@ GIB = 1 << 30
 
 
 class Machine(NamedTuple):
-    """One GPU, and how to reach it. `libcuda`, `libnvml`: what a native program loads."""
+    """One GPU, and how to reach it. `libcuda`, `libnvml`: files for a native program."""
 
     libcuda: str
     libnvml: str
     shim: Path
-    real: dict[str, Path]  # stem -> the file that a program loads natively
-    covers: tuple[tuple[str, Path], ...]  # every file that a loader could take instead
+    real: dict[str, Path]  # stem -> the file that a native program loads
+    covers: tuple[tuple[str, Path], ...]  # every file that a loader could choose instead
     simhost: Optional[Path]
     model: str
     uuid: str
@@ -45,11 +45,11 @@ class Machine(NamedTuple):
     driver_version: str
     cuda_version: int
     why_simulated: str = ""
-    context_bytes: Optional[int] = None  # these two once measured
+    context_bytes: Optional[int] = None  # the next two are set once they are measured
     slices_ns: tuple[int, int] = (0, 0)  # a time slice, a switch to another context
 
     def facts(self) -> dict[str, Any]:
-        """For the JSON."""
+        """Return the facts for the JSON."""
         return {
             "model": self.model,
             "uuid": self.uuid,
@@ -60,7 +60,7 @@ class Machine(NamedTuple):
 
 
 def find(shim: Path, simulate: bool, work: Path) -> Machine:
-    """This machine with its GPU, or with a simulated one. Raises Failed when there is neither."""
+    """Find this machine's GPU, or create a simulated one. Raises Failed when there is neither."""
     reason = "asked for"
     if not simulate:
         choose_device()
@@ -78,16 +78,16 @@ def find(shim: Path, simulate: bool, work: Path) -> Machine:
 
 
 def choose_device() -> None:
-    """One GPU for all that is started here: the first that is named in CUDA_VISIBLE_DEVICES, else PCI's first."""
+    """Choose one GPU for all programs: the first in CUDA_VISIBLE_DEVICES, otherwise the first by PCI address."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
 
 
 def _real(shim: Path) -> Machine:
     if not os.path.exists("/dev/nvidia-uvm") and shutil.which("nvidia-modprobe"):
-        # Makes the nodes that a first CUDA program of root would make; loads a module that is not there yet.
+        # Creates the nodes that root's first CUDA program would create, and loads a missing module.
         _output("nvidia-modprobe", "-c", "0", "-u")
-    # A shim that was compiled without nvml.h stands before libcuda alone.
+    # A shim compiled without nvml.h replaces only libcuda.
     covers = tuple((stem, path) for stem, path in _files() if (shim / f"{stem}.so").exists())
     if not any(stem == "libcuda" for stem, _ in covers):
         raise processes.Absent("no libcuda.so.1 is installed")
@@ -128,7 +128,7 @@ def _ask(
 
 
 def _driver_version(libcuda: Path, simulated: bool) -> str:
-    """From the loaded module, else from the file's name."""
+    """Return the version of the loaded module, otherwise the one in the file's name."""
     for path in () if simulated else ("/sys/module/nvidia/version", "/proc/driver/nvidia/version"):
         try:
             words = Path(path).read_text().split()
@@ -141,7 +141,7 @@ def _driver_version(libcuda: Path, simulated: bool) -> str:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """Every libcuda and libnvidia-ml of this architecture, links resolved."""
+    """Find every libcuda and libnvidia-ml of this architecture, with links resolved."""
     directories = [word for word in os.environ.get("LD_LIBRARY_PATH", "").split(":") if word]
     directories += sorted({os.path.dirname(path) for path in _cache()})
     directories += [path for pattern in DIRECTORIES for path in sorted(glob.glob(pattern))]
@@ -156,14 +156,14 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _cache() -> list[str]:
-    """Paths of the driver's libraries in ld.so.cache."""
+    """Return the paths of the driver's libraries in ld.so.cache."""
     text = _output("ldconfig", "-p") or _output("/sbin/ldconfig", "-p")
     paths = (line.rpartition("=> ")[2] for line in text.splitlines())
     return [path for path in paths if os.path.basename(path).startswith(tuple(f"{stem}.so" for stem in STEMS))]
 
 
 def _output(*command: str) -> str:
-    """What a program of this machine says; "" when it is not there or does not end."""
+    """Return the output of a program; "" if it is missing or does not end."""
     try:
         return processes.run(command, time.monotonic() + FIND_S)[1]
     except (OSError, processes.Failed):
@@ -184,7 +184,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def host_facts(machine: Machine) -> dict[str, Any]:
-    """Of the machine around the GPU; nothing in it names the machine or its user."""
+    """Describe the machine around the GPU, without naming the machine or its user."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -201,7 +201,7 @@ def host_facts(machine: Machine) -> dict[str, Any]:
 
 
 def _memory_limit() -> Optional[int]:
-    """The cgroup's limit, when there is one."""
+    """Return the cgroup's limit, if there is one."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()

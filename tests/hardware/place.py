@@ -1,8 +1,8 @@
-"""The shim in front of this machine's driver, for one command, in a mount namespace of its own.
+"""Run one command under the shim over this machine's driver, in a private mount namespace.
 
-As in a container: /usr/lib/gpushare has the real libraries, the limits and the usage file, and the shim lies over
-every libcuda and libnvidia-ml that a loader could find. Only the simulator needs more: its library and its /dev.
-Who is not root gets a user namespace in which he is.
+As in a container, /usr/lib/gpushare has the real libraries, the limits and the usage file, and the shim is mounted over
+every libcuda and libnvidia-ml that a loader could find. Only the simulator needs more: its library and its /dev. A user
+other than root gets a user namespace with root.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ PRIVATE = "/usr/lib/gpushare"
 USR_LIB = "/usr/lib"
 STEMS = ("libcuda", "libnvidia-ml")
 CLONE_NEWNS, CLONE_NEWUSER, MS_SLAVE = 0x00020000, 0x10000000, 1 << 19
-CANNOT = 97  # exit code: there is no such namespace here; one line on stderr says why
+CANNOT = 97  # exit code: such a namespace cannot be created here; stderr has the reason in one line
 SIM_VERSION = "535.261.03"
 SIM_LIBDIR = "x86_64-linux-gnu"
 
 
 class Limit(NamedTuple):
-    """What the processes in a place may have of the one device. None: no limit."""
+    """Limits of the processes in a place on its device. None: no limit."""
 
     memory_bytes: Optional[int] = None
     compute_percent: Optional[int] = None
-    slice_ns: int = 0  # of the device, and what a switch of contexts takes; 0: as the law has it for any device
+    slice_ns: int = 0  # the device's time slice and switch cost; 0: the rate limiter's default
     switch_ns: int = 0
 
 
 class Place:
-    """One share. All commands that are started in it count together, as the processes of a container do.
+    """One share. All commands started in it count together, like the processes of a container.
 
-    `company`: a directory by which places hear of each other's compute; without one this place is alone.
+    `company`: the directory of activity files that places share; without one this place has no peers.
     """
 
     def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
@@ -107,11 +107,11 @@ class Place:
         self._temporary.cleanup()
 
     def command(self, args: list[str]) -> list[str]:
-        """The command line that runs `args` inside."""
+        """Return the command line that runs `args` inside."""
         return [sys.executable, "-I", "-S", __file__, self._inside, *args]
 
     def refused(self) -> int:
-        """How often an allocation was refused here, as the shim says."""
+        """Return how many allocations the shim refused in this place."""
         from gpushare.state import usage_reader
 
         return usage_reader.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
@@ -121,7 +121,7 @@ class Place:
 
 
 def own_namespace() -> None:
-    """Mounts of our own. OSError names what was refused."""
+    """Create a private mount namespace. OSError names the refused operation."""
     uid, gid, root = os.geteuid(), os.getegid(), os.geteuid() == 0
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS if root else CLONE_NEWNS | CLONE_NEWUSER) != 0:
@@ -134,8 +134,7 @@ def own_namespace() -> None:
 
 
 def lay_over_usr_lib(scratch: str) -> None:
-    """/usr/lib with what is in `scratch`/lower beside it: an overlay; where there are none, everything bound one by
-    one."""
+    """Add `scratch`/lower to /usr/lib: with an overlay, or, if there are none, by bind-mounting every entry."""
     try:
         mount("overlay", USR_LIB, "overlay", 0, f"lowerdir={scratch}/lower:{USR_LIB}")
         return
@@ -155,7 +154,7 @@ def lay_over_usr_lib(scratch: str) -> None:
 
 
 def put_read_only(source: str, target: str) -> None:
-    """Where the kernel cannot make a mount read-only (gVisor), it is only not written to."""
+    """Bind-mount read-only. If the kernel cannot (gVisor), the mount stays writable."""
     bind(source, target, read_only=False)
     try:
         mount(source, target, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
@@ -164,7 +163,7 @@ def put_read_only(source: str, target: str) -> None:
 
 
 def enter(inside: dict[str, Any]) -> None:
-    """The view of a container, around this process. Needs its own namespace."""
+    """Give this process a container's view of the file system. Needs its own namespace."""
     scratch, real, covers = inside["scratch"], inside["real"], inside["covers"]
     if inside["simhost"] or not os.path.isdir(PRIVATE):
         lay_over_usr_lib(scratch)

@@ -1,4 +1,4 @@
-"""Programs with a time limit, of which nothing is left: a program that hangs must never hang the whole check."""
+"""Run programs with a time limit and end all their processes: a hanging program must not stop the whole check."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, Optional
 
 from tests.hardware.place import CANNOT, TREE, Place
 
-KILLED_WAIT_S = 5.0  # a process that the driver holds in the kernel may not end: it is not waited for
+KILLED_WAIT_S = 5.0  # do not wait longer for a killed process: the driver may keep it in the kernel
 
 
 class Failed(Exception):
-    """A program did not do its part; the text is for the table."""
+    """A program failed; the text is for the table."""
 
 
 class Absent(Exception):
@@ -29,11 +29,13 @@ class Absent(Exception):
 
 
 class Tenant:
-    """One program of tests/hardware/tenants, alone in its session. It says lines of JSON, and waits for lines. `place`
-    None: natively."""
+    """A program of tests/hardware/tenants in its own session, which reads lines and prints lines of JSON.
+
+    `place` None: it runs natively.
+    """
 
     def __init__(self, what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> None:
-        """`deadline`: time.monotonic() after which it is killed."""
+        """`deadline`: the value of time.monotonic() at which it is killed."""
         args = [sys.executable, "-m", "tests.hardware.tenant", what, json.dumps(arguments)]
         self.what, self.deadline = what, deadline
         self._rest = b""
@@ -56,7 +58,7 @@ class Tenant:
         self.close()
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """End the program, whatever it is doing."""
         end(self.process)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
@@ -67,7 +69,7 @@ class Tenant:
         self._errors.close()
 
     def go(self, **what: Any) -> None:
-        """One line to it."""
+        """Send the program a line."""
         assert self.process.stdin
         try:
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -75,8 +77,8 @@ class Tenant:
         except BrokenPipeError:
             raise self._failed() from None
 
-    def hear(self) -> Any:
-        """Its next line. Raises Failed or Absent when there is none by the deadline."""
+    def receive(self) -> Any:
+        """Return the program's next line. Raises Failed or Absent if there is none by the deadline."""
         assert self.process.stdout
         fd = self.process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
@@ -84,7 +86,7 @@ class Tenant:
             while b"\n" not in self._rest:
                 left_s = self.deadline - time.monotonic()
                 if left_s <= 0 or not selector.select(left_s):
-                    raise Failed(f"{self.what}: not done in its time; {self._said()}".rstrip("; "))
+                    raise Failed(f"{self.what}: timed out; {self._said()}".rstrip("; "))
                 data = os.read(fd, 65536)
                 if not data:
                     raise self._failed()
@@ -113,13 +115,13 @@ class Tenant:
 
 
 def ask(what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> Any:
-    """The one answer of a tenant."""
+    """Run a tenant and return its only answer."""
     with Tenant(what, deadline, place, **arguments) as tenant:
-        return tenant.hear()
+        return tenant.receive()
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kills its whole session, and waits a little."""
+    """Kill the whole session, and wait briefly."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -131,18 +133,18 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def end_all() -> None:
-    """Kills what this process has started and still runs: one may have been started just as a signal came."""
+    """Kill all running processes of this program, even one that was started just as a signal arrived."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text().split():
             try:
                 os.killpg(int(pid), signal.SIGKILL)
-            except ProcessLookupError:  # not the leader of its session yet
+            except ProcessLookupError:  # it is not yet the leader of its session
                 os.kill(int(pid), signal.SIGKILL)
             os.waitpid(int(pid), 0)
 
 
 def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, str]] = None) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command. Raises Failed when it takes too long."""
+    """Return (exit code, stdout, stderr) of a command. Raises Failed when it takes too long."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [str(word) for word in command],
@@ -156,7 +158,7 @@ def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, 
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"{Path(str(command[0])).name}: not done in its time") from None
+            raise Failed(f"{Path(str(command[0])).name}: timed out") from None
         finally:
             end(process)
         out.seek(0)

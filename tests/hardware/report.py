@@ -1,4 +1,4 @@
-"""The table, and build/gpu-check.json."""
+"""Print the table and write build/gpu-check.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 180
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -22,7 +22,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def show(rows: list[tuple[str, str, Result]]) -> None:
-    """`rows`: name, what, result. With rich where it is installed."""
+    """Print the table; with rich if installed. `rows`: name, description, result."""
     try:
         from rich import box
         from rich.console import Console
@@ -40,7 +40,7 @@ def show(rows: list[tuple[str, str, Result]]) -> None:
         table.add_row(name, what, mark, f"{result.seconds:.1f}", Text(result.note))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = WIDTH  # nobody folds a log
+        console.width = WIDTH  # a log has no line limit
     console.print(table)
 
 

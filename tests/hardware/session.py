@@ -1,4 +1,4 @@
-"""What a check is given, and what it answers."""
+"""What a check receives and returns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tests.hardware.machine import Machine
 from tests.hardware.place import Limit, Place
 
 SETTLE_S = 3.0
-IN_PLACE = "libcuda.so.1"  # what a program in a place loads
+IN_PLACE = "libcuda.so.1"  # the library that a program in a place loads
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 class Result(NamedTuple):
-    """`verdict`: "held" or "missed" where something is promised, "measured" where nothing is, "absent" when this
-    machine lacks what it takes, "failed" when a program did not do its part."""
+    """`verdict`: "held" or "missed" for a promise, "measured" without one; or "absent" or "failed".
+
+    "absent": this machine lacks what the check needs. "failed": a program of the check failed.
+    """
 
     verdict: str
     note: str
@@ -30,7 +32,7 @@ class Result(NamedTuple):
 
 
 class Session(NamedTuple):
-    """One check's time and place."""
+    """One check's context: the machine, the deadline and the directories."""
 
     machine: Machine
     deadline: float  # time.monotonic()
@@ -49,16 +51,16 @@ class Session(NamedTuple):
         return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
 
     def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
-        """A program with the driver, natively or in a place."""
+        """Start a program with the driver, natively or in a place."""
         library = IN_PLACE if place else self.machine.libcuda
         return processes.Tenant(what, self.deadline, place, library=library, **arguments)
 
     def ask(self, what: str, place: Optional[Place] = None, **arguments: Any) -> Any:
         with self.tenant(what, place, **arguments) as tenant:
-            return tenant.hear()
+            return tenant.receive()
 
     def idle_bytes(self) -> int:
-        """Used bytes before something is measured: what a process had that has just ended comes back a moment later."""
+        """Return the used bytes once they are stable: memory of a process that just ended is freed with a delay."""
         used, until = self.used_bytes(), time.monotonic() + SETTLE_S
         while used > self.idle_at_start_bytes and time.monotonic() < min(until, self.deadline):
             time.sleep(0.02)
@@ -66,19 +68,19 @@ class Session(NamedTuple):
         return used
 
     def used_bytes(self) -> int:
-        """Of the whole device, as the driver without the shim sees it."""
+        """Return the used bytes of the whole device, from the driver without the shim."""
         self.meter.deadline = self.deadline
         self.meter.go()
-        return int(self.meter.hear()["used_bytes"])
+        return int(self.meter.receive()["used_bytes"])
 
 
 def verdict(wrong: Sequence[str], note: str, values: dict[str, Any]) -> Result:
-    """Held when nothing is wrong; else what is."""
+    """Return "held" if nothing is wrong; otherwise "missed" with what is wrong."""
     return Result("missed" if wrong else "held", "; ".join(wrong) or note, values)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and 95 % confidence interval."""
+    """Return the mean and its 95 % confidence interval."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, -math.inf, math.inf
@@ -87,7 +89,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def size(count: float) -> str:
-    """For a person."""
+    """Format bytes for a reader."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(count) >= unit:
             return f"{count / unit:.4g} {name}"

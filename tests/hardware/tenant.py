@@ -1,7 +1,7 @@
-"""Runs one of the programs in tests/hardware/tenants:  python -m tests.hardware.tenant WHAT JSON
+"""Run one of the programs in tests/hardware/tenants:  python -m tests.hardware.tenant WHAT JSON
 
-Answers are lines of JSON on stdout; {"absent": why} when this machine lacks something, {"failed": what} when a call
-failed that should not have.
+It prints answers as lines of JSON: {"absent": reason} if this machine lacks something, {"failed": call} if a call
+failed unexpectedly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-# name -> module of tests/hardware/tenants and function in it
+# name -> module of tests/hardware/tenants and its function
 TENANTS = {
     "loaded": ("device", "loaded"),
     "device": ("device", "device"),
@@ -36,12 +36,12 @@ TENANTS = {
 
 
 def say(**what: Any) -> None:
-    """One line to who started us. (Not through stdout, on which libraries print.)"""
+    """Send a line to the parent, not through stdout, because libraries print there."""
     os.write(SPEAK, json.dumps(what).encode() + b"\n")
 
 
 def listen() -> Any:
-    """The next line of who started us; when he is gone, so are we."""
+    """Return the parent's next line; exit if the parent has ended."""
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""`make gpu-check` on the simulator, in its short form: it comes to its end, and it sees a shim without a limit."""
+"""Run `make gpu-check` on the simulator in its short form: it completes, and it detects a shim without a limit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.host import BUILD
 pytestmark = pytest.mark.usefixtures("no_leaks")
 VERDICTS = {"held", "missed", "measured", "absent", "failed"}
 MEMORY = ("memory.plain", "memory.async", "memory.vmm", "memory.managed", "memory.processes", "memory.nvml")
-# What a GPU is needed for
+# Checks that need a GPU
 ABSENT = {check.name for check in CHECKS if check.needs}
 
 
 def gpu_check(tmp_path: Path, *options: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
-    """(exit code, JSON, what it printed)"""
+    """Return (exit code, JSON, output)."""
     out = tmp_path / "gpu-check.json"
     command = [sys.executable, "-m", "tests.hardware", "--short", "--simulated", "--json", str(out), *options]
     done = subprocess.run(
@@ -54,7 +54,7 @@ def test_every_check_has_a_result(whole: tuple[int, dict[str, Any], str]) -> Non
     assert absent == ABSENT
 
 
-def test_what_holds_is_held(whole: tuple[int, dict[str, Any], str]) -> None:
+def test_promises_hold_on_the_simulator(whole: tuple[int, dict[str, Any], str]) -> None:
     checks = whole[1]["checks"]
     for name in (*MEMORY, "loader", "run", "mps", "compute.uncapped", "compute.waiting"):
         assert checks[name]["verdict"] == "held", checks[name]["note"]
@@ -69,8 +69,8 @@ def test_what_holds_is_held(whole: tuple[int, dict[str, Any], str]) -> None:
     assert "12 of 12 answers as assumed" in checks["mps.words"]["note"]
 
 
-def test_compute_is_limited(whole: tuple[int, dict[str, Any], str]) -> None:
-    """Short stretches on a machine with other work are rough; native speed and no speed are far from this."""
+def test_compute_ratios_are_near_the_limits(whole: tuple[int, dict[str, Any], str]) -> None:
+    """Short runs are imprecise beside other load, but native speed and no speed are far outside these bounds."""
     values = {name: check["values"] for name, check in whole[1]["checks"].items() if name.startswith("compute.")}
     for name, least, most in (("30", 0.2, 0.4), ("graph", 0.2, 0.4), ("5", 0.02, 0.1)):
         assert least < values[f"compute.{name}"]["ratio"] < most, whole[2]
@@ -78,7 +78,7 @@ def test_compute_is_limited(whole: tuple[int, dict[str, Any], str]) -> None:
     assert low < 45 < 55 < high, whole[2]
 
 
-def test_the_exit_code_says_whether_all_held(whole: tuple[int, dict[str, Any], str]) -> None:
+def test_exit_code_tells_whether_all_held(whole: tuple[int, dict[str, Any], str]) -> None:
     code, content, _ = whole
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     assert "failed" not in verdicts.values(), whole[2]
@@ -87,14 +87,14 @@ def test_the_exit_code_says_whether_all_held(whole: tuple[int, dict[str, Any], s
     assert all("compute" in name for name in missed), missed
 
 
-def test_a_check_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_unknown_check_is_reported(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hardware", "--simulated", "--only", "loader,memory"]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "no check is called 'memory'" in done.stderr
 
 
 def no_limit(directory: Path) -> Path:
-    """Shims that are nothing but a name for the real libraries."""
+    """Build shims that only load the real libraries."""
     directory.mkdir()
     for library, stub in (("libcuda", "cuda"), ("libnvidia-ml", "nvml")):
         command = ["gcc", "-shared", "-nostdlib", "-Wl,--no-as-needed", f"-Wl,-soname,{library}.so.1"]
@@ -103,7 +103,7 @@ def no_limit(directory: Path) -> Path:
     return directory
 
 
-def test_a_shim_without_a_limit_fails(tmp_path: Path) -> None:
+def test_shim_without_a_limit_fails(tmp_path: Path) -> None:
     shim = no_limit(tmp_path / "shim")
     only = ",".join(("context", "loader", *MEMORY, "compute.30"))
     code, content, _ = gpu_check(tmp_path, "--shim", str(shim), "--only", only)
@@ -112,25 +112,25 @@ def test_a_shim_without_a_limit_fails(tmp_path: Path) -> None:
     assert verdicts == {**dict.fromkeys(("loader", *MEMORY, "compute.30"), "missed"), "context": "measured"}
 
 
-def test_what_the_budget_does_not_allow_is_reported(tmp_path: Path) -> None:
+def test_checks_beyond_the_budget_are_reported(tmp_path: Path) -> None:
     code, content, _ = gpu_check(tmp_path, "--budget", "0", "--only", "context,memory.plain")
     assert code == 2, "nothing was checked"
     assert [check["note"] for check in content["checks"].values()] == ["no time was left"] * 2
 
 
-def test_a_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
-    with pytest.raises(processes.Failed, match="not done in its time"):
+def test_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
+    with pytest.raises(processes.Failed, match="timed out"):
         processes.run(["sh", "-c", "sleep 600 & wait"], time.monotonic() + 0.2)
     tenant = processes.Tenant("work", time.monotonic() + 0.2, library="/dev/null", kernel_us=1, rounds=1, blocks=1)
     with tenant, pytest.raises(processes.Failed):
         while True:
-            tenant.hear()
+            tenant.receive()
 
 
-# An overlay over two others is more than the kernel allows: then everything in /usr/lib is bound one by one.
+# The kernel refuses an overlay over two others; then every entry of /usr/lib is bind-mounted.
 @pytest.mark.parametrize("overlays", [1, 2])
-def test_a_driver_that_is_installed_is_found_and_stood_before(tmp_path: Path, overlays: int) -> None:
-    """As on hardware: no path is given, only the loader knows where the driver is."""
+def test_shim_is_mounted_over_an_installed_driver(tmp_path: Path, overlays: int) -> None:
+    """As on hardware, no path is given: only the loader knows where the driver is."""
     simulated = make_simhost(tmp_path / "host", gpus=1, late_return_ms=0)
     inside: list[str] = []
     for number in range(overlays):
@@ -156,8 +156,8 @@ def test_a_driver_that_is_installed_is_found_and_stood_before(tmp_path: Path, ov
     assert verdicts == {**held, "context": "measured", "slices": "absent"}, done.stdout
 
 
-def test_stopped_it_leaves_nothing_and_what_was_found_is_in_the_json(tmp_path: Path) -> None:
-    """`no_leaks` looks for programs and mounts."""
+def test_interrupted_run_cleans_up_and_writes_results(tmp_path: Path) -> None:
+    """`no_leaks` checks for remaining programs and mounts."""
     out = tmp_path / "gpu-check.json"
     command = [
         sys.executable,
@@ -179,8 +179,8 @@ def test_stopped_it_leaves_nothing_and_what_was_found_is_in_the_json(tmp_path: P
     assert list(json.loads(out.read_text())["checks"]) == ["context"]
 
 
-def test_without_private_mounts_it_says_so(tmp_path: Path) -> None:
-    """As in a container of an engine: the memory checks are absent, with the reason, and the native ones go on."""
+def test_missing_private_mounts_are_reported(tmp_path: Path) -> None:
+    """As in an engine's container: the memory checks are absent, with the reason, and the native checks run."""
     program = "import ctypes, os, sys; libc = ctypes.CDLL(None)\n"
     drop = "assert libc.prctl(24, 21, 0, 0, 0) == 0\n"  # PR_CAPBSET_DROP, CAP_SYS_ADMIN
     out = tmp_path / "gpu-check.json"
@@ -194,7 +194,7 @@ def test_without_private_mounts_it_says_so(tmp_path: Path) -> None:
     assert "no private mounts here" in checks["memory.plain"]["note"]
 
 
-def test_the_page_says_what_was_measured(whole: tuple[int, dict[str, Any], str]) -> None:
+def test_page_has_the_measurements(whole: tuple[int, dict[str, Any], str]) -> None:
     assert (TREE / "docs" / "hardware.md").read_text() == docs.text(docs.measurements()), "run `make docs`"
     page = docs.text([{**whole[1], "simulated": False}])
     assert "NVIDIA Simulated A16" in page and "535.261.03" in page

@@ -1,4 +1,4 @@
-"""How gpu-check judges what it measured: figures in, verdict out."""
+"""How gpu-check judges measurements: figures in, verdict out."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.hardware.session import Session, interval
 MS = 1_000_000
 
 
-class Told:
-    """A program that says what it was told to say."""
+class PreparedTenant:
+    """A tenant with prepared answers."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers: Iterator[dict[str, Any]] = iter(answers)
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> PreparedTenant:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class Told:
     def go(self, **_: Any) -> None:
         pass
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         return next(self.answers)
 
 
@@ -47,20 +47,20 @@ def session(tmp_path: Path) -> Session:
 @pytest.mark.parametrize(
     ("ratio", "verdict"), [(0.30, "held"), (0.309, "held"), (0.311, "missed"), (0.288, "missed"), (1.0, "missed")]
 )
-def test_a_share_alone_is_within_a_point(
+def test_single_share_is_within_a_point(
     session: Session, monkeypatch: pytest.MonkeyPatch, ratio: float, verdict: str
 ) -> None:
     monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": ratio}, []))
     assert checks_compute.alone(session, 30).verdict == verdict
 
 
-def test_what_the_device_did_not_count_is_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncounted_work_is_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": 0.3}, ["the device counted 0.5"]))
     assert checks_compute.alone(session, 30).verdict == "missed"
 
 
 @pytest.mark.parametrize(("low", "high", "verdict"), [(0.98, 1.01, "held"), (0.97, 0.98, "missed"), (0.5, 1.5, "held")])
-def test_no_limit_is_native_speed_as_far_as_can_be_told(
+def test_unlimited_speed_is_native_within_the_interval(
     session: Session, monkeypatch: pytest.MonkeyPatch, low: float, high: float, verdict: str
 ) -> None:
     values = {"ratio": (low + high) / 2, "ci95": [low, high]}
@@ -73,51 +73,55 @@ def test_no_limit_is_native_speed_as_far_as_can_be_told(
     ("together", "verdict"),
     [
         ((300, 700), "held"),
-        ((285, 665), "held"),  # 5 % went to switches
+        ((285, 665), "held"),  # 5 % is lost to switches
         ((330, 670), "missed"),  # one has too much
-        ((250, 700), "missed"),  # one lacks what the other one does not
+        ((250, 700), "missed"),  # one lacks time that the other does not
         ((255, 595), "missed"),  # both lack too much
         ((475, 475), "missed"),  # no limits
     ],
 )
-def test_shares_in_company(
+def test_verdict_on_shares_in_company(
     session: Session, monkeypatch: pytest.MonkeyPatch, together: tuple[int, int], verdict: str
 ) -> None:
-    rate = {name: Told({}, *({"per_s": one},) * 2) for name, one in zip("ab", together)}
-    programs = iter([Told({}, *({"per_s": 1000},) * 2), *rate.values()])
+    rate = {name: PreparedTenant({}, *({"per_s": one},) * 2) for name, one in zip("ab", together)}
+    programs = iter([PreparedTenant({}, *({"per_s": 1000},) * 2), *rate.values()])
     monkeypatch.setattr(Session, "ask", lambda *_, **__: {"rounds": 1, "blocks": 1})
     monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(programs))
-    monkeypatch.setattr(Session, "place", lambda *_: Told())
+    monkeypatch.setattr(Session, "place", lambda *_: PreparedTenant())
     assert checks_compute.shared(session).verdict == verdict
 
 
-def test_slices_and_switches_come_from_the_gaps_of_both(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of 2 ms, 0.1 ms between them; the last of them is shorter."""
+def test_slices_and_switches_are_computed_from_the_gaps(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residencies of 2 ms with gaps of 0.1 ms; the last one is shorter."""
     turn = 2 * MS + MS // 10
     one = [[2 * MS + 2 * turn * i, 2 * turn * (i + 1)] for i in range(20)]
     other = [[begin + turn, end + turn] for begin, end in one]
-    both = iter((Told({}, {"gaps": one}), Told({}, {"gaps": other})))
+    both = iter((PreparedTenant({}, {"gaps": one}), PreparedTenant({}, {"gaps": other})))
     monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(both))
     values = checks_driver.slices(session).values
     assert values["slice_ns"]["median"] == 2 * MS
     assert values["switch_ns"] == MS // 10
 
 
-CLOCK = 7_000_000_123  # host time of the device's 0
+CLOCK = 7_000_000_123  # host time at which the device's clock was 0
 KERNEL = MS // 10
 PAIR_TURNS = range(20)
 
 
 def own_kernels() -> list[tuple[int, int, int]]:
-    """Ours has the device in the first 2 ms of each 4, and always work in the queue; the clock's offset is known from
-    one event that did not wait."""
+    """Return kernels of a process that has the device in the first 2 ms of each 4, and always has work in the queue.
+
+    One event that did not wait reveals the clock's offset.
+    """
     ends = [4 * MS * turn + KERNEL * part for turn in PAIR_TURNS for part in range(1, 21)]
     return [(CLOCK + max(0, end - 3 * MS), end, 0) for end in ends]
 
 
-def looks_at(done: Callable[[int], int]) -> list[tuple[int, int, int]]:
-    """A look each 0.2 ms, but for those that could not be recorded since the one before was not done: `done` says of a
-    look that is recorded at a time of the device when it is done."""
+def probes_at(done: Callable[[int], int]) -> list[tuple[int, int, int]]:
+    """Return a probe every 0.2 ms, except while the preceding probe is not done.
+
+    `done` returns the device time at which a probe is done, given the time at which it was recorded.
+    """
     found, now = [], MS // 100
     while now < 4 * MS * PAIR_TURNS[-1]:
         found.append((CLOCK + now, done(now), 0))
@@ -125,43 +129,51 @@ def looks_at(done: Callable[[int], int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def own_turn(now: int) -> int:
+def own_residency(now: int) -> int:
     return now if now % (4 * MS) < 2 * MS else now - now % (4 * MS) + 4 * MS
 
 
 @pytest.mark.parametrize(
     ("done", "holds", "words"),
     [
-        (own_turn, True, "19 of 19 looks"),
+        (own_residency, True, "19 of 19 probes"),
         (lambda now: now, False, "were done while the neighbour had the device"),
-        (lambda now: own_turn(now) + (own_turn(now) > now) * MS, False, "were done later than own work of that turn"),
-        (lambda now: own_turn(now) - (own_turn(now) > now) * MS // 2, False, "while the neighbour had the device"),
+        (
+            lambda now: own_residency(now) + (own_residency(now) > now) * MS,
+            False,
+            "were done later than own work of that residency",
+        ),
+        (
+            lambda now: own_residency(now) - (own_residency(now) > now) * MS // 2,
+            False,
+            "while the neighbour had the device",
+        ),
     ],
 )
-def test_a_look_tells_when_the_own_turn_began(done: Callable[[int], int], holds: bool, words: str) -> None:
-    seen = checks_looks.told(own_kernels(), looks_at(done), 2 * MS, KERNEL)
+def test_probes_show_when_the_own_residency_began(done: Callable[[int], int], holds: bool, words: str) -> None:
+    seen = checks_looks.told(own_kernels(), probes_at(done), 2 * MS, KERNEL)
     assert checks_looks.judge([1000] * 10, seen)[0] is holds
     assert words in checks_looks.judge([1000] * 10, seen)[1], seen
 
 
-def test_who_had_nothing_in_the_queue_was_not_interrupted() -> None:
-    """So no look is judged by that time."""
+def test_probes_without_queued_work_do_not_count() -> None:
+    """Such a residency does not count, so no probe is judged by it."""
     kernels = [(CLOCK + end - KERNEL, end, 0) for _, end, _ in own_kernels()]
-    assert sum(checks_looks.told(kernels, looks_at(lambda now: now), 2 * MS, KERNEL)) == 0
+    assert sum(checks_looks.told(kernels, probes_at(lambda now: now), 2 * MS, KERNEL)) == 0
 
 
-def test_looks_behind_own_work_and_too_few_of_them_say_nothing() -> None:
+def test_delayed_or_too_few_probes_do_not_hold() -> None:
     right = checks_looks.Told(early=0, told=50, late=0)
     for alone, seen, holds, words in (
         ([1000] * 9 + [90_000], right, True, "holds: 50 of 50"),
         ([1000] * 8 + [90_000] * 2, right, False, "alone only 80 % are done within 45 us"),
-        ([1000], checks_looks.Told(0, 2, 0), False, "only 2 looks"),
+        ([1000], checks_looks.Told(0, 2, 0), False, "only 2 probes"),
     ):
         said = checks_looks.judge(alone, seen)
         assert said[0] is holds and words in said[1]
 
 
-def test_how_long_looks_waited_is_beyond_the_least() -> None:
+def test_waits_are_relative_to_the_shortest() -> None:
     looks = [(CLOCK + at, at + late, 0) for at, late in ((0, 3000), (MS, 2000), (2 * MS, 2 * MS))]
     assert checks_looks.waited(looks) == [0, 1000, 2 * MS - 2000]
     spread = checks_looks.spread(checks_looks.waited(looks), 2 * MS)
@@ -170,35 +182,37 @@ def test_how_long_looks_waited_is_beyond_the_least() -> None:
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.31, "held"), (0.35, "missed"), (0.2, "missed")])
-def test_programs_of_many_kinds(session: Session, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str) -> None:
+def test_verdict_on_programs_of_many_kinds(
+    session: Session, monkeypatch: pytest.MonkeyPatch, share: float, verdict: str
+) -> None:
     def busy(_: Session, place: Optional[Any], **__: Any) -> dict[str, float]:
         return {"share": share if place else 0.99}
 
     monkeypatch.setattr(checks_busy, "busy", busy)
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_busy.shapes(session).verdict == verdict
 
 
-def test_kernels_that_wait_for_ever_are_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlocked_kernels_are_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"stuck": 2, "done": 1, "longest_call_ns": 5e9}
     monkeypatch.setattr(checks_busy, "busy", lambda *_, **__: said)
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_busy.pairs(session).verdict == "missed"
     said["done"] = 2
     assert checks_busy.pairs(session).verdict == "held"
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.01, "missed"), (0.7, "held"), (9.0, "held"), (30.0, "missed")])
-def test_streams_that_wait_are_limited_too(
+def test_verdict_on_waiting_streams(
     session: Session, monkeypatch: pytest.MonkeyPatch, seconds: float, verdict: str
 ) -> None:
     answers = iter(({"rounds": 1, "blocks": 1}, {"kernels": 30, "seconds": seconds}))
     monkeypatch.setattr(Session, "ask", lambda *_, **__: next(answers))
-    monkeypatch.setattr(Session, "place", lambda *_, **__: Told())
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
     assert checks_compute.waiting(session).verdict == verdict
 
 
-def test_the_interval_is_students() -> None:
+def test_interval_uses_students_t() -> None:
     mean, low, high = interval([1.0, 2.0, 3.0])
     assert mean == 2.0
     assert high - mean == pytest.approx(4.30 / math.sqrt(3))

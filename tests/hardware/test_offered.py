@@ -1,4 +1,4 @@
-"""What gpu-check finds out of kernel and driver, over programs and files of which is known what they say."""
+"""What gpu-check finds about kernel and driver, tested with programs and files with known answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked(values: dict[str, Any]) -> list[str]:
     return [answer["asked"] for answer in values["answers"]]
 
 
-def test_both_protocols_are_spoken_where_the_program_has_them(tmp_path: Path) -> None:
+def test_both_protocols_are_tried(tmp_path: Path) -> None:
     note, values = checks_offered.words_of(control(tmp_path, MULTIUSER=True, PROTOCOL_3=True), PATH, "535.1")
     assert note == "protocol 2: 12 of 12 answers as assumed; protocol 3: 8 of 8 answers as assumed"
     assert values["protocol_3"]["options"] == ["--protocol", "3", "--multiuser"]
@@ -43,7 +43,7 @@ def test_both_protocols_are_spoken_where_the_program_has_them(tmp_path: Path) ->
     assert "--multiuser" in values["help"]
 
 
-def test_an_answer_that_is_not_the_assumed_one_is_named(tmp_path: Path) -> None:
+def test_unexpected_answer_is_reported(tmp_path: Path) -> None:
     program = Path(control(tmp_path))
     program.write_text(program.read_text().replace('return f"{limits.percent:.1f}"', 'return "full"'))
     note, values = checks_offered.words_of(str(program), PATH, "615.3")
@@ -52,18 +52,18 @@ def test_an_answer_that_is_not_the_assumed_one_is_named(tmp_path: Path) -> None:
     assert values["protocol_3"]["options"] == ["-p", "3"], "a driver of which it is documented is asked all the same"
 
 
-def test_a_program_that_starts_no_daemon_is_asked_nothing(tmp_path: Path) -> None:
+def test_program_without_a_daemon_gets_no_commands(tmp_path: Path) -> None:
     program = tmp_path / "control"
     program.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
     program.chmod(0o755)
     note, values = checks_offered.words_of(str(program), PATH, "535.1")
-    assert note.startswith("protocol 2: no daemon: broken; protocol 3: `-h` tells of none")
+    assert note.startswith("protocol 2: no daemon: broken; protocol 3: `-h` lists none")
     assert values["protocol_2"]["started"] == {"code": 3, "out": "", "err": "broken"}
     assert values["protocol_2"]["answers"] == []
 
 
-def test_the_real_program_without_a_gpu(tmp_path: Path, userland: Userland) -> None:
-    """It answers. Its server ends at once: when it is asked for, its pid may still be listed."""
+def test_real_program_answers_without_a_gpu(tmp_path: Path, userland: Userland) -> None:
+    """The program answers. Its server ends at once, but its pid may still be listed when it is queried."""
     program = shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", tmp_path)
     note, values = checks_offered.words_of(program, {**PATH, "LD_LIBRARY_PATH": str(userland.libdir)}, userland.version)
     assert "Copyright (C)" in values["help"]
@@ -71,7 +71,7 @@ def test_the_real_program_without_a_gpu(tmp_path: Path, userland: Userland) -> N
     assert [one["out"] for one in answers[:6]] == ["100.0", "40.0", "40.0", "", "2G", ""]
     of_server = [one for one in answers if one["asked"].startswith("get_active_thread_percentage")]
     assert len(of_server) == 2 and not any(one["as_assumed"] for one in of_server)
-    assert "protocol 3: `-h` tells of none" in note
+    assert "protocol 3: `-h` lists none" in note
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,9 @@ def test_the_real_program_without_a_gpu(tmp_path: Path, userland: Userland) -> N
         ("drm/0000:01:00.0/vram0 1\nnvidia/00000000:01:00.0/vidmem 17179869184\n", "dmem.capacity names this device: "),
     ],
 )
-def test_dmem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: str | None, note: str) -> None:
+def test_dmem_capacity_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: str | None, note: str
+) -> None:
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     if capacity is not None:
         (tmp_path / "sys/fs/cgroup/dmem.capacity").write_text(capacity)
@@ -101,7 +103,7 @@ def session(simhost: Path) -> Session:
     return Session(machine, time.monotonic() + 60, False, simhost, None, 0)  # type: ignore[arg-type]
 
 
-# A driver that has the call and takes exactly what is documented of it (cuda.h 13.0)
+# A driver with the call, which accepts exactly what its documentation says (cuda.h 13.0)
 DRIVER = r"""
 #include <stddef.h>
 static unsigned long long block, gone;
@@ -133,7 +135,7 @@ int cuGetProcAddress(const char *name, void **at, int version, unsigned long lon
 """
 
 
-def test_a_batch_of_prefetches_is_tried_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_prefetch_is_tried_if_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "libcuda.so"
     command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=DRIVER, text=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Runs build/throttle/vt and reads the device's ledger: shares, errors, fairness."""
+"""Run build/throttle/vt and compute shares, errors and fairness from the device's ledger."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WARM_MS = 500
 LIMITS = (5, 10, 25, 30, 50, 70, 90)
 KERNELS = ("5us", "50us", "1ms", "20ms", "lognormal", "bimodal")
 PROGRAMS = ("stream", "streams", "graph", "sync", "pause")
-# The longest that one launch takes, in milliseconds: a graph is one launch.
+# The duration of the longest launch in milliseconds: a graph is one launch.
 LAUNCH_MS = {"5us": 0.01, "50us": 0.1, "1ms": 1.3, "20ms": 26.0, "lognormal": 1.0, "bimodal": 1.3}
 
 
 class Tenant(NamedTuple):
-    """One container. Words that vt knows go into `more`."""
+    """One container. Other options of vt go into `more`."""
 
     limit: float
     kernel: str = "50us"
@@ -34,13 +34,13 @@ class Tenant(NamedTuple):
         return f"{words},{self.more}" if self.more else words
 
     def launch_ms(self) -> float:
-        """The longest single launch; the law cannot cut one in two."""
+        """Return the longest single launch, which no rate limiter can divide."""
         nodes = {"1ms": 3, "20ms": 2}.get(self.kernel, 1) if self.program == "graph" else 1
         return LAUNCH_MS[self.kernel] * nodes
 
 
 class Ledger(NamedTuple):
-    """What the device gave one container. Nanoseconds."""
+    """The device time that one container received, in nanoseconds."""
 
     held_ns: int
     work_ns: int
@@ -56,7 +56,7 @@ class Ledger(NamedTuple):
     bins: tuple[int, ...]
 
     def shares(self, window_ms: int, start_ms: int = WARM_MS) -> list[float]:
-        """Percent of each whole window."""
+        """Return the percentage of each whole window."""
         n = window_ms // BIN_MS
         bins = self.bins[start_ms // BIN_MS :]
         return [sum(bins[i : i + n]) / (window_ms * 10_000) for i in range(0, len(bins) - n + 1, n)]
@@ -66,13 +66,13 @@ class Ledger(NamedTuple):
         return sum(bins) / (len(bins) * BIN_MS * 10_000)
 
     def mae(self, target: float, window_ms: int, start_ms: int = WARM_MS) -> float:
-        """Mean distance from the target, in points."""
+        """Return the mean distance from the target, in percentage points."""
         shares = self.shares(window_ms, start_ms)
         return sum(abs(share - target) for share in shares) / len(shares)
 
 
 def simulate(tenants: Sequence[Tenant], *, program: str = "vt", **world: object) -> list[Ledger]:
-    """One run; the same arguments give the same ledger."""
+    """Run a simulation; the same arguments return the same ledger."""
     words = [f"{key}={value}" for key, value in world.items()]
     argv = [str(TREE / "build/throttle" / program), *words, *(tenant.word() for tenant in tenants)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
@@ -83,12 +83,12 @@ def simulate(tenants: Sequence[Tenant], *, program: str = "vt", **world: object)
 
 
 def jain(values: Iterable[float]) -> float:
-    """Jain's index of fairness: 1 when all are equal."""
+    """Return Jain's index of fairness: 1 when all values are equal."""
     xs = list(values)
     return sum(xs) ** 2 / (len(xs) * sum(x * x for x in xs))
 
 
 def parallel(jobs: Sequence[Any], run: Any) -> list[Any]:
-    """run(job) for each job, as many at once as there are processors."""
+    """Call run(job) for each job, with one thread per processor."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(run, jobs))

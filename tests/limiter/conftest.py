@@ -1,4 +1,4 @@
-"""The simulation is built once."""
+"""Build the simulation once."""
 
 from __future__ import annotations
 

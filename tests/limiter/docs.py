@@ -1,6 +1,6 @@
-"""The tables in docs/compute.md: how many cells of each kind hold, and the keys of `make bench`.
+"""Generate the tables in docs/compute.md: how many cells of each kind hold, and the keys of `make bench`.
 
-`python -m tests.limiter.docs` writes them.
+`python -m tests.limiter.docs` writes them into the page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNELS = {
 
 
 def company(cell: Cell) -> str:
-    """The row that a cell is in."""
+    """Return the table row of a cell."""
     if len(cell.tenants) == 1:
         return "alone"
     if "/" in cell.name and "beside" not in cell.name and "unequal" not in cell.name:
@@ -33,7 +33,7 @@ def company(cell: Cell) -> str:
 
 
 def table() -> str:
-    """As Markdown."""
+    """Return the tables as Markdown."""
     columns = list(dict.fromkeys(KERNELS.values()))
     missed = misses()
     counts: dict[tuple[str, str], list[int]] = {}
@@ -53,7 +53,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """docs/compute.md with the table as it should be."""
+    """Return docs/compute.md with the current tables."""
     head, rest = PAGE.read_text().split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
 

@@ -39,7 +39,7 @@ void gpu_kill(struct gpu *gpu, int index) {
         gpu->current = -1;
 }
 
-/* `ns` of the device went to this tenant. */
+/* Adds `ns` of device time to the tenant. */
 static void hold(struct gpu *gpu, int tenant, uint64_t from, uint64_t to) {
     gpu->held_ns[tenant] += to - from;
     while (from < to) {
@@ -78,7 +78,7 @@ static bool others(const struct gpu *gpu) {
     return false;
 }
 
-/* What is at the head of stream `s` is done. */
+/* Removes the finished item at the head of stream `s`. */
 static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
     struct item *item = &s->ring[s->head++ % RING];
     c->items--;
@@ -100,7 +100,7 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
     }
 }
 
-/* Run the current context for at most `limit` ns. */
+/* Runs the current context for at most `limit` ns. */
 static void run(struct gpu *gpu, uint64_t limit_ns) {
     struct context *c = gpu->context[gpu->current];
     double least = 1e30, rate;
@@ -137,7 +137,7 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
             pop(gpu, c, s);
     }
     if (!c->items) {
-        c->left_ns = 0; /* steps are whole nanoseconds */
+        c->left_ns = 0; /* steps are in whole nanoseconds */
         gpu->current = -1;
     }
 }

@@ -1,4 +1,4 @@
-/* A device in virtual time: round robin over contexts with work, slices with noise, a cost of each
+/* A device in virtual time: round robin over contexts with work, slices with noise, a cost per
  * switch, streams, a bounded launch queue, timing events. Its ledger is the ground truth. */
 #ifndef VT_GPU_H
 #define VT_GPU_H
@@ -13,7 +13,7 @@
 #define MAX_TENANTS 16
 #define STREAMS 8
 #define QUEUE 1024 /* launches of one context */
-#define RING 4096  /* of one stream, with its markers */
+#define RING 4096  /* items of one stream, including its events */
 #define EVENTS 8192
 #define BIN (10 * MS)
 
@@ -23,12 +23,12 @@ struct rng {
 double uniform(struct rng *rng); /* [0, 1) */
 double normal(struct rng *rng);
 
-/* What an item is, where it is no marker. */
+/* The kinds of item that are no event. */
 enum { KERNEL = -1, RELEASER = -2, WAITER = -3 }; /* a waiter spins until a releaser is done */
 
 struct item {
     double left_ns;
-    int event; /* >= 0: a marker */
+    int event; /* >= 0: an event */
 };
 
 struct stream {
@@ -38,19 +38,19 @@ struct stream {
 
 struct context {
     int tenant;
-    double width;                      /* so many streams run at full speed at once */
-    struct stream stream[STREAMS + 1]; /* the last one is the law's own */
-    uint32_t kernels, items;           /* not done */
-    double left_ns;                    /* of them, without waiters */
+    double width;                      /* this many streams run at full speed at once */
+    struct stream stream[STREAMS + 1]; /* the last stream is the limiter's own */
+    uint32_t kernels, items;           /* not yet done */
+    double left_ns;                    /* work of those, without waiters */
     uint64_t stamp[EVENTS];            /* 0: not done */
     uint32_t next_event;
-    int64_t skew_ns;  /* of its stamps against the host's clock */
-    int waits_stream; /* the host waits: -1 no, else until this stream is empty */
+    int64_t skew_ns;  /* offset of its timestamps from the host's clock */
+    int waits_stream; /* the stream that the host waits for; -1: none */
     bool waits_room;
     bool dead;
 };
 
-/* Waiters on a device and releasers that are done and not used up, of all devices. */
+/* Waiters on a device; finished releasers of all devices that no waiter has consumed. */
 struct signals {
     uint64_t waiters[MAX_TENANTS], released[MAX_TENANTS];
 };
@@ -63,16 +63,17 @@ struct gpu {
     int n, current, last;
     uint64_t slice_end_ns, switch_end_ns, switches;
     uint64_t held_ns[MAX_TENANTS], work_ns[MAX_TENANTS], switch_ns[MAX_TENANTS];
-    uint64_t done[MAX_TENANTS]; /* kernels */
+    uint64_t done[MAX_TENANTS]; /* finished kernels */
     struct signals *signals;
-    uint64_t *bin[MAX_TENANTS]; /* held in each BIN */
+    uint64_t *bin[MAX_TENANTS]; /* device time held in each BIN */
     uint64_t bins;
-    int woken; /* the context whose host may go on; -1: none */
+    int woken; /* the context whose host was woken; -1: none */
 };
 
 void gpu_push(struct gpu *gpu, int context, uint32_t stream, double ns, int event);
 bool gpu_empty(const struct gpu *gpu, int context, uint32_t stream);
-/* Forward to `until`; stops early, with `woken`, when something happens that a host waits for. */
+/* Simulates until `until`; stops early and sets `woken` when something happens that a host waits
+ * for. */
 void gpu_advance(struct gpu *gpu, uint64_t until);
 void gpu_kill(struct gpu *gpu, int context);
 

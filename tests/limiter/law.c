@@ -1,5 +1,5 @@
-/* The laws: none, ours (shim/limiter/throttle.c, as it is), the one that is common in the field,
- * and one that knows everything. */
+/* Rate limiters: none, gpushare's (shim/limiter/throttle.c, unchanged), the common one of other
+ * projects, and an oracle. */
 #include <string.h>
 
 #include "vt.h"
@@ -85,7 +85,8 @@ void classic_tick(struct host *host) {
     }
 }
 
-/* Credit as ours has it, but by the device's own ledger, and a launch is paid for in full. */
+/* The oracle: the same credit as gpushare's limiter, but from the device's own ledger, and a
+ * launch is paid in full in advance. */
 static uint64_t ask_oracle(struct host *host) {
     const struct world *world = host->world;
     const struct gpu *gpu = host->gpu;
@@ -119,7 +120,7 @@ uint64_t may_launch(struct host *host) {
     }
     if (law == LAW_ORACLE)
         return ask_oracle(host);
-    /* Around a capture all that was remembered is forgotten. */
+    /* Around a capture everything cached is forgotten. */
     bool forgotten = host->throttle.capturing || host->throttle.open.blind;
     if (!forgotten && gs_throttle_try(&host->throttle, stream, function))
         return 0;

@@ -1,4 +1,4 @@
-/* What a container says in the pages that it can write: the truth, or anything else. */
+/* Fills the activity pages that a container can write: with true or with false activity. */
 #include <string.h>
 
 #include "vt.h"
@@ -6,7 +6,7 @@
 const char *const lie_name[LIES] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
                                     "future", "past", "negative", "slow",    "corpus"};
 
-/* Short ones up to `to`, each `length` with `run` of its own. */
+/* Fills in short runs up to `to`, each in a period of `length` with `run` of its own. */
 static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t run) {
     a->n = GS_RUNS;
     a->last = GS_RUNS - 1;
@@ -16,7 +16,7 @@ static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t r
     }
 }
 
-/* A word as the corpus of the fuzzed law has it: extremes, times near now, anything. */
+/* A random word like those in the fuzzing corpus: extremes, times near now, any value. */
 static uint64_t corpus_word(struct world *world, uint64_t now) {
     static const uint64_t extreme[] = {0,         1,          2,          UINT64_MAX,
                                        INT64_MAX, 1ull << 63, 1ull << 62, GS_RUNS};
@@ -40,12 +40,12 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
         a->n = a->last = 1;
         a->run[1] = (struct gs_run){now > 100 * MS ? now - 100 * MS : 1, now, 100 * MS};
         break;
-    case LIE_RUNS: /* for a friend who is charged less */
+    case LIE_RUNS: /* false runs, so that an accomplice is charged less */
         a->horizon_ns = now;
         a->busy_until_ns = now + MS;
         runs(a, now, 100 * US, 60 * US);
         break;
-    case LIE_CROWD: /* all the time, with all the weight that there is */
+    case LIE_CROWD: /* claims to be active all the time, with the maximum weight */
         a->busy_from_ns = 1;
         a->busy_until_ns = UINT64_MAX;
         a->weight = 999999;
@@ -57,7 +57,7 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
         a->horizon_ns = a->busy_until_ns = UINT64_MAX;
         runs(a, now + 3600 * 1000 * MS, 100 * US, UINT64_MAX);
         break;
-    case LIE_PAST: /* it never says what it did since */
+    case LIE_PAST: /* stopped publishing its activity long ago */
         a->busy_from_ns = a->horizon_ns = 1;
         a->busy_until_ns = UINT64_MAX;
         runs(a, 200 * MS, 100 * US, 100 * US);
@@ -69,7 +69,8 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
         for (unsigned i = 0; i < GS_RUNS; i++)
             a->run[i] = (struct gs_run){now - i * US, now - 2 * i * MS, (uint64_t)-1};
         break;
-    case LIE_SLOW: /* each of its kernels takes slices, and each switch all that is believed */
+    /* claims that each kernel takes slices, and each switch the longest plausible time */
+    case LIE_SLOW:
         a->busy_from_ns = a->horizon_ns = now - now % (7 * MS);
         a->busy_until_ns = now + 50 * MS;
         a->expects_ns = 20 * MS;

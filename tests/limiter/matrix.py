@@ -1,7 +1,7 @@
-"""The matrix of cells, each with the error of every tenant against what it should get.
+"""The matrix of cells: workloads, and each tenant's distance from its target share.
 
-`python -m tests.limiter.matrix` measures it and writes misses.json: the cells that do not hold with one of the seeds,
-with their worst errors; and figures.json: what `make bench` shows, for docs/compute.md.
+`python -m tests.limiter.matrix` measures it and writes two files. misses.json lists the cells that do not hold with one
+of the seeds, with their worst errors. figures.json has the figures of `make bench`, for docs/compute.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIGURES = Path(__file__).with_name("figures.json")
 MORE_IS_BETTER = ("compute.jain", "compute.throughput_ratio")
 RUN_MS = 4500
 SEEDS = (1, 2, 3)
-# Programs that always have work: what they should get in company is their limit.
+# Programs that always have work: beside other containers their target is their limit.
 SATURATING = ("stream", "streams", "graph")
 COMPANIES: tuple[tuple[float, ...], ...] = (
     (30, 70),
@@ -36,7 +36,7 @@ COMPANIES: tuple[tuple[float, ...], ...] = (
 
 
 class Cell(NamedTuple):
-    """One run. `referenced`: what a tenant should get is measured too, with no limit for itself."""
+    """One run. `referenced`: a tenant's target is measured in a run without a limit for that tenant."""
 
     name: str
     tenants: tuple[Tenant, ...]
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
 
 class Error(NamedTuple):
-    """The worst tenant of a cell, in points; `bound_*` is what the cell must hold."""
+    """The error of a cell's worst tenant in percentage points; `bound_*` is the largest error that holds."""
 
     mae_1s: float
     mae_100ms: float
@@ -58,7 +58,7 @@ class Error(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """All of them."""
+    """Return all cells."""
     found = [
         Cell(f"alone {limit} {kernel} {program}", (Tenant(limit, kernel, program),), True)
         for limit in LIMITS
@@ -81,7 +81,7 @@ def cells() -> list[Cell]:
 
 
 def beside(mine: float, theirs: float, kernel: str) -> list[Cell]:
-    """Other programs and several processes, beside one that always has work."""
+    """Return cells with other programs and several processes, beside a container that always has work."""
     neighbour = Tenant(theirs, kernel)
     four = Tenant(mine, kernel, processes=4)
     name = f"{mine}/{theirs} {kernel}"
@@ -95,8 +95,11 @@ def beside(mine: float, theirs: float, kernel: str) -> list[Cell]:
 
 
 def targets(cell: Cell, seed: int) -> list[float]:
-    """What each should get: its limit, or what it can use when only the others are limited. In company it is unlimited
-    there and not without the law: who publishes nothing makes the others take more than their limits."""
+    """Return the target of each tenant: its limit, or what it can use when only the other tenants are limited.
+
+    Beside other tenants the reference run has limit=100 rather than law=none: a container that publishes no activity
+    would make the others exceed their limits.
+    """
     if not cell.referenced:
         return [tenant.limit for tenant in cell.tenants]
     found = []
@@ -108,11 +111,11 @@ def targets(cell: Cell, seed: int) -> list[float]:
 
 
 def error(cell: Cell, seed: int = 1) -> Error:
-    """Run it and compare the device's ledger with the targets."""
+    """Run the cell and compare the device's ledger with the targets."""
     ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed)
     wanted = targets(cell, seed)
     launch_ms = max(tenant.launch_ms() for tenant in cell.tenants)
-    lasting = launch_ms > 1.5  # the 1 ms kernels take up to 1.3 ms
+    lasting = launch_ms > 1.5  # kernels called 1ms take up to 1.3 ms
     return Error(
         max(ledger.mae(target, 1000) for ledger, target in zip(ledgers, wanted)),
         max(ledger.mae(target, 100) for ledger, target in zip(ledgers, wanted)),
@@ -124,7 +127,7 @@ def error(cell: Cell, seed: int = 1) -> Error:
 
 
 def measure(seed: int = 1) -> dict[str, Error]:
-    """Every cell by its name."""
+    """Measure every cell; return the errors by name."""
     everything = cells()
     errors = parallel(everything, lambda cell: error(cell, seed))
     return dict(zip((cell.name for cell in everything), errors))
@@ -136,7 +139,7 @@ def misses() -> dict[str, list[float]]:
 
 
 def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
-    """What `make bench` shows: of all cells with short kernels, whether they hold or not."""
+    """Return the figures of `make bench`: all cells with short kernels, including those that miss."""
     short = [one for one in measured.values() if one.bound_1s == 1.0]
     return {
         "compute.mae_pp_1s": [one.mae_1s for one in short],
@@ -146,7 +149,7 @@ def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
 
 
 def summary(found: dict[str, list[float]]) -> str:
-    """Median and worst of each key, as JSON."""
+    """Format the median and the worst value of each key as JSON."""
     rows = []
     for key, values in found.items():
         worst = min(values) if key in MORE_IS_BETTER else max(values)

@@ -1,4 +1,4 @@
-/* What the processes run: kinds of kernels in kinds of programs. */
+/* The workloads: kinds of kernels in kinds of programs. */
 #include <math.h>
 
 #include "vt.h"
@@ -20,15 +20,15 @@ static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     return us * factor[function] * (1 + 0.02 * normal(&host->rng)) * 1000;
 }
 
-/* One function and grid, of which launch `n` takes longer than those before it. */
+/* One function and grid whose launches change their duration at launch `n`. */
 static double turning_ns(enum kernel kernel, uint32_t n) {
     enum { FIRST = 200, LONG = 300, SHORT = 40, FEW_LONG = 50, MANY_SHORT = 2000, GROWN = 60000 };
     switch (kernel) {
-    case K_CHANGING: /* again and again */
+    case K_CHANGING: /* repeatedly */
         return n < FIRST || (n - FIRST) % (LONG + SHORT) >= LONG ? 5e3 : 10e6;
-    case K_CYCLING: /* and is known as short again in between */
+    case K_CYCLING: /* with enough short launches in between to be predicted as short again */
         return n < FIRST || (n - FIRST) % (FEW_LONG + MANY_SHORT) >= FEW_LONG ? 5e3 : 10e6;
-    case K_COLD: /* the first ones */
+    case K_COLD: /* only the first launches */
         return n < 3 ? 10e6 : 5e3;
     case K_GROWING: /* from then on */
         return n < GROWN ? 50e3 : 150e3;
@@ -37,8 +37,8 @@ static double turning_ns(enum kernel kernel, uint32_t n) {
     }
 }
 
-/* A kernel that waits on the device for another one: from the other stream, or the other process.
- */
+/* A kernel that waits on the device for another one: in the other stream, or in the other
+ * process. */
 static bool choose_of_pair(struct host *host) {
     const struct signals *signals = &host->world->signals;
     bool waiter = host->launches % 2 == 0;
@@ -83,12 +83,13 @@ bool wants_sync(const struct host *host) {
     return host->world->tenant[host->tenant].program == P_SYNC;
 }
 
-/* By asking, or by looking at memory that the kernel writes: the law hears nothing of it. */
+/* Waits by polling, or by reading memory that the kernel writes: the limiter does not observe
+ * it. */
 bool polls(const struct host *host) {
     return host->world->tenant[host->tenant].program == P_POLL;
 }
 
-/* Bursts of some 2 ms of launching or 40 launches, then a pause without any synchronisation. */
+/* Bursts of some 2 ms of launches or 40 launches, then a pause without synchronisation. */
 uint64_t pause_ns(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
     static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1, 1, 400, 40, 1};

@@ -1,4 +1,4 @@
-"""How soon a limit is held, and what the law takes from the work: the figures beside the matrix."""
+"""How soon a changed limit is enforced, and how much throughput the rate limiter costs: figures beside the matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHANGE_MS = 2000
 
 
 class Change(NamedTuple):
-    """What happens at CHANGE_MS, and what the tenant `judged` should get from then on."""
+    """A change at CHANGE_MS, and the share that the tenant `judged` should get from then on."""
 
     name: str
     tenants: tuple[Tenant, ...]
@@ -20,17 +20,17 @@ class Change(NamedTuple):
     target: float
 
     def bound_ms(self) -> float:
-        """In which it must be held: two launches at the limit take that long."""
+        """Return the time by which it must be enforced: two launches at the limit take that long."""
         return max(100.0, 2 * self.tenants[self.judged].launch_ms() / (self.target / 100))
 
     def window_ms(self) -> int:
-        """The shortest time in which NEAR_PP can be told: one launch is no more of it."""
+        """Return the shortest window that can show an error of NEAR_PP: one launch is no larger part of it."""
         one = self.tenants[self.judged].launch_ms() / (NEAR_PP / 100)
         return max(100, -(-int(one) // 10) * 10)
 
 
 def changes() -> list[Change]:
-    """A limit that changes, somebody who joins, and somebody who leaves, for each kernel."""
+    """Return a changed limit, a container that starts, and one that ends, for each kernel."""
     found = []
     for kernel in KERNELS:
         for before, after in ((50, 20), (20, 50), (90, 10)):
@@ -45,7 +45,7 @@ def changes() -> list[Change]:
 
 
 def settled_after(ledger: Ledger, target: float, from_ms: int, window_ms: int) -> float:
-    """Milliseconds from `from_ms` until two windows, one after the other, are within NEAR_PP points."""
+    """Return the milliseconds from `from_ms` until two consecutive windows are within NEAR_PP percentage points."""
     for start in range(from_ms, from_ms + GIVE_UP_MS, 10):
         if all(abs(share - target) <= NEAR_PP for share in ledger.shares(window_ms, start)[:2]):
             return start - from_ms
@@ -53,19 +53,19 @@ def settled_after(ledger: Ledger, target: float, from_ms: int, window_ms: int) -
 
 
 def settling_ms(change: Change, seed: int = 1) -> float:
-    """Of one change."""
+    """Run one change and return its settling time."""
     ledgers = simulate(change.tenants, ms=CHANGE_MS + 2 * GIVE_UP_MS, seed=seed)
     return settled_after(ledgers[change.judged], change.target, CHANGE_MS, change.window_ms())
 
 
 def throughput_ratio(tenant: Tenant, seed: int = 1) -> float:
-    """Kernel time alone, without that of markers, as a part of limit x native."""
+    """Return the kernel time, without that of probe events, as a fraction of limit x native."""
     native = simulate([tenant._replace(limit=100, more="law=none")], ms=4000, seed=seed)[0]
     return simulate([tenant], ms=4000, seed=seed)[0].work_ns / (tenant.limit / 100 * native.work_ns)
 
 
 def unlimited_loss(tenant: Tenant, seed: int = 1) -> float:
-    """Part of its kernel time that a tenant without a limit loses, in percent."""
+    """Return the percentage of its kernel time that a tenant without a limit loses."""
     native = simulate([tenant._replace(more="law=none")], ms=4000, seed=seed)[0]
     return 100 * max(0.0, 1 - simulate([tenant], ms=4000, seed=seed)[0].work_ns / native.work_ns)
 
@@ -75,7 +75,7 @@ UNLIMITED = [Tenant(100, kernel, program) for kernel in KERNELS for program in (
 
 
 def figures() -> dict[str, list[float]]:
-    """For `make bench`."""
+    """Return the figures for `make bench`."""
     return {
         "compute.settling_ms": parallel(changes(), settling_ms),
         "compute.throughput_ratio": parallel(LIMITED, throughput_ratio),

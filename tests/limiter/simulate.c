@@ -1,4 +1,5 @@
-/* Hosts in virtual time: each goes on when its clock is the next one, or the device wakes it. */
+/* Hosts in virtual time: a host continues when its clock is the earliest, or when the device
+ * wakes it. */
 #include "vt.h"
 
 static uint64_t late(struct world *world, struct host *host, uint64_t until) {
@@ -15,8 +16,8 @@ static struct thread *next_thread(struct host *host) {
     return next;
 }
 
-/* Others are admitted, and mark, while a thread is on its way from its admission into the driver;
- * now and then that takes a while, since another program is run meanwhile. */
+/* While a thread is between its admission and the driver, other threads are admitted and record
+ * events. Sometimes that takes long, because the thread is preempted. */
 static void step_threads(struct world *world, struct host *host) {
     struct thread *thread = next_thread(host);
     bool ours = world->tenant[host->tenant].law == LAW_OURS;
@@ -101,7 +102,7 @@ static void step(struct world *world, struct host *host) {
     }
 }
 
-/* Forward to what happens next: to `until`, or until a host is woken. */
+/* Simulates to the next event: until `until`, or until a host is woken. */
 static void advance(struct world *world, uint64_t until) {
     for (int i = 0; i < (int)world->devices; i++) {
         struct gpu *gpu = &world->gpu[i];
@@ -114,7 +115,7 @@ static void advance(struct world *world, uint64_t until) {
     }
 }
 
-/* The next process of its container finds what a killed one said last. */
+/* The next process of the container inherits what a killed one published last. */
 static void inherit(struct world *world, int dead) {
     struct gs_page *page = world->page[dead];
     struct host *next = dead + 1 < world->hosts ? world->host[dead + 1] : NULL;
@@ -131,7 +132,7 @@ void simulate(struct world *world) {
             if (world->host[i]->clock_ns < next->clock_ns)
                 next = world->host[i];
         for (int i = 0; i < world->tenants; i++)
-            if (world->tenant[i].kill_ns <= now) { /* its first process */
+            if (world->tenant[i].kill_ns <= now) { /* the container's first process */
                 int k = 0;
                 while (world->host[k]->tenant != i)
                     k++;

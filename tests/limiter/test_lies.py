@@ -1,5 +1,7 @@
-"""Containers that write into their pages whatever they like (lies.c), beside honest ones: those keep their shares, and
-the liar wins nothing."""
+"""Containers that publish false activity (lies.c) beside honest ones.
+
+The honest containers keep their shares, and the false activity gains nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from tests.limiter.cells import TREE, Ledger, Tenant, simulate
 
 LIES = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow")
 CORPUS = sorted((TREE / "tests/fuzz/corpus/law").iterdir())
-START_MS = 1500  # by then who says too much was found out
-POINTS = 3.0  # that an honest one is off
-GAIN = 1.0  # of the liar
+START_MS = 1500  # by then the limiter has detected exaggerated activity
+POINTS = 3.0  # tolerance for an honest container
+GAIN = 1.0  # tolerance for the container with false activity
 
 
 class Company(NamedTuple):
-    """The last one lies. `works`: it also has work, and could use what it wins."""
+    """The last container publishes false activity. `works`: it also has work, and could use a gain."""
 
     limits: tuple[float, ...]
     kernel: str = "50us"
@@ -37,8 +39,8 @@ COMPANIES = (
     Company((30, 5)),
     Company((40, 30, 20)),
     Company((40, 20, 20), works=False),
-    Company((40, 30, 30), points=4.5),  # nothing is left, so no launch finds the device idle
-    Company((40, 40), "20ms"),  # of ten slices and more: only our own looks tell who was there
+    Company((40, 30, 30), points=4.5),  # the limits add up to 100 %, so no launch finds the device idle
+    Company((40, 40), "20ms"),  # a kernel lasts ten slices and more: only probe events show who used the device
     Company((40, 40), "20ms", works=False),
     Company((40, 40), "20ms", "graph"),
 )
@@ -61,26 +63,26 @@ def hold(company: Company, ledgers: list[Ledger]) -> None:
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("company", COMPANIES, ids=lambda company: "-".join(map(str, company)))
-def test_a_liar_takes_nothing_and_gives_nothing_away(company: Company, lie: str) -> None:
+def test_false_activity_gains_and_gives_nothing(company: Company, lie: str) -> None:
     hold(company, run(company, lie))
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
-def test_nor_does_one_that_says_what_the_fuzzed_law_was_told(path: str) -> None:
+def test_false_activity_of_the_fuzzing_corpus_gains_nothing(path: str) -> None:
     for company in (COMPANIES[0], COMPANIES[1], COMPANIES[8]):
         hold(company, run(company, "corpus", corpus=str(path)))
 
 
-def test_weights_are_as_granted_whatever_a_page_says() -> None:
-    """It says 999999, and high priority, 32 times."""
-    for honest, liar in ((1, 1), (1, 3)):
+def test_claimed_weights_are_ignored() -> None:
+    """The page claims weight 999999 and high priority 32 times."""
+    for honest, fake in ((1, 1), (1, 3)):
         ledgers = simulate(
-            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={liar},lie=crowd")], ms=4500
+            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},lie=crowd")], ms=4500
         )
-        assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + liar), abs=POINTS)
+        assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + fake), abs=POINTS)
 
 
-def test_a_priority_that_was_not_granted_keeps_nobody_from_borrowing() -> None:
+def test_claimed_priority_does_not_stop_borrowing() -> None:
     high, _ = simulate(
         [Tenant(30, "50us", more="mode=soft,priority=1"), Tenant(30, "50us", more="lie=crowd,join=1000000")], ms=3500
     )

@@ -1,4 +1,4 @@
-"""The law over the whole matrix, by the device's own ledger."""
+"""The rate limiter over the whole matrix, measured from the device's own ledger."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def measured() -> dict[str, Error]:
     return measure()
 
 
-def test_every_cell_holds_but_the_listed_ones(measured: dict[str, Error]) -> None:
-    """Bounds: 1 point over 1 s and 2 over 100 ms; with longer kernels 2, or one kernel per window."""
+def test_every_unlisted_cell_holds(measured: dict[str, Error]) -> None:
+    """Bounds: 1 point over 1 s and 2 over 100 ms; for longer kernels 2, or one kernel per window."""
     failed = {name: one for name, one in measured.items() if not one.holds() and name not in misses()}
     assert not failed
 
 
-def test_the_list_of_misses_is_honest(measured: dict[str, Error]) -> None:
-    """A listed cell exists, and is no worse than listed (another C library computes other kernels)."""
+def test_misses_are_no_worse_than_listed(measured: dict[str, Error]) -> None:
+    """A listed cell exists and is no worse than listed (another libm computes other kernel durations)."""
     worse = {}
     for name, (mae_1s, mae_100ms) in misses().items():
         one = measured[name]
@@ -35,21 +35,23 @@ def test_most_cells_hold(measured: dict[str, Error]) -> None:
 
 
 @pytest.mark.parametrize("burst_ms", [5, 20, 200])
-def test_what_is_listed_no_law_holds(burst_ms: int) -> None:
-    """One that knows beforehand what each launch takes, charges by the device's own ledger and wakes at once: it misses
-    these cells, too, whatever credit it leaves to who was idle."""
+def test_oracle_misses_the_listed_cells(burst_ms: int) -> None:
+    """An oracle knows each launch's duration, charges by the device's own ledger and wakes at once.
+
+    It misses these cells too, whatever credit it leaves to an idle container.
+    """
     for cell in cells():
         if cell.name in misses():
             (ledger,) = simulate([cell.tenants[0]._replace(more="law=oracle")], ms=RUN_MS, seed=1, burst_ms=burst_ms)
             assert ledger.mae(targets(cell, 1)[0], 100) > 2.0
 
 
-def test_the_law_that_knows_everything_holds_the_others() -> None:
+def test_oracle_holds_the_other_cells() -> None:
     held = [cell for cell in cells() if len(cell.tenants) == 1 and cell.name not in misses()][::5]
     for cell in held:
         (ledger,) = simulate([cell.tenants[0]._replace(more="law=oracle")], ms=2500)
         assert ledger.mae(targets(cell, 1)[0], 1000) <= 1.0
 
 
-def test_the_table_in_the_docs_is_the_list() -> None:
+def test_table_in_the_docs_is_up_to_date() -> None:
     assert docs.PAGE.read_text() == docs.page()

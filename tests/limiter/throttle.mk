@@ -1,4 +1,4 @@
-# The compute law in virtual time: build/throttle/vt, and vt-asan with AddressSanitizer and UBSan.
+# The rate limiter in virtual time: build/throttle/vt, and vt-asan with AddressSanitizer and UBSan.
 
 comma := ,
 VT_SOURCES := $(wildcard tests/limiter/*.c shim/limiter/*.c)

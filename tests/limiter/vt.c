@@ -2,14 +2,13 @@
  *
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
- * Words of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic|oracle) mode (hard|soft) weight priority lie (lies.c) join leave kill
- * (ms) change (percent) at capture (ms). Of the world: seed ms slice_us switch_us bubble_ns
- * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices (process
- * i of a container is on device i % devices; the ledger is of the first, but `done` of all) corpus
- * (a file: what lie=corpus says) burst_ms (the oracle's) one_queue (1: looks are behind the
- * program's work, as all streams may share a queue of the device)
- */
+ * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
+ * (ours|none|classic|oracle) mode (hard|soft) weight priority lie (lies.c) join leave kill (ms)
+ * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us bubble_ns
+ * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices
+ * (process i of a container is on device i % devices; the ledger is of the first, but `done` of
+ * all) corpus (a file: the activity of lie=corpus) burst_ms (the oracle's) one_queue (1: probe
+ * events are behind the program's work, as when all streams share a queue of the device) */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -145,7 +144,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     int device = process % (int)world->devices;
     host->gpu = &world->gpu[device];
     for (int i = 0; i < DEVICES; i++) {
-        world->gpu[i].context[k] = c; /* has work on one of them only */
+        world->gpu[i].context[k] = c; /* has work on one device only */
         world->gpu[i].n = world->hosts;
     }
     world->host[k] = host;
@@ -162,7 +161,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
         gs_predictor_init(&host->predictor[i]);
 }
 
-/* What its bucket says of the last second: the whole windows before the one that has begun. */
+/* The bucket's figure for the last second: the whole windows before the current one. */
 static uint64_t recent_ns(const struct world *world, int tenant) {
     uint64_t window = world->end_ns / GS_RECENT_NS, sum = 0;
     for (uint32_t i = 0; i < GS_RECENT; i++) {

@@ -1,5 +1,5 @@
-/* Containers on the device of gpu.h: processes that launch by a program, under one of three laws.
- */
+/* Containers on the device of gpu.h: processes that launch kernels under one of several rate
+ * limiters. */
 #ifndef VT_H
 #define VT_H
 
@@ -52,30 +52,30 @@ struct tenant {
     enum lie lie;
     struct gs_throttle_limit limit;
     int processes;
-    bool unequal; /* all but the first process mostly pause */
-    uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* capture: for 500 ms */
+    bool unequal; /* all processes but the first mostly pause */
+    uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* a capture lasts 500 ms */
     uint32_t limit_then_ppm;
 };
 
-/* The classic law: a bucket of launches in each process, refilled by utilisation each tick. */
+/* The classic limiter: a bucket of launches in each process, refilled by utilisation each tick. */
 struct classic {
     double tokens, refill;
     uint64_t tick_ns, held_ns;
 };
 
-/* The law that knows everything: what the device's ledger says that a container held, and what each
- * launch will take. What it misses no law can hold. */
+/* The oracle: it knows from the device's ledger what a container held, and each launch's
+ * duration. What it misses no limiter can hold. */
 struct oracle {
     uint64_t at_ns, held_ns;
-    double credit_ns; /* of the device; what is on its way is not yet taken off */
+    double credit_ns; /* of device time, before subtracting launches in flight */
 };
 
-/* Of several threads of a process, with a stream each. */
+/* One of several threads of a process, each with its own stream. */
 struct thread {
     uint64_t clock_ns;
-    bool launching, mark; /* it was admitted, and is on its way into the driver */
+    bool launching, mark; /* launching: admitted, but not yet in the driver */
     int function;
-    double kernel_ns; /* 0: none is chosen */
+    double kernel_ns; /* 0: not chosen yet */
 };
 
 struct host {
@@ -84,7 +84,7 @@ struct host {
     struct gpu *gpu;
     bool pauses;
     struct rng rng;
-    uint64_t clock_ns; /* when it goes on; UINT64_MAX while it waits for the device */
+    uint64_t clock_ns; /* when it continues; UINT64_MAX while it waits for the device */
     bool chosen, syncing;
     uint32_t launches, burst_left;
     int function;
@@ -96,7 +96,7 @@ struct host {
     struct gs_throttle_stream streams[STREAMS];
     struct gs_predictor predictor[FUNCTIONS];
     struct classic classic;
-    uint64_t marks, slow, forbidden; /* recorded or queried while capturing */
+    uint64_t marks, slow, forbidden; /* forbidden: events recorded or queried while capturing */
 };
 
 #define DEVICES 2
@@ -110,7 +110,7 @@ struct world {
     struct host *host[MAX_CONTEXTS];
     struct gs_page *page[MAX_CONTEXTS];
     struct gs_activity lie[MAX_CONTEXTS][GS_MAX_PAGES];
-    const uint8_t *corpus; /* what LIE_CORPUS says, over and over */
+    const uint8_t *corpus; /* activity for LIE_CORPUS, used in rotation */
     size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     struct oracle oracle[DEVICES][MAX_TENANTS];
@@ -120,16 +120,16 @@ struct world {
     uint64_t end_ns;
 };
 
-/* simulate.c: hosts and devices until `end_ns`. */
+/* simulate.c: simulates hosts and devices until `end_ns`. */
 void simulate(struct world *world);
-/* program.c: what a process launches next; false: nothing now. */
+/* program.c: chooses the next launch of a process; false: none now. */
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);
-bool polls(const struct host *host); /* waits until its work is done without a call for it */
+bool polls(const struct host *host); /* true if it waits without a call that the shim intercepts */
 uint64_t pause_ns(struct host *host);
-/* lies.c: what page `page` of a context says; NULL: it has no more. */
+/* lies.c: returns the published page `page` of a context; NULL: there are no more. */
 const struct gs_activity *told(struct world *world, int context, unsigned page);
-/* law.c: 0, or when to ask again. */
+/* law.c: 0, or the time at which to ask again. */
 uint64_t may_launch(struct host *host);
 void classic_tick(struct host *host);
 void set_env(struct world *world);

@@ -1,4 +1,4 @@
-"""A program that attacks a compute limit from inside, beside one that has a claim to the rest."""
+"""Run a program that tries to exceed its compute limit, next to a program that is entitled to the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.shim.inside import PRELUDE
 from tests.shim.launches import HELPERS
 
 LIMIT = 20
-POINTS = 10.0  # what gets through is far more than that; a machine that others use as well takes some
+POINTS = 10.0  # a successful attack gains far more; other load on the machine takes some
 READY_S = 60
 
 TOOLS = """
@@ -54,7 +54,7 @@ def go():
 
 @contextmanager
 def attacker(box: Box, program: str) -> Iterator[subprocess.Popen[str]]:
-    """A program that said `go`; killed in the end."""
+    """Start the program, wait until it prints `go`, and kill it at the end."""
     text = PRELUDE + HELPERS + TOOLS + textwrap.dedent(program)
     process = box.popen(["python3", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -69,7 +69,7 @@ def attacker(box: Box, program: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def gets(box: Box, program: str, seconds: float) -> float:
-    """Percent of the device that a program holds from `go` on. AssertionError: it ended."""
+    """Return the percentage of the device that a program holds after `go`. AssertionError: it ended."""
     with attacker(box, program) as process, Ledger(box.device()) as ledger:
         began, before = time.monotonic_ns(), ledger.snapshot().busy_ns
         assert process.stdout is not None

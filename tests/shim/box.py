@@ -1,11 +1,11 @@
-"""The shim and the simulated driver around one command, without a hook or a container runtime.
+"""Run one command under the shim and the simulated driver, without a hook or a container runtime.
 
     python3 tests/shim/box.py --memory 4Gi [--gpus N] [--simhost DIR] -- COMMAND...
 
-A box is a directory with a limits and a usage file, and a simulated host. Each `run` gives its command mount and pid
-namespaces of its own in which /usr/lib/gpushare, <libdir>/libcuda.so.1 and /dev are as in a container; all runs of one
-box share its limits, as the processes of one container do. /usr is an overlay with a tmpfs on top: nothing on the
-host changes, and everything is gone with the last process.
+A box is a directory with a limits file, a usage file and a simulated host. Each `run` gives its command private mount
+and pid namespaces, in which /usr/lib/gpushare, <libdir>/libcuda.so.1 and /dev are as in a container. All runs of a box
+share its limits, like the processes of a container. /usr is an overlay with a tmpfs on top: the host does not change,
+and the mounts end with the last process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(TREE), str(TREE / "hook")]
 
 GIB = 1 << 30
-CONTEXT_BYTES = 300 << 20  # what the simulated driver takes for a context
+CONTEXT_BYTES = 300 << 20  # memory of a context in the simulated driver
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
 PRIVATE = "/usr/lib/gpushare"
 VERSION = "535.261.03"
@@ -43,7 +43,7 @@ HOST_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[Device]:
-    """The devices of a simulated host, in PCI order; what NVML would add is given."""
+    """List the devices of a simulated host in PCI order; the arguments replace what NVML would report."""
     from gpushare.core.model import Device
 
     devices = []
@@ -56,13 +56,14 @@ def host_devices(simhost: Path, memory_bytes: int, context_bytes: int) -> list[D
 
 
 class Box:
-    """`memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted.
+    """A container without a runtime: limits, usage and simulated devices.
 
-    `shim`: a build of it; build/shim, or what GPUSHARE_TEST_SHIM names beside it (make test-asan).
-    `compute`: percent per device; with it the box has pages, in the directory `company` that boxes of one simulated
-    host share, or in one of its own.
-    `turn`: how long one is, in microseconds, and the bytes of each device for whoever has it.
-    `whole`: bytes per device on device and host together, for shares that are oversubscribed.
+    `memory`: bytes per device in slot order; None = unlimited. A device without an entry is not granted.
+    `shim`: build directory of the shim; default build/shim, or its sibling named GPUSHARE_TEST_SHIM (make test-asan).
+    `compute`: percent per device. The box then has activity files in the directory `company`, which the boxes of one
+    simulated host can share; by default it has its own.
+    `whole`: bytes per device on device and host together, for oversubscribed shares.
+    `migration_slice`: its length in microseconds, and the bytes of each device reserved for the tenant that has it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Box:
         compute: Optional[Sequence[int]] = None,
         company: Optional[Path] = None,
         whole: Optional[Sequence[int]] = None,
-        turn: tuple[int, int] = (0, 0),
+        migration_slice: tuple[int, int] = (0, 0),
     ) -> None:
         from gpushare.core.model import Share
         from gpushare.state.shm_abi import pack_limits, pack_usage
@@ -104,7 +105,9 @@ class Box:
         self.usage.parent.mkdir()
         self.usage.parent.chmod(0o1777)
         self.limits.write_bytes(
-            pack_limits(shares, self.nonce, turn_us=turn[0], turn_mib=[turn[1] >> 20] * len(shares))
+            pack_limits(
+                shares, self.nonce, turn_us=migration_slice[0], turn_mib=[migration_slice[1] >> 20] * len(shares)
+            )
         )
         self.usage.write_bytes(pack_usage(self.nonce, len(shares)))
         self.limits.chmod(0o444)
@@ -124,8 +127,10 @@ class Box:
         self._temporary.cleanup()
 
     def set_limit(self, slot: int = 0, **fields: int) -> None:
-        """Change words of a device's limits while processes run, as the host does: see gpushare_abi.h. `page` has no
-        second copy."""
+        """Change fields of a device's limits while processes run, as the host does: see gpushare_abi.h.
+
+        Unlike the other fields, `page` has no second copy in the file.
+        """
         from gpushare.state.shm_abi import DEVICE_SIZE, LAYOUTS, offset
         from gpushare.system.syscalls import futex_wake
 
@@ -137,14 +142,15 @@ class Box:
                 for name, value in fields.items():
                     field = prefix + name if prefix + name in known else name
                     place, size = start + offset("gs_device_limit", field), 8 if field.endswith("_bytes") else 4
-                    data[place : place + size] = value.to_bytes(size, "little")  # pack_into writes zeros first
+                    # not pack_into, which writes zeros first
+                    data[place : place + size] = value.to_bytes(size, "little")
                 data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little") + 1).to_bytes(8, "little")
             futex_wake(data, at)
         if self.page:
             self._tell(slot)
 
     def _tell(self, slot: int) -> None:
-        """The others, what the limits file says: see limit_update.py."""
+        """Publish what the limits file grants to the other containers: see limit_update.py."""
         from gpushare.state.shm_abi import DEVICE_SIZE, offset
 
         from tests.shim.company import grant
@@ -158,15 +164,15 @@ class Box:
         grant(self.company, self.devices[slot].uuid, self.page[slot], word)
 
     def pages(self, slot: int = 0) -> Path:
-        """Its own page file of a device."""
+        """Return the box's own activity file of a device."""
         return self.company / self.devices[slot].uuid / str(self.page[slot])
 
     def device(self, slot: int = 0) -> str:
-        """The simulated device's file, for the ledger."""
+        """Return the path of the simulated device's file, for the ledger."""
         return str(self.simhost / "dev" / f"nvidia{self.devices[slot].minor}")
 
     def command(self, args: Sequence[str]) -> list[str]:
-        """The command line that runs `args` inside."""
+        """Return the command line that runs `args` inside the box."""
         from tests.shim.sanitized import around
 
         inside = {
@@ -187,7 +193,7 @@ class Box:
         return subprocess.Popen(self.command(args), text=True, **options)
 
     def run(self, args: Sequence[str], timeout_s: float = 100, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run to the end; output is captured."""
+        """Run the command to its end and capture its output."""
         return subprocess.run(self.command(args), text=True, timeout=timeout_s, capture_output=True, **options)
 
 
@@ -203,7 +209,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def bind(source: str, target: str, read_only: bool = True) -> None:
-    """One file or directory, at a target that is made when it is missing."""
+    """Bind-mount a file or directory onto a target, which is created if it is missing."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     elif not os.path.lexists(target):
@@ -215,7 +221,7 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
 
 
 def make_devices(simhost: str, scratch: str) -> None:
-    """/dev: a few ordinary devices, and the simulated ones."""
+    """Fill /dev with some ordinary devices and the simulated ones."""
     stage = os.path.join(scratch, "dev")
     mount("tmpfs", stage, "tmpfs", MS_NOSUID, "mode=755")
     for name in HOST_DEVICES:
@@ -229,7 +235,7 @@ def make_devices(simhost: str, scratch: str) -> None:
 
 
 def enter(inside: dict[str, str]) -> None:
-    """The view of a container, around this process. What the host sees below `scratch` are empty directories."""
+    """Give this process a container's view of the file system. On the host `scratch` only gains empty directories."""
     scratch, simhost = inside["scratch"], inside["simhost"]
     for name in ("over", "dev"):
         os.makedirs(os.path.join(scratch, name), exist_ok=True)
@@ -260,7 +266,7 @@ def enter(inside: dict[str, str]) -> None:
 
 
 def quantity(text: str) -> int:
-    """Bytes of "4Gi", "512Mi" or a plain number."""
+    """Parse "4Gi", "512Mi" or a plain number into bytes."""
     units = {"Ki": 10, "Mi": 20, "Gi": 30}
     return int(text[:-2]) << units[text[-2:]] if text[-2:] in units else int(text)
 
@@ -279,7 +285,7 @@ def main() -> int:
     compute = [options.compute] * options.gpus if options.compute else None
     box = Box([options.memory] * options.gpus, gpus=options.gpus, simhost=options.simhost, compute=compute)
     with box, box.popen(options.command) as process:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the command's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles SIGINT
         return process.wait()
 
 

@@ -1,9 +1,9 @@
-"""The files by which containers hear of each other's compute: one directory for each device of a simulated host.
+"""Create the activity files through which containers share their compute activity, per device of a simulated host.
 
     DIRECTORY/<uuid>/index       which numbers are in use
-    DIRECTORY/<uuid>/<number>    one container's pages
+    DIRECTORY/<uuid>/<number>    one container's activity file
 
-A box binds the directory at /usr/lib/gpushare/peers, read-only, and its own pages at /usr/lib/gpushare/pages/<uuid>.
+A box binds the directory at /usr/lib/gpushare/peers, read-only, and its own file at /usr/lib/gpushare/pages/<uuid>.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PEERS_SIZE = packer("gs_peers").size
 
 
 def pages() -> bytes:
-    """A page file in which nobody has said anything."""
+    """Return the content of an unused activity file."""
     head = packer("gs_pages").pack(PAGES_MAGIC, ABI_VERSION, PAGES_SIZE, MAX_PAGES, 0, *(0,) * MAX_PAGES)
     return head.ljust(PAGES_SIZE, b"\0")
 
 
 def join(directory: Path, uuid: str) -> int:
-    """Makes the next page file of a device; its number."""
+    """Create the next activity file of a device and return its number."""
     place = directory / uuid
     place.mkdir(parents=True, exist_ok=True)
     number = len(list(place.iterdir())) - 1 if (place / "index").exists() else 0
@@ -49,7 +49,7 @@ def join(directory: Path, uuid: str) -> int:
 
 
 def grant(directory: Path, uuid: str, number: int, word: int) -> None:
-    """What the others are told that it may have, as region.granted has it."""
+    """Publish to the other containers what a container was granted, in the format of region.granted."""
     with open(directory / uuid / "index", "r+b") as index:
         index.seek(offset("gs_peers", "granted") + 8 * number)
         index.write(word.to_bytes(8, "little"))

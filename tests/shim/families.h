@@ -1,5 +1,5 @@
-/* Every way in which a program gets device memory, behind two functions: the programs of these
- * tests take and give memory by the family's name. Included once by each program. */
+/* Every way in which a program gets device memory, behind two functions: test programs allocate
+ * and free memory by the name of its family. Include it once per program. */
 #ifndef FAMILIES_H
 #define FAMILIES_H
 
@@ -12,7 +12,7 @@
 #define MIB (1ull << 20)
 #define BLOCK (2 * MIB)
 
-/* The headers of CUDA 13 declare only its newest form. */
+/* The headers of CUDA 13 declare only the newest version. */
 CUresult CUDAAPI cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device);
 
 struct held {
@@ -40,7 +40,7 @@ static CUresult take_plain(size_t bytes, struct held *h) {
     return cuMemAlloc(&h->address, bytes);
 }
 
-/* All of it on the device, as it is charged. */
+/* Prefetches all of it to the device, as it is charged there. */
 static CUresult take_managed(size_t bytes, struct held *h) {
     CUmemLocation device = {.type = CU_MEM_LOCATION_TYPE_DEVICE};
     CUresult result = cuMemAllocManaged(&h->address, bytes, CU_MEM_ATTACH_GLOBAL);
@@ -95,7 +95,7 @@ static CUresult give_async(struct held *h) {
     return result ? result : cuStreamSynchronize(work_stream);
 }
 
-/* A pool of our own, on the current device; one that keeps nothing back. */
+/* Creates a pool on the current device that keeps no freed memory. */
 static CUresult take_pool(size_t bytes, struct held *h) {
     CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
                             .location.type = CU_MEM_LOCATION_TYPE_DEVICE};
@@ -119,7 +119,7 @@ static CUresult take_vmm(size_t bytes, struct held *h) {
         return result;
     if (!(result = cuMemAddressReserve(&h->address, h->bytes, 0, 0, 0)) &&
         !(result = cuMemMap(h->address, h->bytes, 0, h->handle, 0)))
-        return cuMemRelease(h->handle); /* the mapping alone keeps it from here on */
+        return cuMemRelease(h->handle); /* from here on only the mapping keeps the memory */
     cuMemRelease(h->handle);
     return result;
 }
@@ -129,7 +129,7 @@ static CUresult give_vmm(struct held *h) {
     return result ? result : cuMemAddressFree(h->address, h->bytes);
 }
 
-/* A graph with one allocation, run once: its memory lives on after it. */
+/* Runs a graph with one allocation once: its memory outlives the graph. */
 static CUresult take_graph(size_t bytes, struct held *h) {
     CUDA_MEM_ALLOC_NODE_PARAMS params = {.bytesize = bytes};
     CUgraphNode node;
@@ -165,7 +165,7 @@ static CUresult give_graph(struct held *h) {
     return result ? result : cuDeviceGraphMemTrim(device);
 }
 
-/* Global data of a program image; the text is how the simulated driver writes its modules. */
+/* Global data of a program image; the text is the simulated driver's image format. */
 static CUresult take_module(size_t bytes, struct held *h) {
     char image[96];
     CUfunction function;
@@ -201,7 +201,7 @@ static CUresult take(const struct family *family, size_t bytes, struct held *hel
     return family->take(bytes, held);
 }
 
-/* cuInit, a context on the device, a stream. */
+/* Calls cuInit, and creates a context on the device and a stream. */
 static CUresult start(int ordinal) {
     CUcontext context;
     CUdevice device;

@@ -1,4 +1,4 @@
-"""Small programs against the driver in a box, and what the ledger says about them afterwards."""
+"""Run small programs against the driver in a box, and read from the ledger what they held."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def info():
 
 
 def run(box: Box, program: str, *args: str, helpers: str = "", timeout_s: float = 60) -> list[str]:
-    """The words that the program printed."""
+    """Run the program and return the words that it printed."""
     done = box.run(["python3", "-c", PRELUDE + helpers + textwrap.dedent(program), *args], timeout_s=timeout_s)
     assert done.returncode == 0 and not done.stderr, done.stderr + done.stdout
     return done.stdout.split()
 
 
 def peak(box: Box, slot: int = 0) -> int:
-    """The most that any one run in the box held at a time, in bytes: physical, contexts included."""
+    """Return the most bytes that any run in the box held at a time: physical memory, contexts included."""
     with Ledger(box.device(slot)) as ledger:
         return max(group.peak_bytes for group in ledger.groups())

@@ -1,4 +1,4 @@
-"""Words for programs that launch kernels, and what the ledger says of a box."""
+"""Helper functions for programs that launch kernels, and their device time from the ledger."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def timed(call):
 
 
 def percent_held(box: Box, seconds: float) -> float:
-    """Of a device's time by all that ran in the box so far, over so many seconds."""
+    """Return the percentage of a device's time that all programs in the box used, of so many seconds."""
     with Ledger(box.device()) as ledger:
         return 100 * sum(group.busy_ns for group in ledger.groups()) / seconds / 1e9

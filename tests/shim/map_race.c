@@ -1,5 +1,6 @@
-/* Threads put and take keys, each its own, while another one takes every entry of one context. Then
- * one key is put and taken while another thread changes what it says: no change is lost. */
+/* Each thread inserts and removes its own keys, while another removes every entry of one
+ * context. Then one key is inserted and removed while another thread changes its value: no
+ * change is lost. */
 #include <pthread.h>
 #include <stdio.h>
 

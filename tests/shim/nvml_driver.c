@@ -1,6 +1,6 @@
-/* A driver's libnvidia-ml for tests, where the hardware is missing: two devices of 16 GiB, 10 GiB
- * in use by others, two foreign processes. Like NVIDIA's own it is bound to itself through its PLT:
- * its functions call each other by name, and so reach whoever defines the name first. */
+/* A driver's libnvidia-ml for tests without hardware: two devices of 16 GiB, 10 GiB in use by
+ * other containers, two foreign processes. Like NVIDIA's library, its functions call each other
+ * by name through its PLT, and so reach whichever library defines the name first. */
 #define NVML_NO_UNVERSIONED_FUNC_DEFS
 #include <nvml.h>
 #include <stdio.h>
@@ -37,7 +37,7 @@ EXPORT nvmlReturn_t nvmlInit(void) {
     return nvmlInit_v2();
 }
 
-/* A function that starts NVML on its own, as some of NVIDIA's helpers do: passed by the shim. */
+/* Starts NVML on its own, as some of NVIDIA's helpers do; the shim passes it through. */
 EXPORT nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int length) {
     nvmlReturn_t result = nvmlInit_v2();
     snprintf(version, length, "%d", result);
@@ -72,12 +72,12 @@ EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *m
     CHECK(handle, memory);
     nvmlMemory_v2_t own = {.version = nvmlMemory_v2};
     nvmlReturn_t result =
-        nvmlDeviceGetMemoryInfo_v2(handle, &own); /* a wrapped one calls a wrapped one */
+        nvmlDeviceGetMemoryInfo_v2(handle, &own); /* a wrapped function calls a wrapped function */
     *memory = (nvmlMemory_t){.total = own.total, .free = own.free, .used = own.total - own.free};
     return result;
 }
 
-/* A passed one calls a wrapped one: total = what it was told. */
+/* A function that the shim passes through calls a wrapped one: it returns that one's total. */
 EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t handle, nvmlBAR1Memory_t *memory) {
     CHECK(handle, memory);
     nvmlMemory_v2_t own = {.version = nvmlMemory_v2};
@@ -136,7 +136,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t handle,
     return room < 2 ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* Samples of a foreign process and of processes 101 and 102. */
+/* Returns samples of a foreign process and of processes 101 and 102. */
 EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t handle,
                                                     nvmlProcessUtilizationSample_t *samples,
                                                     unsigned int *count, unsigned long long since) {

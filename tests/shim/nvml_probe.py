@@ -1,4 +1,4 @@
-"""An NVML client: answers what nvidia-ml-py reports of device INDEX. Runs in the box, as real_probe.py does."""
+"""An NVML client that returns what nvidia-ml-py reports of device INDEX. Runs in the box, like real_probe.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start(index: int) -> Any:
 
 
 def error_of(function: Any, *arguments: Any) -> int:
-    """NVML's error code of a call, 0 when it succeeds."""
+    """Return NVML's error code of a call, 0 when it succeeds."""
     try:
         function(*arguments)
     except nvml.NVMLError as error:
@@ -27,7 +27,7 @@ def error_of(function: Any, *arguments: Any) -> int:
 
 
 def memory(index: int) -> dict[str, list[int]]:
-    """[total, used, free, reserved] as version 1 (reserved 0) and version 2 report them; BAR1's [total, used, free]."""
+    """Return [total, used, free, reserved] of versions 1 (reserved 0) and 2; and BAR1's [total, used, free]."""
     handle = start(index)
     v1 = nvml.nvmlDeviceGetMemoryInfo(handle)
     v2 = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -44,7 +44,7 @@ def function(name: str) -> Any:
 
 
 def errors(index: int) -> dict[str, int]:
-    """The error code of each kind of call that tells numbers of a device."""
+    """Return the error code of each kind of call that reports numbers of a device."""
     handle = start(index)
     return {
         "memory": error_of(nvml.nvmlDeviceGetMemoryInfo, handle),
@@ -55,7 +55,7 @@ def errors(index: int) -> dict[str, int]:
 
 
 def null_and_wrong(index: int) -> dict[str, int]:
-    """The error codes of calls without a place for the answer, of another version, of no device."""
+    """Return the error codes of calls with a NULL result pointer, with another structure version, with no device."""
     handle = start(index)
     wrong = nvml.c_nvmlMemory_v2_t()
     wrong.version = 99
@@ -74,7 +74,7 @@ def null_and_wrong(index: int) -> dict[str, int]:
 
 
 def listed(index: int, kind: str, version: str, room: int) -> list[Any]:
-    """[result, count, [[pid, bytes, gpu instance, compute instance], ...]] with room for `room` processes."""
+    """Return [result, count, [[pid, bytes, gpu instance, compute instance], ...]] with room for `room` processes."""
     handle = start(index)
     suffix = "" if version == "v1" else f"_{version}"
     buffer = ctypes.create_string_buffer(SIZES[version] * max(room, 1))
@@ -91,7 +91,7 @@ def listed(index: int, kind: str, version: str, room: int) -> list[Any]:
 
 
 def details(index: int, mode: int, room: int) -> list[Any]:
-    """[result, count, [[pid, bytes], ...]] of nvmlDeviceGetRunningProcessDetailList."""
+    """Return [result, count, [[pid, bytes], ...]] of nvmlDeviceGetRunningProcessDetailList."""
     handle = start(index)
     array = (nvml.c_nvmlProcessDetail_v1_t * max(room, 1))()
     request = nvml.c_nvmlProcessDetailList_v1_t()
@@ -103,7 +103,7 @@ def details(index: int, mode: int, room: int) -> list[Any]:
 
 
 def utilization(index: int, room: int) -> list[Any]:
-    """[result, count, pids of all `room` entries] of nvmlDeviceGetProcessUtilization."""
+    """Return [result, count, pids of all `room` entries] of nvmlDeviceGetProcessUtilization."""
     handle = start(index)
     samples = (nvml.c_nvmlProcessUtilizationSample_t * room)()
     count = ctypes.c_uint(room)
@@ -113,7 +113,7 @@ def utilization(index: int, room: int) -> list[Any]:
 
 
 def driver_that_starts_itself() -> int:
-    """The result of a passed function that calls nvmlInit_v2 inside the driver."""
+    """Return the result of a passed-through function that calls nvmlInit_v2 inside the driver."""
     text = ctypes.create_string_buffer(80)
     return int(function("nvmlSystemGetDriverVersion")(text, 80))
 

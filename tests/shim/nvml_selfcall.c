@@ -1,11 +1,11 @@
 /* Calls one function of libnvidia-ml as the library itself would: through its own GOT, with a
- * return address in its own code. Prints: where the GOT led, and the results of that call, of the
- * same call from outside, and of the real function.
+ * return address in its own code. Prints where the GOT pointed, and the results of that call, of
+ * the same call from outside, and of the real function.
  *
  *   nvml_selfcall NAME
  *
- * x86-64, like the library. The arguments are six pointers to zeros; without a GPU every function
- * ends with an error before it looks at them. */
+ * x86-64, like the library. The arguments are six pointers to zeros; without a GPU every
+ * function fails before it reads them. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -19,17 +19,18 @@
 typedef long function(void *, void *, void *, void *, void *, void *);
 static char zeros[6][4096];
 
-/* Call with `gadget`, the address of a `ret` instruction, as the return address. That instruction
- * then returns to us. */
+/* Calls with `gadget`, the address of a `ret` instruction, as the return address. That
+ * instruction returns to this function. */
 static long call_from(function *target, const void *gadget) {
     register void *a5 __asm__("r9") = zeros[5];
     register void *a4 __asm__("r8") = zeros[4];
     long result;
     __asm__ volatile("mov %%rsp, %%rbx\n\t"
                      "and $-16, %%rsp\n\t"
-                     "sub $8, %%rsp\n\t" /* a function starts at 16 n + 8 */
+                     /* at a function's first instruction the stack is at 16 n + 8 */
+                     "sub $8, %%rsp\n\t"
                      "lea 1f(%%rip), %%rax\n\t"
-                     "push %%rax\n\t" /* where the gadget's ret goes */
+                     "push %%rax\n\t" /* return address of the gadget's ret */
                      "push %[gadget]\n\t"
                      "jmp *%[target]\n"
                      "1:\n\t"
@@ -78,8 +79,8 @@ static struct tables tables_of(const struct link_map *map) {
     return t;
 }
 
-/* The library's own entry for a function that it calls by name: in its PLT's table, or elsewhere.
- */
+/* Finds the library's own entry for a function that it calls by name: in its PLT's table, or
+ * elsewhere. */
 static void **got_entry(const struct link_map *map, const char *name) {
     struct tables t = tables_of(map);
     for (int k = 0; k < 2; k++)

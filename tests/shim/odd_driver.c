@@ -1,10 +1,10 @@
-/* A driver that does what none should: it allocates for a thread that has no context. And it is
- * slow to tell its devices, so that another thread can come in between. */
+/* A faulty driver: it allocates for a thread without a context. It is also slow to list its
+ * devices, so that another thread can run in between. */
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
 #include <unistd.h>
 
-static int live; /* objects that were given out and not taken back */
+static int live; /* objects that were created and not destroyed */
 
 int oddLive(void) {
     return live;

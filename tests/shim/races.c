@@ -1,10 +1,10 @@
-/* What threads of one program do at one time.
+/* Threads of one program that run concurrently.
  *
- *   races bounds     plain memory for which there is room, while others allocate out of pools
+ *   races bounds     allocates memory for which there is room, while others allocate out of pools
  *   races release    two references of one handle are released at once; then it is used again
  *   races cancel     threads are cancelled while they launch; then another one launches
  *
- * Prints a number: 0 where all went well, or how many calls of a thousand were refused. */
+ * Prints a number: 0 on success, or how many calls of a thousand were refused. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <signal.h>
@@ -47,7 +47,7 @@ static void other(_Atomic int *ready) {
     start();
     cuDeviceGetDefaultMemPool(&pool, 0);
     cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep);
-    while (cuMemAllocAsync(&address, 4096, NULL)) /* the other one looks for its pool's step */
+    while (cuMemAllocAsync(&address, 4096, NULL)) /* let the other thread find its pool's step */
         usleep(1000);
     ++*ready;
     for (int i = 0; i < THREADS; i++)
@@ -84,7 +84,7 @@ static int bounds(void) {
 static CUmemGenericAllocationHandle shared;
 static _Atomic unsigned steps;
 
-/* Both threads; they spin, so as to leave at one time. */
+/* Waits for the other thread; both spin, so that they continue at the same time. */
 static void meet(void) {
     for (unsigned mine = ++steps; steps < mine + mine % 2;)
         ;

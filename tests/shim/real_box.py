@@ -1,7 +1,7 @@
-"""A box in which the shim stands before a real NVIDIA user-space driver, as in a container, without one.
+"""Run programs under the shim over a real NVIDIA user-space driver, as in a container but without one.
 
-The private path (/usr/lib/gpushare) exists only in a mount namespace of the program that runs: an overlay lays it over
-/usr/lib, the driver's own files are bind-mounted into it, the shim lies in the default library directory. Needs root.
+The private path (/usr/lib/gpushare) exists only in a mount namespace of the program: an overlay mounts it over
+/usr/lib, the driver's own files are bind-mounted into it, and the shim is in the default library directory. Needs root.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NONCE = 0x5EED
 SONAMES = {"libcuda": "libcuda.so.1", "libnvidia-ml": "libnvidia-ml.so.1"}
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 
-# $1 the overlay, $2 the writable directory, $3 an empty one for a /dev of its own, where the driver makes nodes
-# if it is root; then pairs of file and mount point, "--", the program
+# $1 the overlay, $2 its writable directory, $3 an empty directory for a private /dev, where the driver creates nodes as
+# root; then pairs of file and mount point, "--", the program
 _ENTER = """
 set -e
 mount --make-rslave /
@@ -46,10 +46,10 @@ exec "$@"
 
 
 class RealBox:
-    """`run` starts a program in a fresh namespace; `limits` and `usage` are the two shared files as bytes."""
+    """`run` starts a program in new namespaces; `limits` and `usage` are the two shared files as bytes."""
 
     def __init__(self, directory: Path, drivers: Userland | dict[str, Path], shim: Path = BUILD / "shim") -> None:
-        """`drivers`: a real driver, or name ("libcuda", "libnvidia-ml") -> file that stands for it."""
+        """`drivers`: a real driver, or name ("libcuda", "libnvidia-ml") -> file to use as the driver's library."""
         self.lower = directory / "lower"
         self.private = self.lower / "gpushare"
         self.rw = directory / "rw"
@@ -83,7 +83,7 @@ class RealBox:
         return usage_reader.read_usage((self.rw / "usage").read_bytes())
 
     def run(self, *program: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run a program in the box, with no environment but `env`; its output is text."""
+        """Run a program in the box with no environment but `env`; its output is text."""
         binds = [str(word) for pair in self.binds for word in pair]
         command = ["unshare", "-m", "sh", "-c", _ENTER, "sh", self.lower, self.rw, self.dev, *binds, "--", *program]
         return subprocess.run(
@@ -98,7 +98,7 @@ class RealBox:
     def probe(
         self, what: str, *arguments: Any, env: dict[str, str] | None = None, script: str = "real_probe.py"
     ) -> Any:
-        """The answer of one function of a probe script, called in the box."""
+        """Call a function of a probe script in the box and return its result."""
         program = (sys.executable, "-I", TREE / "tests/shim" / script, what, json.dumps(arguments))
         done = self.run(*program, env=env)
         assert done.returncode == 0, f"probe {what} ended with {done.returncode}: {done.stderr}"
@@ -114,6 +114,6 @@ def compile_c(directory: Path, source: str, *options: str | Path) -> Path:
 
 
 def limits(memory_limit_bytes: int | None = 4 * GIB, uuid: str = UUID) -> bytes:
-    """A limits file that grants one device."""
+    """Return a limits file that grants one device."""
     device = Device(0, uuid, 0, "0000:01:00.0", "none", 16 * GIB, 300 << 20)
     return shm_abi.pack_limits([Share(0, device, memory_limit_bytes)], NONCE)

@@ -1,5 +1,5 @@
-/* A driver's libcuda of tomorrow, for what today's does not do: its cuGetProcAddress gives
- * functions that are none of its exports. */
+/* A future driver's libcuda, for what today's does not do: its cuGetProcAddress returns
+ * functions that it does not export. */
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -22,8 +22,8 @@ EXPORT int cuDriverGetVersion(int *version) {
     return 0;
 }
 
-/* As 535 does: not found is CUDA_SUCCESS, NULL and status 1. From version 99000 on, what it knows
- * is not exported. */
+/* Like 535: not found is CUDA_SUCCESS, NULL and status 1. From version 99000 on it returns
+ * functions that are not exported. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long flags,
                                int *status) {
     (void)flags;
@@ -37,7 +37,7 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, u
     return 0;
 }
 
-/* As 535 does: not found is CUDA_ERROR_NOT_FOUND and the pointer stays. */
+/* Like 535: not found is CUDA_ERROR_NOT_FOUND and the pointer is unchanged. */
 EXPORT int cuGetProcAddress(const char *name, void **function, int version, unsigned long flags) {
     void *found;
     cuGetProcAddress_v2(name, &found, version, flags, NULL);

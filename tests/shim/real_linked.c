@@ -1,5 +1,5 @@
-/* Linked against libcuda in the ordinary way: prints who defines an intercepted and a passed
- * function, as this program was bound to them, and the result of cuInit. */
+/* Linked against libcuda in the ordinary way: prints which file defines an intercepted and a
+ * passed-through function for this program, and the result of cuInit. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1,6 +1,6 @@
-"""Looks at libraries from inside a process. Runs in the box: `real_probe.py FUNCTION JSON-ARGUMENTS`, answers in JSON.
+"""Inspect libraries from inside a process. Runs in the box: `real_probe.py FUNCTION JSON-ARGUMENTS` prints JSON.
 
-Standard library only, and nothing of this project: what is seen is what any program sees.
+It uses only the standard library and nothing of this project, so it sees what any program sees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ libc.dlclose.argtypes = (ctypes.c_void_p,)
 libc.dlerror.restype = ctypes.c_char_p
 RTLD_LAZY, RTLD_NOW, RTLD_NOLOAD, RTLD_DEEPBIND, RTLD_GLOBAL = 1, 2, 4, 8, 0x100
 LM_ID_NEWLM = -1
-UNTOUCHED = 0xDEAD  # what a pointer holds before a look-up
+UNTOUCHED = 0xDEAD  # initial value of a pointer, to detect that a look-up did not set it
 
 REAL = {
     "libcuda.so.1": b"/usr/lib/gpushare/driver/libcuda-real.so.1",
@@ -42,7 +42,7 @@ libc.dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(DlInfo))
 
 
 def owner(address: Optional[int]) -> str:
-    """ "real:NAME" or "shim:NAME" of an address that is exactly an exported function's; "" for NULL."""
+    """Return "real:NAME" or "shim:NAME" if the address is exactly that of an exported function; "" for NULL."""
     info = DlInfo()
     if not address or address == UNTOUCHED:
         return "untouched" if address else ""
@@ -56,10 +56,10 @@ def open_library(mode: str, library: str) -> int:
     name = library.encode()
     if mode == "dlmopen":
         return int(libc.dlmopen(LM_ID_NEWLM, name, RTLD_NOW) or 0)
-    if mode == "noload":  # loaded by its file name before, found again by its soname
+    if mode == "noload":  # loaded by file name first, then found by its soname
         assert libc.dlopen(library[: -len(".1")].encode(), RTLD_NOW)
         return int(libc.dlopen(name, RTLD_NOW | RTLD_NOLOAD) or 0)
-    if mode == "closed":  # loaded and unloaded before: the real library must not be left behind under this name
+    if mode == "closed":  # loaded and unloaded first: afterwards the real library must not remain under this name
         handle = libc.dlopen(name, RTLD_NOW)
         init = libc.dlsym(handle, b"cuInit" if "cuda" in library else b"nvmlInitWithFlags")
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(init)(0)
@@ -70,7 +70,7 @@ def open_library(mode: str, library: str) -> int:
 
 
 def owners(mode: str, library: str, names: list[str]) -> dict[str, str]:
-    """For each name, which library a program gets it from after opening `library` in this mode."""
+    """Map each name to the library from which a program gets it after opening `library` in this mode."""
     handle = open_library(mode, library)
     assert handle, libc.dlerror()
     if mode == "global":
@@ -87,12 +87,12 @@ def nvml_init(function: str, arguments: list[int]) -> int:
 
 
 def call(library: str, function: str, arguments: list[Any]) -> int:
-    """The result of one call; None is NULL."""
+    """Return the result of one call; the argument None is NULL."""
     return int(ctypes.CDLL(library)[function](*arguments))
 
 
 def proc_addresses(names: list[str], versions: list[int]) -> list[list[Any]]:
-    """[api, name, version, flags, ours, theirs] for each look-up; `ours` and `theirs` are [result, status, owner]."""
+    """Return [api, name, version, flags, shim, real] for each look-up; the last two are [result, status, owner]."""
     shim = ctypes.CDLL("libcuda.so.1")
     real = ctypes.CDLL(REAL["libcuda.so.1"].decode(), mode=RTLD_NOLOAD | RTLD_NOW)
     assert owner(ctypes.cast(real.cuGetProcAddress_v2, ctypes.c_void_p).value) == "real:cuGetProcAddress_v2"
@@ -112,7 +112,7 @@ def proc_addresses(names: list[str], versions: list[int]) -> list[list[Any]]:
 
 
 def proc_addresses_at_once(names: list[str], threads: int) -> list[list[str]]:
-    """What `threads` threads get that all look up all names first, at the same instant: owners, for each thread."""
+    """Look up all names in `threads` threads at the same instant; return the owners for each thread."""
     shim = ctypes.CDLL("libcuda.so.1")
     start = threading.Barrier(threads)
     found: list[list[int]] = [[] for _ in range(threads)]
@@ -130,7 +130,7 @@ def proc_addresses_at_once(names: list[str], threads: int) -> list[list[str]]:
 
 
 def look_up(function: Any, api: str, name: str, version: int, flags: int) -> list[Any]:
-    """[result, status, address] of one look-up; status is -1 where the API has none."""
+    """Return [result, status, address] of one look-up; status is -1 where the API has none."""
     pointer, status = ctypes.c_void_p(UNTOUCHED), ctypes.c_int(-1)
     more = (ctypes.byref(status),) if api.endswith("_v2") else ()
     result = function(name.encode(), ctypes.byref(pointer), version, ctypes.c_uint64(flags), *more)
@@ -138,7 +138,7 @@ def look_up(function: Any, api: str, name: str, version: int, flags: int) -> lis
 
 
 def descriptors_and_environment(library: str, init: str) -> list[Any]:
-    """What loading and starting a library leaves behind: open files, umask, environment, output on stderr."""
+    """Return what loading and starting a library leaves behind: open files, umask, environment, output on stderr."""
 
     def look() -> list[Any]:
         umask = os.umask(0)
@@ -151,7 +151,7 @@ def descriptors_and_environment(library: str, init: str) -> list[Any]:
 
 
 def runtime(path: str) -> list[Any]:
-    """[[result, version] of cudaDriverGetVersion, result of cudaGetDeviceCount, result of cudaMalloc]."""
+    """Return [[result, version] of cudaDriverGetVersion, result of cudaGetDeviceCount, result of cudaMalloc]."""
     cudart = ctypes.CDLL(path)
     version, count, pointer = ctypes.c_int(-1), ctypes.c_int(-1), ctypes.c_void_p()
     return [

@@ -1,11 +1,11 @@
-"""The shim's sanitized builds: what a program under one of them needs, and the programs that look for races.
+"""Build and run programs under the shim's sanitized builds, among them programs that look for races.
 
     python -m tests.shim.sanitized [--seconds N] [--build shim-tsan]        make test-tsan
 
-AddressSanitizer and UBSan run in `make test` (test_sanitized.py); `make test-asan` runs all tests of the shim over that
-build. ThreadSanitizer has the long form: sixteen threads in each process take and give memory, launch, wait and fork,
-under a compute limit that keeps changing. The simulated driver below is not instrumented: what it does by itself is not
-looked at, and its locks are seen as those of the C library. There are no suppressions.
+AddressSanitizer and UBSan run in `make test` (test_sanitized.py); `make test-asan` runs all tests of the shim with that
+build. The long run uses ThreadSanitizer: sixteen threads in each process allocate, free, launch, wait and fork, under a
+compute limit that keeps changing. The simulated driver is not instrumented: its internals are not checked, and its
+locks are seen as those of the C library. There are no suppressions.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ GIB = 1 << 30
 
 
 class Sanitizer(NamedTuple):
-    """`libraries` come first in a program that was not built with it; `options` are its own variables."""
+    """`libraries` must be preloaded into a program built without the sanitizer; `options` are its variables."""
 
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
     options: tuple[str, ...]
 
 
-# A program of a test may leak, and may look at memory as no sanitizer expects (dlmopen, its own loader).
+# Test programs may leak, and may use memory in ways a sanitizer does not expect (dlmopen, their own loader).
 SANITIZERS = {
     "shim-asan": Sanitizer(
         ("-fsanitize=address,undefined", "-fno-omit-frame-pointer"),
         ("libasan.so", "libubsan.so"),
         ("ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0", "UBSAN_OPTIONS=print_stacktrace=1"),
     ),
-    # die_after_fork: a process of the mill is a fork, which has threads of its own.
+    # die_after_fork=0: the mill's processes are forks with threads of their own
     "shim-tsan": Sanitizer(("-fsanitize=thread", "-Wno-tsan"), ("libtsan.so",), ("TSAN_OPTIONS=die_after_fork=0",)),
 }
 
 
 @functools.cache
 def around(shim: str) -> tuple[str, ...]:
-    """The words before a command that runs over build/<shim>; none for the plain one."""
+    """Return the words to put before a command that runs over build/<shim>; none for the plain build."""
     sanitizer = SANITIZERS.get(shim)
     if sanitizer is None:
         return ()
@@ -71,7 +71,7 @@ def build_shim(shim: str) -> Path:
 
 
 def build_program(shim: str, source: Path, out: Path, *more: str) -> Path:
-    """A program in C with the same sanitizer, linked against libcuda.so.1 by name."""
+    """Compile a C program with the same sanitizer, linked against libcuda.so.1 by name."""
     flags = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
     driver = next((BUILD / "sim").glob("libcuda.so.*"))
     command: list[str | Path] = ["gcc", *flags, *SANITIZERS[shim].flags, *more, "-o", out, source, driver, "-lpthread"]
@@ -80,7 +80,7 @@ def build_program(shim: str, source: Path, out: Path, *more: str) -> Path:
 
 
 class Mill(NamedTuple):
-    """What the mill did (tests/soak/mill.c), what the sanitizer said, and the most that was on the device at a time."""
+    """The mill's report (tests/soak/mill.c), the sanitizer's output, and the peak memory on the device."""
 
     report: dict[str, Any]
     reports: str
@@ -100,8 +100,11 @@ def mill(
     planted: bool = False,
     whole: int = 0,
 ) -> Mill:
-    """Sixteen threads in each process, for so long or until there were `enough` allocations; a process is killed every
-    `kill_ms`. `planted`: with a race. `whole`: of an oversubscribed share, whose border moves, too."""
+    """Run sixteen threads in each process, for some seconds or until there were `enough` allocations.
+
+    A process is killed every `kill_ms`. `planted`: add a race. `whole`: of an oversubscribed share, whose residency
+    boundary also moves.
+    """
     from simulator.ledger import Ledger
     from tests.shim.box import Box
 
@@ -109,7 +112,7 @@ def mill(
     with Box([2 * GIB], shim=BUILD / shim, compute=[60], whole=[whole] if whole else None) as box:
         defined = [*["-DPLANTED"] * planted, *[PREFETCHES] * bool(whole)]
         program = build_program(shim, TREE / "tests/soak/mill.c", box.directory / "mill", *defined)
-        # Without address randomisation: ThreadSanitizer finds its shadow on every kernel.
+        # no address randomisation, so that ThreadSanitizer finds room for its shadow on every kernel
         words = ["setarch", "-R", str(program), str(processes), "16", "1", str(kill_ms), str(enough)]
         with open(box.directory / "said", "w+") as said:
             pipe = subprocess.PIPE
@@ -126,7 +129,7 @@ def mill(
 
 
 def _report(running: subprocess.Popen[str], box: Box, seconds: float, whole: int) -> str:
-    """Its line, or nothing when it died; until then limits change."""
+    """Return the mill's report, or "" if it died. Change limits until then."""
     assert running.stdin is not None and running.stdout is not None
     end, percent = time.monotonic() + seconds, 60
     while not select.select([running.stdout], [], [], 0.1 if whole else 0.5)[0]:

@@ -1,11 +1,11 @@
-/* What launches execute in the shim, counted one instruction at a time.
+/* Counts the instructions that launches execute in the shim, by single-stepping.
  *
- *   steps N [CALL]      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each; CALL is
+ *   steps N [CALL]      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each. CALL is
  *                       cuLaunchKernel, cuLaunchKernelEx or cuGraphLaunch, or one of these with
  * _ptsz
  *
- * EXITS is how often control left the shim: one for the driver's own function, more for a clock, a
- * lock's system call or another call of the driver. x86-64. */
+ * EXITS is how often control left the shim: once for the driver's own function, and again for a
+ * clock, a lock's system call or another call of the driver. x86-64. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -75,7 +75,7 @@ static void launches(int n, const char *name) {
     _exit(0);
 }
 
-/* The executable part of the shim in another process. */
+/* Finds the executable part of the shim in another process. */
 static void find_shim(pid_t pid, uint64_t *start, uint64_t *end) {
     char path[64], line[512];
     snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
@@ -103,8 +103,9 @@ static bool in_program(uint64_t at) {
     return at >= (uint64_t)(uintptr_t)&__executable_start && at < (uint64_t)(uintptr_t)&etext;
 }
 
-/* At the first instruction of a function of a library: on to where it returns to, at full speed,
- * since thousands of instructions one at a time take so long that the law looks at the device. */
+/* At the first instruction of a library function: runs it to its return address at full speed.
+ * Single steps through thousands of instructions would take so long that the limiter probes the
+ * device. */
 static void let_return(pid_t pid) {
     struct user_regs_struct now = registers_of(pid);
     void *to = (void *)(uintptr_t)ptrace(PTRACE_PEEKDATA, pid, (void *)(uintptr_t)now.rsp, NULL);
@@ -128,7 +129,7 @@ int main(int argc, char **argv) {
         launches(n, argc > 2 ? argv[2] : "cuLaunchKernel");
     }
     uint64_t start = 0, end = 0;
-    for (int signal = 0;;) { /* to the next launch */
+    for (int signal = 0;;) { /* until the next launch */
         if (waitpid(pid, &status, 0) < 0 || WIFEXITED(status) || WIFSIGNALED(status))
             break;
         signal = WSTOPSIG(status) == SIGTRAP ? 0 : WSTOPSIG(status);

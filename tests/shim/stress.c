@@ -1,13 +1,13 @@
-/* Processes that take and give memory of all families at random, as fast as they can, all at one
+/* Processes that allocate and free memory of all families at random, as fast as they can, at one
  * limit.
  *
  *   stress PROCESSES ATTEMPTS SEED FAMILIES [kill]
  *
- * ATTEMPTS is per process. FAMILIES: names joined by commas. All have a context before the first
- * allocation. With `kill`, every second process is killed at a random instant, and the others go on
- * until they all were. The first survivor then takes what is left, block by block, until it is
- * refused. Then one line of JSON, with what the survivors are told that the container uses; they
- * hold what they have until standard input ends. */
+ * ATTEMPTS is per process. FAMILIES: names joined by commas. All processes have a context before
+ * the first allocation. With `kill`, every second process is killed at a random instant, and the
+ * others continue until all were killed. The first survivor then allocates the rest, block by
+ * block, until it is refused. Then it prints one line of JSON with the usage that the survivors
+ * see for the container; they keep their memory until standard input ends. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -31,7 +31,7 @@ struct report {
     _Atomic unsigned long used, total;
 };
 struct board {
-    _Atomic int stop; /* survivors: finish */
+    _Atomic int stop; /* tells the survivors to finish */
     struct report of[MAX_PROCESSES];
 };
 static struct board *board;
@@ -42,7 +42,7 @@ static uint64_t chance(void) {
     return state;
 }
 
-/* 1 byte to 256 MiB, each power of two as likely as the others. */
+/* From 1 byte to 256 MiB, each power of two equally likely. */
 static size_t some_bytes(void) {
     size_t top = 1ull << (chance() % 29);
     size_t bytes = top + chance() % top;
@@ -76,14 +76,15 @@ static void look(struct report *r) {
     r->total = total;
 }
 
-/* Steps are told through pipes: a process that dies closes its own, so nobody waits for it. */
+/* Steps are reported through pipes: a process that dies closes its own, so the parent does not
+ * wait. */
 struct process {
     pid_t pid;
     int killed;
-    int tell[2]; /* to the parent: one byte for each step */
+    int tell[2]; /* to the parent: one byte per step */
 };
 enum gate { GO, FILL, LOOK, LOOK_AGAIN, END, GATES };
-static int gate[GATES][2]; /* from the parent, to all: closed when it opens */
+static int gate[GATES][2]; /* from the parent to all: a gate is open when it is closed */
 
 static void tell(const struct process *me) {
     while (write(me->tell[1], "", 1) < 0 && errno == EINTR)
@@ -130,12 +131,12 @@ static void work(const struct process *me, unsigned index, int fills, unsigned l
     }
     cuCtxSynchronize();
     tell(me);
-    wait_for_gate(FILL); /* all are done: nobody gives anything back any more */
+    wait_for_gate(FILL); /* all are done: no process frees memory any more */
     if (fills)
         fill(r);
     tell(me);
     wait_for_gate(LOOK);
-    look(r); /* asks our own pools what they hold: after that everybody's figure is the same */
+    look(r); /* read the pools' own figures: after that every process reports the same */
     tell(me);
     wait_for_gate(LOOK_AGAIN);
     look(r);
@@ -146,7 +147,8 @@ static void work(const struct process *me, unsigned index, int fills, unsigned l
     _exit(0);
 }
 
-/* Every process that was not killed has told its next step, or is gone though nobody killed it. */
+/* Waits until every process has reported its next step or died; a death without a kill is an
+ * error. */
 static void wait_for_all(struct process *all, unsigned processes) {
     char byte;
     for (unsigned i = 0; i < processes; i++) {
@@ -192,7 +194,8 @@ static void become(struct process *all, unsigned index) {
 
 static void kill_half(struct process *all, unsigned processes) {
     for (unsigned i = 0; i < processes; i += 2) {
-        usleep((useconds_t)(chance() % 300000)); /* a random instant: nothing to wait for */
+        /* sleep for a random time; there is no event to wait for */
+        usleep((useconds_t)(chance() % 300000));
         kill(all[i].pid, SIGKILL);
         waitpid(all[i].pid, NULL, 0);
         all[i].killed = 1;

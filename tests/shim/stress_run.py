@@ -1,4 +1,4 @@
-"""What tests/shim/stress.c needs and says."""
+"""Build and judge tests/shim/stress.c."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Books(NamedTuple):
     """The simulated device's own figures, in bytes."""
 
     used: int
-    peak: int  # of any container
+    peak: int  # the maximum of all containers
 
 
 def build(directory: Path) -> Path:
-    """The program, linked against libcuda.so.1 by name."""
+    """Compile the program, linked against libcuda.so.1 by name."""
     out = directory / "stress"
     flags = ("-O2", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
     driver = next((BUILD / "sim").glob("libcuda.so.*"))
@@ -31,14 +31,14 @@ def build(directory: Path) -> Path:
 
 
 def books(device: Path) -> Books:
-    """Read by a process of its own: this one may have the simulated driver loaded."""
+    """Read the ledger in a separate process: this one may have the simulated driver loaded."""
     command = [sys.executable, str(TREE / "simulator/ledger.py"), str(device), "--format", "json"]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return Books(said["used_bytes"], max(group["peak_bytes"] for group in said["groups"]))
 
 
 def judge(report: dict[str, Any], seen: Books, limit_bytes: int, survivors: int) -> None:
-    """Nobody ever had more than the limit; it was reached; and all agree with the device, byte for byte."""
+    """Assert that the limit was reached and never exceeded, and that all reports equal the device's, to the byte."""
     assert report["wrong"] == []
     assert seen.peak <= limit_bytes
     assert limit_bytes - seen.used < BLOCK

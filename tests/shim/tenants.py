@@ -1,7 +1,7 @@
-"""Tenants on one simulated device, and what the device's own ledger says that each of them got.
+"""Run tenants on one simulated device and measure from the device's own ledger what each of them gets.
 
-A tenant is tests/integration/programs/busy.c, or any other program, in a box of its own; boxes share the simulated host
-and the directory in which they hear of each other, as containers of one host do.
+A tenant is tests/integration/programs/busy.c, or any other program, in its own box. The boxes share the simulated host
+and the directory of activity files, like containers of one host.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tests.shim.box import Box
 from tests.support.busy import build, words
 from tests.support.judge import TimeShares, time_shares
 
-LONG_S = 1000  # for as long as it is looked at
+LONG_S = 1000  # longer than any test observes it
 READY_S = 60
 TRIES = 5
 
 
 def living(box: Box, slot: int) -> set[int]:
-    """The pid namespaces of a device's clients."""
+    """Return the pid namespaces of a device's live clients."""
     with Ledger(box.device(slot)) as ledger:
         return {client.pidns for client in ledger.clients() if client.alive}
 
 
 class Tenant:
-    """One busy program in a box, begun."""
+    """A busy program in a box."""
 
     def __init__(self, box: Box, **options: Any) -> None:
         self.box = box
@@ -41,7 +41,7 @@ class Tenant:
         self.pidns = 0
 
     def begin(self) -> None:
-        """Waits until it is ready, learns its namespace and lets it run."""
+        """Wait until the program is ready, record its namespace and let it start."""
         assert self.process.stdin is not None and self.process.stdout is not None
         said = self.process.stdout.readline()
         assert said == "ready\n", f"the tenant said {said!r}"
@@ -50,7 +50,7 @@ class Tenant:
         self.process.stdin.flush()
 
     def end(self) -> dict[str, Any]:
-        """Ends it; what it says that it got done."""
+        """End the program and return its report."""
         inner = subprocess.run(["pkill", "-TERM", "-P", str(self.process.pid)], check=False)
         assert inner.returncode == 0
         out, _ = self.process.communicate(timeout=READY_S)
@@ -64,7 +64,7 @@ class Tenant:
 
 @contextmanager
 def boxes(*percents: Sequence[int] | int, gpus: int = 1, **options: Any) -> Iterator[list[Box]]:
-    """Boxes with these compute limits on one simulated host."""
+    """Create boxes with these compute limits on one simulated host."""
     with ExitStack() as stack:
         made: list[Box] = []
         for percent in percents:
@@ -76,7 +76,7 @@ def boxes(*percents: Sequence[int] | int, gpus: int = 1, **options: Any) -> Iter
 
 @contextmanager
 def tenants(*places: tuple[Box, dict[str, Any]]) -> Iterator[list[Tenant]]:
-    """All of them begun; killed in the end."""
+    """Start all tenants, and kill them at the end."""
     made: list[Tenant] = []
     try:
         for box, options in places:
@@ -89,7 +89,7 @@ def tenants(*places: tuple[Box, dict[str, Any]]) -> Iterator[list[Tenant]]:
 
 
 def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int = 0) -> TimeShares:
-    """What everybody gets of a device for so long; ends at once, with a failure, when a watched tenant ends."""
+    """Measure each client's share of a device for some seconds. Fails at once when a watched tenant ends."""
     poll = select.poll()
     for tenant in watched:
         assert tenant.process.stdout is not None
@@ -98,7 +98,10 @@ def observe(box: Box, seconds: float, watched: Sequence[Tenant] = (), slot: int 
 
 
 def holds(tenant: Tenant, percent: float, points: float, seconds: float = 1.0, least: float | None = None) -> None:
-    """It never gets more than its share, and gets it (or `least`) as soon as the machine lets the programs run."""
+    """Assert that the tenant never exceeds its share and reaches it (or `least`) in one of several tries.
+
+    Several tries, because other load on the machine can keep the programs from running.
+    """
     least = percent - points if least is None else least
     for _ in range(TRIES):
         got = observe(tenant.box, seconds, [tenant], tenant.slot).of[tenant.pidns]

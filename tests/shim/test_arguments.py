@@ -1,4 +1,7 @@
-"""Wrong, odd and huge arguments: a valid CUDA code, no crash, nothing charged. And all views of memory agree."""
+"""Invalid, unusual and huge arguments return a valid CUDA code, crash nothing and charge nothing.
+
+All memory queries agree.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import pytest
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
 
-# Every code that a caller may meet here; anything else (such as -1) is no CUDA code at all.
+# Every code that a caller may get here; anything else (such as -1) is not a CUDA code
 CODES = {0, 1, 2, 3, 100, 101, 201, 400, 801}
 
-# Each is called with out = a c_uint64, and `size`; {size} sizes below
+# Each is called with out = a c_uint64, and `size`; {size} is replaced below
 ALLOCATORS = {
     "plain": "cuda.cuMemAlloc_v2({out}, c_size_t(size))",
     "pitch": "cuda.cuMemAllocPitch_v2({out}, byref(pitch), c_size_t(size), c_size_t(size), c_uint(4))",
@@ -31,7 +34,7 @@ SETUP = """
 
 @pytest.mark.parametrize("family", ALLOCATORS)
 @pytest.mark.parametrize("size", ["0", "2**40", "2**62", "2**63", "2**63 + 1", "2**64 - 1", "2**64 - 2**21 + 1"])
-def test_sizes_that_cannot_be(family: str, size: str) -> None:
+def test_impossible_sizes_are_refused(family: str, size: str) -> None:
     call = ALLOCATORS[family].format(out="byref(out)")
     with Box([GIB]) as box:
         result, held = run(box, f"{SETUP}\n    size = {size}\n    print({call}, before[0] - info()[0])")
@@ -41,8 +44,8 @@ def test_sizes_that_cannot_be(family: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("family", ALLOCATORS)
-def test_no_place_for_the_result(family: str) -> None:
-    """NULL where a pointer must be, with a size that would fit."""
+def test_null_result_pointer_is_refused(family: str) -> None:
+    """Pass NULL for the result pointer, with a size that would fit."""
     call = ALLOCATORS[family].format(out="None")
     with Box([GIB]) as box:
         result, held = run(box, f"{SETUP}\n    size = 4096\n    print({call}, before[0] - info()[0])")
@@ -50,7 +53,7 @@ def test_no_place_for_the_result(family: str) -> None:
         assert held == "0"
 
 
-def test_null_everywhere_else() -> None:
+def test_null_pointers_are_refused() -> None:
     program = """
         start()
         value = c_size_t()
@@ -66,7 +69,7 @@ def test_null_everywhere_else() -> None:
         assert len(codes) == 11 and all(int(code) in CODES for code in codes)
 
 
-def test_free_of_what_is_not_there() -> None:
+def test_free_of_unknown_addresses_is_refused() -> None:
     program = """
         start()
         kept, before = [], info()
@@ -87,7 +90,7 @@ def test_free_of_what_is_not_there() -> None:
         assert all(code in CODES - {0} for code in codes)
 
 
-def test_limit_below_one_context() -> None:
+def test_limit_below_one_context_refuses_the_context() -> None:
     program = """
         context = c_void_p()
         ok(cuda.cuInit(0))
@@ -98,7 +101,7 @@ def test_limit_below_one_context() -> None:
     """
     with Box([CONTEXT_BYTES - MIB]) as box:
         assert run(box, program) == ["2", "2", "201", str(CONTEXT_BYTES - MIB)]
-        # nothing was ever taken: the device does not even know a group
+        # nothing was ever allocated: the device has no group for it
         with pytest.raises(ValueError, match="max"):
             peak(box)
 
@@ -116,8 +119,8 @@ def nvml_info():
 
 
 @pytest.mark.parametrize("limit", [GIB, 16 * GIB, None, 300 * MIB + 1])
-def test_all_views_agree(limit: int | None) -> None:
-    """Driver API, NVML v1, and what can really be taken, at every step."""
+def test_all_memory_queries_agree(limit: int | None) -> None:
+    """The driver API, NVML v1 and the memory that can be allocated agree at every step."""
     program = """
         start()
         kept, limit = [], int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What `make bench` measures the shim with runs against the shim of today: each figure is there, and counted."""
+"""The program with which `make bench` measures the shim runs, and reports every figure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench import bench
 from tests.support import host
 
 
-def test_the_cost_of_the_shim_can_be_measured(tmp_path: Path) -> None:
+def test_shim_bench_reports_every_figure(tmp_path: Path) -> None:
     host.make("shim_bench")
     figures = bench.shim_cost(tmp_path)
     names = (

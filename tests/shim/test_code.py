@@ -1,4 +1,4 @@
-"""Code and global data of modules and libraries count, in whatever form the image comes."""
+"""Code and global data of modules and libraries are charged, whatever the form of the image."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load(image):
     ],
 )
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
-def test_a_large_variable_does_not_slip_by(image: str, loading: str) -> None:
+def test_large_variable_is_charged(image: str, loading: str) -> None:
     limit = 1 * GIB
     program = f"""
         os.environ["CUDA_MODULE_LOADING"] = "{loading}"
@@ -79,7 +79,7 @@ def test_a_large_variable_does_not_slip_by(image: str, loading: str) -> None:
 
 
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
-def test_what_cannot_be_read_is_measured_and_unloaded_again(loading: str) -> None:
+def test_unreadable_image_is_measured_and_unloaded_over_the_limit(loading: str) -> None:
     program = f"""
         os.environ["CUDA_MODULE_LOADING"] = "{loading}"
         start()
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_measured_and_unloaded_again(loading: str) -> Non
 
 
 @pytest.mark.parametrize("use", ["launch", "attribute", "graph"])
-def test_a_kernel_used_in_another_context(use: str) -> None:
+def test_kernel_used_in_another_context_is_charged(use: str) -> None:
     limit = 2 * CONTEXT_BYTES + 150 * MIB
     program = """
         start()
@@ -126,7 +126,7 @@ def test_a_kernel_used_in_another_context(use: str) -> None:
 
 
 @pytest.mark.parametrize(("limit_kind", "value"), [(3, 8), (4, 1 << 20)])
-def test_limits_of_nested_launches(limit_kind: int, value: int) -> None:
+def test_memory_for_nested_launches_is_charged(limit_kind: int, value: int) -> None:
     limit = CONTEXT_BYTES + 500 * MIB
     program = f"start(); print(cuda.cuCtxSetLimit({limit_kind}, c_size_t({value})), alloc(100 * MIB))"
     with Box([limit]) as box:
@@ -135,8 +135,8 @@ def test_limits_of_nested_launches(limit_kind: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("limit_kind", [0, 1, 2])
-def test_a_limit_below_its_default_gives_nothing_back(limit_kind: int) -> None:
-    """What a context takes by default stays taken, so memory up to the limit is all that is left beside it."""
+def test_context_limit_below_its_default_frees_nothing(limit_kind: int) -> None:
+    """The default of a context's limit stays allocated, so lowering the limit frees no memory."""
     program = f"""
         start()
         before, value = info(), c_size_t()

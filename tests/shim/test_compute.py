@@ -1,4 +1,4 @@
-"""A compute limit holds, whatever the program does: judged by the simulated device's own ledger, in real time."""
+"""A compute limit holds, whatever the program does: measured from the simulated device's own ledger, in real time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.shim.inside import run
 from tests.shim.tenants import boxes, holds, observe, tenants
 from tests.support.busy import build, words
 
-POINTS = 5.0  # on a machine that others use as well; exact figures come from make bench
+POINTS = 5.0  # tolerance for a machine with other load; exact figures come from make bench
 THREADS_POINTS = (
-    2.0  # what they win when one marks before another's launch, 5 points and more, is not to hide in POINTS
+    2.0  # threads gain 5 points and more if one records an event before another's launch; POINTS would hide that
 )
-SETTLED_S = 0.5  # the first launches are looked at one by one
+SETTLED_S = 0.5  # the limiter probes the first launches one by one
 WINDOW_S = 1.5
 
 BUSY = {"kernel": 1000}
@@ -36,7 +36,7 @@ ALONE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_alone(name: str) -> None:
+def test_limit_holds_alone(name: str) -> None:
     percent, options = ALONE[name]
     with boxes(percent) as (box,), tenants((box, options)) as (tenant,):
         observe(box, SETTLED_S, [tenant])
@@ -44,7 +44,7 @@ def test_alone(name: str) -> None:
         holds(tenant, percent, points, WINDOW_S, least=percent - POINTS)
 
 
-def test_no_limit_is_none() -> None:
+def test_unlimited_program_gets_the_whole_device() -> None:
     with boxes(100) as (box,), tenants((box, {"kernel": 1000})) as (tenant,):
         observe(box, SETTLED_S, [tenant])
         holds(tenant, 100, POINTS, WINDOW_S, least=90)
@@ -59,8 +59,8 @@ COMPANY: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", COMPANY)
-def test_in_company(name: str) -> None:
-    """Each gets its share, switches to it included, or what is left by who is unlimited."""
+def test_limits_hold_on_a_shared_device(name: str) -> None:
+    """Each tenant gets its share, switches included; an unlimited one gets what is left."""
     (first, first_does), (second, second_does) = COMPANY[name]
     with boxes(first, second) as (a, b), tenants((a, first_does), (b, second_does)) as (one, two):
         observe(a, SETTLED_S, [one, two])
@@ -76,11 +76,10 @@ def test_each_device_has_its_own_limit() -> None:
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 1), (2, 1), (1, 2)])
-def test_waiter_and_releaser_both_go_on(processes: int, devices: int) -> None:
-    """Kernels that spin until another one has run, which the limit holds back: in a stream, in another process, or on
-    another device.
+def test_spinning_kernel_and_its_releaser_make_progress(processes: int, devices: int) -> None:
+    """Kernels make progress when one spins until another has run and the limit holds both back.
 
-    Spinning is charged, so there are few of them.
+    They are in one stream, in two processes, or on two devices. Spinning is charged, so few of them run.
     """
     with boxes([10] * devices, gpus=devices) as (box,):
         words_of = words(mode="pair", kernel=1000, processes=processes, devices=devices, seconds=8)
@@ -161,7 +160,7 @@ LAUNCHES = {
 
 
 def percent_held(way: str) -> float:
-    """What a program that launches in this way gets of a device in a second, at a limit of 30 %."""
+    """Return the percentage of a device that a program launching in this way gets in a second, at a limit of 30 %."""
     with boxes(30) as (box,):
         (took,) = run(box, f"run({LAUNCHES[way]})", helpers=WAYS)
         with Ledger(box.device()) as ledger:
@@ -170,11 +169,11 @@ def percent_held(way: str) -> float:
 
 @pytest.fixture(scope="module")
 def held() -> Iterator[dict[str, Future[float]]]:
-    """Four at a time: each has a device of its own, and waits for most of the second."""
+    """Run four at a time: each has its own device, and waits for most of the second."""
     with ThreadPoolExecutor(4) as pool:
         yield {way: pool.submit(percent_held, way) for way in LAUNCHES}
 
 
 @pytest.mark.parametrize("way", LAUNCHES)
-def test_every_way_to_launch_waits_for_its_turn(way: str, held: dict[str, Future[float]]) -> None:
+def test_every_way_to_launch_is_limited(way: str, held: dict[str, Future[float]]) -> None:
     assert 15 < held[way].result() < 30 + POINTS

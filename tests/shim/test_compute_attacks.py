@@ -1,7 +1,4 @@
-"""Programs that try to get more compute than their limit.
-
-Judged by the simulated device's ledger.
-"""
+"""Programs that try to exceed their compute limit, measured from the simulated device's ledger."""
 
 from __future__ import annotations
 
@@ -143,7 +140,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("what", MORE)
-def test_nothing_is_won_by(what: str) -> None:
+def test_attack_gains_nothing(what: str) -> None:
     with boxes(LIMIT) as (box,):
         assert gets(box, MORE[what], 3) < LIMIT + POINTS
 
@@ -204,13 +201,15 @@ LATE = {
 }
 
 
-WON_ONCE = 0.7  # seconds of the device; asking instead of waiting wins 0.54 to 0.62
+WON_ONCE = 0.7  # seconds of the device; polling instead of waiting gains 0.54 to 0.62
 
 
 @pytest.mark.parametrize("what", LATE)
-def test_little_is_won_by_what_is_known_late(what: str) -> None:
-    """The first long ones of what was known as short: some hundred, and what they took is paid afterwards. A
-    capture is left alone for a fifth of a second. It is won once: as much in three seconds as in ten."""
+def test_gain_of_late_detection_is_bounded(what: str) -> None:
+    """Kernels that become long are detected late; the excess is bounded and charged afterwards.
+
+    A capture delays probing by a fifth of a second. The gain happens once: it is the same in three seconds as in ten.
+    """
     seconds = 3
     with boxes(LIMIT) as (box,):
         assert (gets(box, LATE[what], seconds) - LIMIT) / 100 * seconds < WON_ONCE

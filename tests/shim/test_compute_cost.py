@@ -1,4 +1,4 @@
-"""What a launch costs that need not wait: instructions in the shim, and nothing behind it but the driver's launch."""
+"""The cost of a launch that need not wait: instructions in the shim, and no call but the driver's launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.shim.box import TREE, Box
 from tests.support.busy import build, words
 
 LAUNCHES = 30
-INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread remembers, two atomic additions
+INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread cached, two atomic additions
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread remembers, 
     ],
 )
 def test_a_launch_that_is_paid_for(percent: int, call: str, tmp_path: Path) -> None:
-    """No clock, no lock, no other call of the driver; all that is in the launches that are looked at in between."""
+    """No clock, no lock, no other driver call: these occur only in the launches in between that are probed."""
     program = tmp_path / "steps"
     source = TREE / "tests" / "shim" / "steps.c"
     subprocess.run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-ldl"], check=True)
     paid: list[int] = []
-    for _ in range(3):  # while others take the processors, more time passes from step to step, and more is looked at
+    for _ in range(3):  # other load stretches the time between steps, so that more launches are probed
         with Box(compute=[percent]) as box:
             done = box.run([str(program), str(LAUNCHES), call])
         assert done.returncode == 0, done.stderr
@@ -44,8 +44,8 @@ def test_a_launch_that_is_paid_for(percent: int, call: str, tmp_path: Path) -> N
     assert max(paid) <= INSTRUCTIONS
 
 
-def test_waiting_takes_no_processor() -> None:
-    """Three seconds, of which nearly all are spent waiting: a poll would take most of a processor."""
+def test_throttled_process_uses_little_processor_time() -> None:
+    """In three seconds that are nearly all waiting, the process uses little CPU; polling would use most of a CPU."""
     with Box([None], compute=[5]) as box:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = box.run([str(build()), *words(kernel=1000, seconds=3)])

@@ -1,6 +1,6 @@
-"""Programs that the compute limit could hang or hold up, and what containers say falsely of themselves.
+"""Programs that the compute limit could block, and containers that publish false activity.
 
-Judged by the simulated device's ledger.
+Measured from the simulated device's ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.shim.inside import run
 from tests.shim.launches import HELPERS
 from tests.shim.tenants import boxes, observe, tenants
 
-# ---- what a container writes into its own files ------------------------------------------------------------------
+# ---- a container writes to its own files ----------------------------------------------------------------------------
 
 NOISE = """
 import mmap, random
@@ -52,20 +52,20 @@ print(n)
 
 
 @pytest.mark.parametrize("where", ["bucket", "pages"])
-def test_nonsense_in_its_own_files_breaks_nothing(where: str) -> None:
-    """It may pass its own limit by that (docs/security.md); it is neither stopped nor killed."""
+def test_random_bytes_in_own_files_stop_no_launch(where: str) -> None:
+    """The program may exceed its own limit by that (docs/security.md); it is neither stopped nor killed."""
     with boxes(LIMIT) as (box,):
         (n,) = run(box, NOISE, where, helpers=HELPERS)
     assert int(n) * 500e-6 / 1.5 > 0.1
 
 
-# ---- what a neighbour says ------------------------------------------------------------------
+# ---- a neighbour publishes false activity ------------------------------------------------------------------------
 
 RUNS, RUN_NS, SWITCH_NS = 47, 20_000, 499_000  # GS_RUNS
 
 
-def visits(now: int) -> bytes:
-    """The page of a context that was on the device every 100 us until now, and says that switches are slow."""
+def fabricated_page(now: int) -> bytes:
+    """Return the page of a context that was on the device every 100 us until now and reports slow switches."""
     ends = [now - 100_000 * i for i in reversed(range(RUNS))]
     runs = [word for end in ends for word in (end - RUN_NS, end, RUN_NS)]
     head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS, 0)
@@ -73,28 +73,28 @@ def visits(now: int) -> bytes:
     return (bytes(offset("gs_page", "buffer")) + 2 * activity).ljust(packer("gs_page").size, b"\0")
 
 
-def test_a_neighbour_cannot_make_launches_dear() -> None:
-    """A program that waits for each kernel pays for a switch to each; not for what others say that one takes."""
-    with boxes(40, 40) as (box, liar), tenants((box, {"mode": "sync", "kernel": 100})) as (tenant,):
+def test_false_switch_cost_of_a_neighbour_is_ignored() -> None:
+    """A program that waits for each kernel pays for real switches, not for the switch cost that a neighbour reports."""
+    with boxes(40, 40) as (box, neighbour), tenants((box, {"mode": "sync", "kernel": 100})) as (tenant,):
         stop = threading.Event()
         at = offset("gs_pages", "page")
 
-        def lie() -> None:
-            with liar.pages().open("r+b", buffering=0) as file:
+        def publish() -> None:
+            with neighbour.pages().open("r+b", buffering=0) as file:
                 os.pwrite(file.fileno(), struct.pack("<I", MAX_PAGES), offset("gs_pages", "high"))
                 os.pwrite(file.fileno(), struct.pack(f"<{MAX_PAGES}Q", *[1] * MAX_PAGES), offset("gs_pages", "owner"))
                 while not stop.wait(0.0002):
-                    os.pwrite(file.fileno(), visits(time.monotonic_ns()) * MAX_PAGES, at)
+                    os.pwrite(file.fileno(), fabricated_page(time.monotonic_ns()) * MAX_PAGES, at)
 
-        liar_thread = threading.Thread(target=lie)
+        publisher = threading.Thread(target=publish)
         observe(box, 0.5, [tenant])
-        liar_thread.start()
+        publisher.start()
         try:
             observe(box, 0.5, [tenant])
             got = observe(box, 1.5, [tenant]).of[tenant.pidns]
         finally:
             stop.set()
-            liar_thread.join()
+            publisher.join()
     assert got > 14, got
 
 
@@ -129,18 +129,18 @@ SEGMENTS = 32  # GS_SEGMENTS
 
 @pytest.mark.parametrize(("n", "grid"), [(10, "1"), (SEGMENTS + 8, "1"), (6, "2 + i")], ids=["few", "many", "unknown"])
 @pytest.mark.parametrize("by", HELD_BY)
-def test_a_stream_that_is_held_up_until_others_have_run(by: str, n: int, grid: str) -> None:
-    """Nothing of what runs meanwhile is known to be done before the first stream is."""
+def test_stream_that_waits_for_other_streams_makes_progress(by: str, n: int, grid: str) -> None:
+    """Until the first stream has finished, no work of the streams that run meanwhile is known to be done."""
     end = "ok(cuda.cuCtxSynchronize())\nprint('through', flush=True)\nos._exit(0)\n"
     program = HELD + textwrap.dedent(HELD_BY[by]).format(n=n, grid=grid) + end
     with boxes(50) as (box,):
         assert run(box, program, helpers=HELPERS + TOOLS) == ["through"]
 
 
-# ---- held up though the limit is far ------------------------------------------------------------------
+# ---- delays although the limit is not reached ------------------------------------------------------------------------
 
 
-def test_host_functions_between_kernels_are_not_compute() -> None:
+def test_host_functions_are_not_charged() -> None:
     """The device is busy for 2 % of the time."""
     program = """
     start()
@@ -187,8 +187,8 @@ print(n)
 """
 
 
-def test_two_devices_that_wait_for_each_other_are_each_busy_for_half_of_the_time() -> None:
-    """Below their limits, so that nothing is held."""
+def test_two_devices_waiting_for_each_other_are_not_throttled() -> None:
+    """Both devices are below their limits, so no launch is delayed."""
     with Box([None] * 2, gpus=2) as plain, boxes(55, gpus=2) as (box,):
         (native,), (limited,) = run(plain, PIPELINE, helpers=HELPERS), run(box, PIPELINE, helpers=HELPERS)
     assert int(limited) > 0.85 * int(native)

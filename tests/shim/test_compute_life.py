@@ -1,4 +1,4 @@
-"""Compute limits while things change: limits, processes, contexts, captures, and neighbours that lie."""
+"""Compute limits while limits, processes, contexts and captures change, and beside neighbours with false activity."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.host import BUILD
 
 
 def owners(pages: Path) -> list[int]:
-    """The pages of a file that somebody claimed."""
+    """Return the owners of the claimed pages of an activity file."""
     data = pages.read_bytes()
     at = offset("gs_pages", "owner")
     return [n for n in struct.unpack_from(f"<{MAX_PAGES}Q", data, at) if n]
 
 
-def test_a_limit_changes_while_it_runs() -> None:
+def test_changed_limit_holds_in_a_running_program() -> None:
     with boxes(60) as (box,), tenants((box, BUSY)) as (tenant,):
         observe(box, SETTLED_S, [tenant])
         for percent in (20, 80):
@@ -40,11 +40,11 @@ def test_a_limit_changes_while_it_runs() -> None:
             holds(tenant, percent, POINTS)
 
 
-def test_a_pause_holds_launches_and_ends() -> None:
+def test_pause_stops_launches_until_it_ends() -> None:
     with boxes(50) as (box,), tenants((box, BUSY)) as (tenant,):
         observe(box, SETTLED_S, [tenant])
         box.set_limit(flags=DEVICE_PAUSED)
-        observe(box, 0.1, [tenant])  # what was under way
+        observe(box, 0.1, [tenant])  # work that was launched before the pause
         assert observe(box, 0.5, [tenant]).device < 1
         box.set_limit(flags=0)
         observe(box, SETTLED_S, [tenant])
@@ -52,7 +52,7 @@ def test_a_pause_holds_launches_and_ends() -> None:
 
 
 @pytest.mark.parametrize("damage", ["no page", "short page", "other header", "no index"])
-def test_a_limit_that_cannot_be_held_is_refused(damage: str) -> None:
+def test_damaged_activity_file_refuses_the_start(damage: str) -> None:
     with boxes(30) as (box,):
         page, index = box.pages(), box.pages().with_name("index")
         if damage == "short page":
@@ -66,12 +66,12 @@ def test_a_limit_that_cannot_be_held_is_refused(damage: str) -> None:
         assert run(box, "print(cuda.cuInit(0))") == ["800"]
 
 
-def test_without_a_limit_pages_are_not_needed() -> None:
+def test_unlimited_program_needs_no_activity_file() -> None:
     with Box() as box:
         assert run(box, "start(); print(launch(kernel('spin_us_10')))", helpers=HELPERS) == ["0"]
 
 
-def test_processes_that_are_killed_leave_their_share_and_their_page() -> None:
+def test_killed_process_frees_its_share_and_its_page() -> None:
     with boxes(40) as (box,), tenants((box, BUSY), (box, BUSY)) as (first, second):
         observe(box, SETTLED_S, [first, second])
         first.kill()
@@ -84,8 +84,8 @@ def test_processes_that_are_killed_leave_their_share_and_their_page() -> None:
             assert len(owners(box.pages())) == 2
 
 
-def test_processes_that_end_without_a_word_leave_no_debt_but_their_work() -> None:
-    """What they had launched was done, or expected to be short; the next one does not pay for the time in between."""
+def test_abrupt_exit_leaves_no_debt_beyond_its_work() -> None:
+    """All work was done or expected to be short, so the next process does not pay for the time in between."""
     program = """
     ends = []
     for _ in range(4):
@@ -109,7 +109,7 @@ def test_processes_that_end_without_a_word_leave_no_debt_but_their_work() -> Non
         assert run(box, program, helpers=HELPERS) == ["0"] * 4
 
 
-def test_more_contexts_than_pages_are_limited_as_well() -> None:
+def test_more_contexts_than_pages_are_limited() -> None:
     with boxes(30) as (box,), tenants((box, {"kernel": 500, "processes": MAX_PAGES + 4})) as (tenant,):
         observe(box, 2 * SETTLED_S, [tenant])
         got = observe(box, 2 * WINDOW_S, [tenant])
@@ -117,18 +117,18 @@ def test_more_contexts_than_pages_are_limited_as_well() -> None:
     assert 3 < got.of[tenant.pidns] < 30 + POINTS
 
 
-@pytest.mark.parametrize("lie", ["zeros", "garbage", "truncated again and again"])
-def test_a_neighbour_that_lies(lie: str) -> None:
-    """Nobody is killed by it, and nobody gets less than his share: what he gets more, the liar's limit is worth."""
-    with boxes(40, 40) as (box, liar), tenants((box, BUSY)) as (tenant,):
-        page, stop = liar.pages(), threading.Event()
+@pytest.mark.parametrize("activity", ["zeros", "garbage", "truncated again and again"])
+def test_false_activity_of_a_neighbour_takes_no_share(activity: str) -> None:
+    """A neighbour that publishes false activity kills no process and takes no share; at most it gives up its own."""
+    with boxes(40, 40) as (box, neighbour), tenants((box, BUSY)) as (tenant,):
+        page, stop = neighbour.pages(), threading.Event()
         data = page.read_bytes()
         head = bytearray(data[: offset("gs_pages", "page")])
         struct.pack_into("<I", head, offset("gs_pages", "high"), MAX_PAGES)
         for i in range(MAX_PAGES):
             struct.pack_into("<Q", head, offset("gs_pages", "owner") + 8 * i, 1)
         body = len(data) - len(head)
-        page.write_bytes(bytes(head) + (bytes(body) if lie == "zeros" else os.urandom(body)))
+        page.write_bytes(bytes(head) + (bytes(body) if activity == "zeros" else os.urandom(body)))
 
         def vary() -> None:
             while not stop.wait(0.0005):
@@ -137,19 +137,19 @@ def test_a_neighbour_that_lies(lie: str) -> None:
                 with page.open("r+b") as file:
                     file.write(head)
 
-        liar_thread = threading.Thread(target=vary)
-        if lie.startswith("truncated"):
-            liar_thread.start()
+        writer = threading.Thread(target=vary)
+        if activity.startswith("truncated"):
+            writer.start()
         try:
             observe(box, SETTLED_S, [tenant])
             holds(tenant, 80, POINTS, least=40 - POINTS)
         finally:
             stop.set()
-            if liar_thread.is_alive():
-                liar_thread.join()
+            if writer.is_alive():
+                writer.join()
 
 
-def test_a_forked_child_has_no_law_and_the_parent_keeps_its_own() -> None:
+def test_forked_child_cannot_launch_and_parent_stays_limited() -> None:
     program = """
     start()
     function, stream = kernel("spin_us_1000"), new_stream()
@@ -187,8 +187,8 @@ def work(seconds):
     ],
     ids=["reset", "release", "destroy"],
 )
-def test_contexts_come_and_go(again: str) -> None:
-    """Before, between and after them the share is the same."""
+def test_share_holds_while_contexts_are_created_and_destroyed(again: str) -> None:
+    """The share is the same before, during and after."""
     program = f"""
     context = start(); function = kernel('spin_us_1000')
     work(0.3)
@@ -202,7 +202,7 @@ def test_contexts_come_and_go(again: str) -> None:
         assert run(box, program, helpers=HELPERS + CONTEXTS) == ["ok"]
 
 
-def test_nothing_is_left_open_and_errno_is_the_programs() -> None:
+def test_limiter_leaks_no_descriptor_and_keeps_errno() -> None:
     program = """
     start()
     function, stream = kernel("spin_us_500"), new_stream()
@@ -220,8 +220,8 @@ def test_index_and_pages_have_the_sizes_of_the_header() -> None:
     assert packer("gs_pages").size == 20 * 4096 and packer("gs_peers").size == 4096
 
 
-def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> None:
-    """All at once, some ten thousand times a second: each reading is of those that were there when it began."""
+def test_activity_of_starting_and_ending_containers_is_read_consistently(tmp_path: Path) -> None:
+    """All at once, some ten thousand times a second: a reader sees only containers that existed when it began."""
     over = threading.Event()
 
     def come_and_go(place: Path) -> None:
@@ -253,7 +253,7 @@ def test_containers_come_and_go_while_their_pages_are_read(tmp_path: Path) -> No
 
 
 def test_index_that_is_truncated_under_a_running_program_does_not_kill_it(tmp_path: Path) -> None:
-    """A mapping of it would be a SIGBUS. Its last content counts, here 50 of 100 percent granted to a peer."""
+    """A mapping would raise SIGBUS. The last content counts: here a peer is granted 50 of 100 percent."""
     program = """
     start()
     function = kernel("spin_us_10")
@@ -280,8 +280,8 @@ def test_index_that_is_truncated_under_a_running_program_does_not_kill_it(tmp_pa
         assert process.returncode == 0
 
 
-def test_nvml_tells_the_containers_own_utilisation() -> None:
-    """Not what its neighbours do."""
+def test_nvml_reports_the_containers_own_utilisation() -> None:
+    """NVML does not report the neighbours' utilisation."""
     program = """
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     ok(nvml.nvmlInit_v2())
@@ -298,7 +298,7 @@ def test_nvml_tells_the_containers_own_utilisation() -> None:
         assert run(plain, program) == ["0"]
 
 
-def test_more_contexts_than_are_kept_apart_are_refused() -> None:
+def test_contexts_beyond_the_table_are_refused() -> None:
     program = """
     ok(cuda.cuInit(0))
     results = []
@@ -314,8 +314,8 @@ def test_more_contexts_than_are_kept_apart_are_refused() -> None:
 
 
 @pytest.mark.parametrize("percent", [50, 100])
-def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(percent: int, tmp_path: Path) -> None:
-    """A driver without events: the first launches go ahead on what is expected of them."""
+def test_launches_without_events_are_refused_under_a_limit(percent: int, tmp_path: Path) -> None:
+    """The driver has no events: the first launches proceed on their expected duration, later ones are refused."""
     driver = tmp_path / "driver.so"
     flags = ("-shared", "-fPIC", "-O2", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-DSTUB_RECORDS=0")
     include = TREE / "build" / "include" / "cuda"
@@ -331,13 +331,13 @@ def test_launches_that_nothing_can_time_are_refused_where_there_is_a_limit(perce
     with boxes(percent, driver=driver) as (box,):
         limits = bytearray(box.limits.read_bytes())
         at = offset("gs_limits", "device") + offset("gs_device_limit", "uuid")
-        limits[at : at + 16] = b"\x5a" * 16  # the device that this driver has
+        limits[at : at + 16] = b"\x5a" * 16  # the UUID of this driver's device
         box.limits.write_bytes(limits)
         assert run(box, program) == ["0", "801" if percent < 100 else "0"]
 
 
 def test_sanitizers_find_nothing() -> None:
-    """Threads, streams and processes at once, while limits change and a neighbour is killed."""
+    """Threads, streams and processes run at once, while limits change and a neighbour is killed."""
     host.make("shim-asan")
     names = ("libasan.so", "libubsan.so")
     preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]

@@ -1,4 +1,4 @@
-"""Compute limits and what a program does with its streams: captures, many, of threads, that wait for each other."""
+"""Compute limits with captures, many streams, streams of threads, and streams that wait for each other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from tests.shim.launches import HELPERS, POINTS, percent_held
 from tests.shim.tenants import boxes
 
 
-def test_captures_are_not_broken_nor_held() -> None:
-    """In the strictest mode, while another thread launches and waits; a captured launch is none, even in a pause."""
+def test_captures_are_neither_broken_nor_throttled() -> None:
+    """In the strictest capture mode, another thread launches and waits.
+
+    A captured launch is no work, even during a pause.
+    """
     program = """
     context = start()
     function, mine, other = kernel("spin_us_300"), new_stream(), new_stream()
@@ -46,8 +49,10 @@ def test_captures_are_not_broken_nor_held() -> None:
 
 @pytest.mark.parametrize("blocks", [True, False])
 def test_a_long_capture_is_not_broken(blocks: bool) -> None:
-    """In the strictest mode, while another stream is held by its limit, and is timed again after some time. Launches
-    of before, in the capturing stream and in the legacy one, are not marked in it."""
+    """In the strictest capture mode, another stream is throttled and is timed again later.
+
+    The limiter records no events for earlier launches in the capturing stream and in the legacy stream.
+    """
     program = f"""
     start()
     function, other, mine, graph = kernel("spin_us_300"), new_stream(), new_stream({0 if blocks else 1}), c_void_p()
@@ -70,8 +75,8 @@ def test_a_long_capture_is_not_broken(blocks: bool) -> None:
         assert run(box, program, helpers=HELPERS) == ["True"]
 
 
-def test_an_abandoned_capture_does_not_stop_the_clockwork() -> None:
-    """One that the program broke by waiting for its stream ends in an error, and ends."""
+def test_invalidated_capture_does_not_stop_the_limiter() -> None:
+    """A capture that the program invalidated by synchronising its stream returns an error and ends."""
     program = """
     start()
     function, stream, plain, graph = kernel("spin_us_2000"), new_stream(), new_stream(), c_void_p()
@@ -85,8 +90,8 @@ def test_an_abandoned_capture_does_not_stop_the_clockwork() -> None:
         assert run(box, program, helpers=HELPERS) == ["True"]
 
 
-def test_a_launch_counts_where_its_stream_is() -> None:
-    """Another context is current."""
+def test_launch_counts_for_the_context_of_its_stream() -> None:
+    """The launch counts for the stream's context even if another context is current."""
     program = """
     first = start()
     second, function = c_void_p(), kernel("spin_us_1000")
@@ -101,8 +106,8 @@ def test_a_launch_counts_where_its_stream_is() -> None:
         assert run(box, program, helpers=HELPERS) == ["True"]
 
 
-def test_many_streams_and_functions_come_and_go() -> None:
-    """More than are remembered; destroyed with work in them."""
+def test_limit_holds_with_many_short_lived_streams_and_functions() -> None:
+    """More streams and functions than the limiter caches, destroyed while they have work."""
     program = """
     start()
     functions = [kernel(f"spin_us_{100 + i}") for i in range(5)]
@@ -147,7 +152,7 @@ def poll():
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_streams_of_threads(threads: int) -> None:
+def test_limit_holds_for_streams_of_threads(threads: int) -> None:
     with boxes(40) as (box,):
         program = f'print(in_threads({threads}, "spin_us_500", lambda: None))'
         (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
@@ -155,14 +160,14 @@ def test_streams_of_threads(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_polling_of_streams_of_threads(threads: int) -> None:
-    """Who asks again and again whether his stream is done has no more than who waits for it."""
+def test_limit_holds_for_threads_that_poll_streams(threads: int) -> None:
+    """A program that polls whether a stream is done gets no more than one that waits for it."""
     with boxes(20) as (box,):
         (took,) = run(box, f'print(in_threads({threads}, "spin_us_50", poll))', helpers=HELPERS + STREAMS_OF_THREADS)
         assert 20 / 2 < percent_held(box, float(took)) < 20 + 3
 
 
-def test_the_legacy_stream_beside_streams_that_wait_for_it() -> None:
+def test_limit_holds_for_the_legacy_stream_and_blocking_streams() -> None:
     program = """
     start()
     function, blocking, free = kernel("spin_us_500"), [new_stream(0), new_stream(0)], new_stream()
@@ -178,9 +183,11 @@ def test_the_legacy_stream_beside_streams_that_wait_for_it() -> None:
         assert 20 < percent_held(box, float(took)) < 40 + POINTS
 
 
-def test_our_markers_make_no_circle_of_waiting() -> None:
-    """A kernel in one blocking stream spins for a later one in another: a marker in the legacy stream between them
-    would wait for the first and hold the second."""
+def test_probe_events_cause_no_deadlock() -> None:
+    """A kernel in one blocking stream spins for a later one in another.
+
+    A probe event in the legacy stream between them would wait for the first and delay the second, for ever.
+    """
     program = """
     start()
     wait, write, flag = kernel("wait_flag"), kernel("set_flag"), c_uint64()

@@ -1,4 +1,4 @@
-"""Turns: which of the tenants that have memory on the host has it on the device, judged by the device's ledger."""
+"""Migration slices: which tenant with memory on the host has it on the device, from the device's ledger."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ say("ready")
 
 @contextmanager
 def tenants(
-    directory: Path, turn_ms: int, count: int = 2, memory: int = GIB, room: int = 256 * MIB
+    directory: Path, slice_ms: int, count: int = 2, memory: int = GIB, room: int = 256 * MIB
 ) -> Iterator[Sequence[Box]]:
     simhost = make_simhost(directory / "host", gpus=1, memory_bytes=4 * memory)
     with ExitStack() as stack:
@@ -65,20 +65,22 @@ def tenants(
                     simhost=simhost,
                     compute=[100],
                     company=directory / "company",
-                    turn=(1000 * turn_ms, room),
+                    migration_slice=(1000 * slice_ms, room),
                 )
             )
             for _ in range(count)
         ]
 
 
-def device_ms(directory: Path, place: int, turn_ms: int, rounds: int = 50) -> float:
-    """What a sweep took of the device, in the mean of two tenants that make so many, with all that had to be moved for
-    them. `place`: of what they sweep, 0 on the device, 1 on the host."""
+def device_ms(directory: Path, place: int, slice_ms: int, rounds: int = 50) -> float:
+    """Return the mean device time of a sweep, including all migration, with two tenants that make `rounds` sweeps each.
+
+    `place`: what they sweep, 0 for memory on the device, 1 for memory on the host.
+    """
     program = SETUP.replace("held[1], c_uint64(128", f"held[{place}], c_uint64(128") + (
         f"for _ in range({rounds}):\n    sweep()\n    ok(cuda.cuCtxSynchronize())\nsay()"
     )
-    with tenants(directory, turn_ms) as (a, b), talk(a, program) as first, talk(b, program) as second:
+    with tenants(directory, slice_ms) as (a, b), talk(a, program) as first, talk(b, program) as second:
         assert first() == second() == ["ready"]
         other = threading.Thread(target=second)
         other.start()
@@ -88,8 +90,8 @@ def device_ms(directory: Path, place: int, turn_ms: int, rounds: int = 50) -> fl
             return sum(group.work_ns for group in ledger.groups()) / 2 / rounds / 1e6
 
 
-def test_the_model_shows_what_memory_on_the_host_costs_and_that_turns_cure_it(tmp_path: Path) -> None:
-    """Device time that was counted, no clock: 128 MiB take 11 ms on the bus, with each sweep or once in a turn."""
+def test_migration_slices_avoid_most_transfers(tmp_path: Path) -> None:
+    """Uses device time, not a clock: moving 128 MiB takes 11 ms, with each sweep or once in a migration slice."""
     fits, thrashes = device_ms(tmp_path / "fits", 0, 0), device_ms(tmp_path / "thrashes", 1, 0)
     cured = device_ms(tmp_path / "cured", 1, 400)
     bus_ms = ON_HOST / 12e6
@@ -103,7 +105,7 @@ def held_bytes(box: Box) -> list[int]:
         return [client.bytes for client in ledger.clients() if client.alive]
 
 
-def test_one_at_a_time_has_its_memory_on_the_device(tmp_path: Path) -> None:
+def test_only_one_tenant_at_a_time_has_its_memory_on_the_device(tmp_path: Path) -> None:
     with tenants(tmp_path, 400) as (a, b):
         program = SETUP + "say(work(2.5))"
         with talk(a, program) as first, talk(b, program) as second:
@@ -124,16 +126,16 @@ def test_one_at_a_time_has_its_memory_on_the_device(tmp_path: Path) -> None:
             other.join()
             over.set()
             watcher.join()
-    assert all(int(rounds) > 250 for (rounds,) in results), results  # over the bus there would be some 110
+    assert all(int(rounds) > 250 for (rounds,) in results), results  # without migration some 110
     both = sum(sum(size > ON_DEVICE for size in sizes) > 1 for sizes in seen)
-    assert both < len(seen) / 10, (both, len(seen))  # one that is held up longer than it may be idle
+    assert both < len(seen) / 10, (both, len(seen))  # a tenant that is delayed by other load may count as idle
     swapped = {tuple(size > ON_DEVICE + ON_HOST // 2 for size in sizes) for sizes in seen}
     assert {(True, False), (False, True)} <= swapped
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "time.sleep(20)", "pass"])
-def test_a_holder_that_is_gone_or_idle_holds_nobody_up(tmp_path: Path, end: str) -> None:
-    """Killed, asleep, ended: the other has its turn long before that of the first would be over, and its memory."""
+def test_slice_of_a_dead_or_idle_tenant_is_given_up_early(tmp_path: Path, end: str) -> None:
+    """After the first tenant was killed, sleeps or ended, the other gets the slice early, and migrates its memory."""
     with tenants(tmp_path, 2000) as (a, b):
         with talk(b, SETUP + "began = time.monotonic()\nwork(0.3)\nsay(time.monotonic() - began)") as second:
             assert second() == ["ready"]
@@ -141,7 +143,7 @@ def test_a_holder_that_is_gone_or_idle_holds_nobody_up(tmp_path: Path, end: str)
                 assert first() == ["ready"]
                 first()
                 assert max(held_bytes(a)) == ON_DEVICE + ON_HOST
-                first_goes = threading.Thread(target=_ends, args=(first,))
+                first_goes = threading.Thread(target=_run_to_end, args=(first,))
                 first_goes.start()
                 (took,) = second()
                 assert float(took) < 1.5
@@ -149,10 +151,10 @@ def test_a_holder_that_is_gone_or_idle_holds_nobody_up(tmp_path: Path, end: str)
         first_goes.join()
 
 
-def test_processes_of_a_container_have_one_turn_and_its_room_together(tmp_path: Path) -> None:
-    """Two of them bring no more than one could, one is killed with its part, and the other container has its turn."""
+def test_processes_of_a_container_share_one_slice_and_its_room(tmp_path: Path) -> None:
+    """Two processes migrate no more than one; one is killed with its memory; the other container gets its slice."""
     room = 192 * MIB
-    memory = 2 * ON_DEVICE + 64 * MIB  # what one has on the host does not fit beside what the other has on the device
+    memory = 2 * ON_DEVICE + 64 * MIB  # the host part of one does not fit beside the migrated memory of the other
     fill = SETUP.replace("ok(alloc(128 * MIB, held))", "say('started'), ok(alloc(128 * MIB, held))")
     dies = "import signal, threading\nthreading.Timer(0.6, os.kill, (os.getpid(), signal.SIGKILL)).start()\nwork(9)"
     with tenants(tmp_path, 100, memory=memory, room=room) as (a, b), ExitStack() as stack:
@@ -163,7 +165,7 @@ def test_processes_of_a_container_have_one_turn_and_its_room_together(tmp_path: 
         before = sum(held_bytes(a))
         seen: list[list[int]] = []
         rounds: list[int] = []
-        workers = [threading.Thread(target=_ends, args=(both[0],))]
+        workers = [threading.Thread(target=_run_to_end, args=(both[0],))]
         workers += [threading.Thread(target=lambda one=one: rounds.extend(map(int, one()))) for one in (both[1], other)]
         for worker in workers:
             worker.start()
@@ -172,16 +174,18 @@ def test_processes_of_a_container_have_one_turn_and_its_room_together(tmp_path: 
             time.sleep(0.001)
         for worker in workers:
             worker.join()
-    assert len(rounds) == 2 and min(rounds) > 300, rounds  # over the bus there would be some 140
+    assert len(rounds) == 2 and min(rounds) > 300, rounds  # without migration some 140
     brought = [sum(sizes) - before for sizes in seen if len(sizes) == 3]
     assert room - 4 * MIB <= max(brought)
-    assert sum(one > room for one in brought) < len(brought) / 10  # as above
+    assert sum(one > room for one in brought) < len(brought) / 10  # a delayed tenant may count as idle
     assert any(len(sizes) == 2 for sizes in seen)
 
 
-def test_what_a_process_left_there_counts_when_its_container_has_the_next_turn(tmp_path: Path) -> None:
-    """One that slept through the end of a turn: its memory stayed, since nobody needed the room. When it wakes up in a
-    turn that another process of its container has begun, it has no more than what that one left."""
+def test_memory_left_on_the_device_counts_in_the_containers_next_slice(tmp_path: Path) -> None:
+    """A process that slept past the end of a slice keeps its memory on the device while no other tenant needs the room.
+
+    When it wakes in a slice that another process of its container began, it gets only the room that process left.
+    """
     room = 192 * MIB
     memory = 2 * ON_DEVICE + 64 * MIB
     fill = SETUP.replace("ok(alloc(128 * MIB, held))", "say('started'), ok(alloc(128 * MIB, held))")
@@ -195,26 +199,26 @@ def test_what_a_process_left_there_counts_when_its_container_has_the_next_turn(t
         for one in (sleeps, goes_on, other):
             assert one() == ["ready"]
         sleeps()
-        assert other() == ["works"]  # which it does when that turn is idle
+        assert other() == ["works"]  # runs once the first slice is given up as idle
         goes_on()
         sleeps()
-        *own, most = sorted(held_bytes(a))  # that of the other container has most
+        *own, most = sorted(held_bytes(a))  # the largest is the other container's
         assert most > ON_DEVICE + room and sum(own) == 2 * ON_DEVICE + room
 
 
-def _ends(following: object) -> None:
+def _run_to_end(following: object) -> None:
     try:
         following()  # type: ignore[operator]
     except (AssertionError, OSError, ValueError):
-        pass  # it says nothing more
+        pass  # the program has ended
 
 
 @pytest.mark.parametrize("sign", ["SIGSTOP", "SIGKILL"])
-def test_a_holder_that_is_stopped_while_it_waits_for_the_device_holds_nobody_up_for_longer(
-    tmp_path: Path, sign: str
-) -> None:
-    """It has said that it is busy until its work is done, which nobody hears of any more: its turn ends with its time.
-    Not sooner, so it is long enough to be told from a turn that is given up, which takes twice as long."""
+def test_slice_of_a_stopped_process_times_out(tmp_path: Path, sign: str) -> None:
+    """The process advertised that it is busy until its work is done and cannot withdraw that: its slice times out.
+
+    The slice is long, so that its timeout differs from giving up the slice, which takes twice as long.
+    """
     with tenants(tmp_path, 700) as (a, b):
         end = f"threading.Timer(0.1, os.kill, (os.getpid(), signal.{sign})).start()"
         with (
@@ -223,7 +227,7 @@ def test_a_holder_that_is_stopped_while_it_waits_for_the_device_holds_nobody_up_
         ):
             assert second() == first() == ["ready"]
             assert first() == ["holds"]
-            first_goes = threading.Thread(target=_ends, args=(first,))
+            first_goes = threading.Thread(target=_run_to_end, args=(first,))
             first_goes.start()
             (took,) = second()
             assert float(took) < 1.2
@@ -231,11 +235,11 @@ def test_a_holder_that_is_stopped_while_it_waits_for_the_device_holds_nobody_up_
         first_goes.join()
 
 
-def _holds(now: int) -> tuple[int, ...]:
+def _holds_the_slice(now: int) -> tuple[int, ...]:
     return now, now + 190_000_000, now + 2_000_000_000, 1, now + 90_000_000, 1
 
 
-def _wants(now: int) -> tuple[int, ...]:
+def _waits_longest(now: int) -> tuple[int, ...]:
     return 0, 0, 0, 1, now + 90_000_000, 0
 
 
@@ -245,20 +249,22 @@ def _garbage(now: int) -> tuple[int, ...]:
     return tuple(chaos.choice((*near, chaos.getrandbits(64))) for _ in range(6))
 
 
-BELIEVED_S = 0.09  # what it wants is believed no longer
+BELIEVED_S = 0.09  # how long a published wait is believed
 
 
 @contextmanager
-def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[list[float]]:
-    """A tenant that does nothing but write this into its page, a thousand times a second. The list: seconds for which
-    this machine did not let it, that were too long for it to be believed meanwhile."""
+def publishing(box: Box, claim: Callable[[int], tuple[int, ...]]) -> Iterator[list[float]]:
+    """Write false claims to a box's activity file a thousand times a second.
+
+    Yields a list of the pauses in seconds, caused by other load, after which the claims were no longer believed.
+    """
     over = threading.Event()
     silent: list[float] = []
 
-    def write(words: memoryview) -> None:  # one by one: struct.pack_into writes zeros before it writes them
+    def write(words: memoryview) -> None:  # word by word: struct.pack_into writes zeros first
         last, at = time.monotonic(), offset("gs_pages", "turn") // 8
         while not over.wait(0.001):
-            for place, word in enumerate(lie(time.monotonic_ns()), at):
+            for place, word in enumerate(claim(time.monotonic_ns()), at):
                 words[place] = word
             last, before = time.monotonic(), last
             silent.extend([last - before] if last - before > BELIEVED_S else [])
@@ -269,19 +275,21 @@ def lies(box: Box, lie: Callable[[int], tuple[int, ...]]) -> Iterator[list[float
         memoryview(page) as plain,
         plain.cast("Q") as words,
     ):
-        liar = threading.Thread(target=write, args=(words,))
-        liar.start()
+        writer = threading.Thread(target=write, args=(words,))
+        writer.start()
         try:
             yield silent
         finally:
             over.set()
-            liar.join()
+            writer.join()
 
 
-@pytest.mark.parametrize("lie", [_holds, _wants, _garbage], ids=lambda lie: lie.__name__)
-def test_one_that_lies_is_waited_for_once(tmp_path: Path, lie: Callable[[int], tuple[int, ...]]) -> None:
-    """It says all the time that its turn has just begun, that it is busy, that it has waited longest, or anything. The
-    first launch goes ahead over the bus, and those after it as if there were no liar."""
+@pytest.mark.parametrize("claim", [_holds_the_slice, _waits_longest, _garbage], ids=lambda claim: claim.__name__)
+def test_false_claims_delay_only_one_launch(tmp_path: Path, claim: Callable[[int], tuple[int, ...]]) -> None:
+    """The neighbour always claims that its slice has just begun, that it has waited longest, or random values.
+
+    The first launch proceeds over the bus, and later ones as if there were no such neighbour.
+    """
     program = (
         SETUP
         + """
@@ -297,19 +305,20 @@ while time.monotonic() < end:
 say(sum(waited > 0.3 for waited in waits))
 """
     )
-    with tenants(tmp_path, 200) as (a, b), lies(a, lie) as silent, talk(b, program) as following:
+    with tenants(tmp_path, 200) as (a, b), publishing(a, claim) as silent, talk(b, program) as following:
         assert following() == ["ready"]
         (first,) = following()
-        assert (0.3 if lie is _holds else 0) < float(first) < 1.5
-        if lie is _holds:
+        assert (0.3 if claim is _holds_the_slice else 0) < float(first) < 1.5
+        if claim is _holds_the_slice:
             assert held_bytes(b) == [ON_DEVICE]
         (more,) = following()
-        assert (float(first) > 0.3) + int(more) <= 1 + len(silent), (first, more, silent)  # 3 or more, if each waits
+        # at least 3 if each launch waited
+        assert (float(first) > 0.3) + int(more) <= 1 + len(silent), (first, more, silent)
         assert held_bytes(b) == [ON_DEVICE + ON_HOST]
 
 
-def test_a_liar_does_not_keep_the_others_from_taking_turns(tmp_path: Path) -> None:
-    with tenants(tmp_path, 200, count=3) as (a, b, c), lies(a, _holds):
+def test_false_claims_do_not_keep_other_tenants_from_migrating(tmp_path: Path) -> None:
+    with tenants(tmp_path, 200, count=3) as (a, b, c), publishing(a, _holds_the_slice):
         program = SETUP + "say(work(1.5))"
         with talk(b, program) as first, talk(c, program) as second:
             assert first() == second() == ["ready"]
@@ -318,11 +327,11 @@ def test_a_liar_does_not_keep_the_others_from_taking_turns(tmp_path: Path) -> No
             other.start()
             results.append(first())
             other.join()
-    assert all(int(rounds) > 60 for (rounds,) in results), results  # 4 of one, if each launch waited
+    assert all(int(rounds) > 60 for (rounds,) in results), results  # 4 per tenant if each launch waited
 
 
 @pytest.mark.parametrize("words", [(0, 2**64 - 1, 2**64 - 1, 0, 0, 0), (0, 0, 0, 1, 2**64 - 1, 0)])
-def test_one_that_overdoes_it_is_not_believed(tmp_path: Path, words: tuple[int, ...]) -> None:
+def test_claims_in_the_far_future_are_ignored(tmp_path: Path, words: tuple[int, ...]) -> None:
     with tenants(tmp_path, 200) as (a, b):
         with a.pages().open("r+b") as file:
             file.seek(offset("gs_pages", "turn"))

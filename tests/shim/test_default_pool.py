@@ -1,4 +1,4 @@
-"""The pools that the driver makes itself are charged, also when nobody but their name leads to them."""
+"""The driver's default pools are charged, also when a program gets one only from the driver and never creates one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OUT_OF_MEMORY = 2
 
 
 @pytest.mark.parametrize("function", ["cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"])
-def test_allocating_from_the_drivers_own_pool_by_name(function: str) -> None:
-    """Before anything else was allocated, so that no other wrapper has met the pool."""
+def test_allocations_from_a_default_pool_are_charged(function: str) -> None:
+    """Nothing else was allocated before, so no other wrapper has registered the pool."""
     with Box([4 * GIB]) as box:
         done = box.run(["python3", "-c", PROGRAM, function])
     assert done.returncode == 0, done.stderr
     results = [int(word) for word in done.stdout.split()]
-    assert results == [0, 0, 0, OUT_OF_MEMORY, OUT_OF_MEMORY, OUT_OF_MEMORY]  # the context takes a part, too
+    assert results == [0, 0, 0, OUT_OF_MEMORY, OUT_OF_MEMORY, OUT_OF_MEMORY]  # the context uses part of the limit

@@ -1,4 +1,4 @@
-"""Memory of graphs: each device is charged its own part, and each launch has room for what it takes."""
+"""Memory of graphs: each device is charged its own part, and each launch has room for what it allocates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launch(executable):
 """
 
 
-def test_a_graph_that_ran_does_not_own_what_others_took_since() -> None:
+def test_launched_graph_keeps_no_claim_to_memory_allocated_since() -> None:
     limit = CONTEXT_BYTES + 500 * MIB
     program = """
         start()
@@ -40,7 +40,7 @@ def test_a_graph_that_ran_does_not_own_what_others_took_since() -> None:
         assert peak(box) <= limit
 
 
-def test_a_graph_runs_again_at_a_full_limit() -> None:
+def test_graph_runs_again_at_a_full_limit() -> None:
     limit = CONTEXT_BYTES + 300 * MIB
     program = """
         start()
@@ -52,7 +52,7 @@ def test_a_graph_runs_again_at_a_full_limit() -> None:
         assert peak(box) <= limit
 
 
-def test_a_graph_on_two_devices_is_charged_on_each() -> None:
+def test_graph_on_two_devices_is_charged_on_each() -> None:
     limit = CONTEXT_BYTES + 300 * MIB
     program = """
         start()

@@ -1,4 +1,4 @@
-"""What one function has launched, and its thread remembers, another one launches again."""
+"""A function launched through one entry point can be launched through another after the thread cached it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.shim.box import GIB, Box
 from tests.shim.inside import run
 from tests.shim.launches import HELPERS
 
-# Of a program that finds the driver's functions by their names, not by cuGetProcAddress: each is the first of its kind.
+# A program that finds the driver's functions with dlsym, not cuGetProcAddress: each is the first of its kind.
 PROGRAM = """
 class Config(ctypes.Structure):
     _fields_ = [(name, c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")]
@@ -51,13 +51,13 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("first", "then"), PAIRS)
-def test_by_another_name(first: str, then: str) -> None:
+def test_cached_function_launches_through_another_entry_point(first: str, then: str) -> None:
     with Box([GIB], compute=[50]) as box:
         assert run(box, PROGRAM, first, then, helpers=HELPERS) == ["0"] * 5
 
 
-def test_a_driver_that_has_no_such_function(tmp_path: Path) -> None:
-    """CUDA_ERROR_NOT_SUPPORTED, from the wrapper as from anywhere."""
+def test_launch_function_that_the_driver_lacks_is_not_supported(tmp_path: Path) -> None:
+    """The wrapper returns CUDA_ERROR_NOT_SUPPORTED, as a driver without the function does."""
     with Box([GIB]) as whole:
         older = tmp_path / whole.driver.name
         name = b"\0cuLaunchKernelEx\0"

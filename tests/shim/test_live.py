@@ -1,4 +1,4 @@
-"""Limits that change, and pauses, as a program meets them."""
+"""Limits and pauses that change while a program runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def say(*words):
 
 @contextmanager
 def talk(box: Box, program: str) -> Iterator[Callable[[], list[str]]]:
-    """The program runs to its next `say`, whose words the call returns; the last ones when it ends."""
+    """Start a program; each call runs it to its next `say` and returns the words, the last ones when it ends."""
     source = PRELUDE + HELPERS + TALK + textwrap.dedent(program)
     process = box.popen(
         ["timeout", "60", "python3", "-c", source],
@@ -56,8 +56,8 @@ def talk(box: Box, program: str) -> Iterator[Callable[[], list[str]]]:
         process.communicate()
 
 
-def wait_until_heard(box: Box) -> None:
-    """The thread of a process that tells the others of a change sleeps again."""
+def wait_until_change_is_handled(box: Box) -> None:
+    """Wait until the thread that handles changes of the limits sleeps again."""
     with box.limits.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         end = time.monotonic() + 20
         while not futex_wake(data, offset("gs_limits", "generation")):
@@ -116,8 +116,8 @@ say("went", returned.wait(20))
 
 @pytest.mark.parametrize("percent", [50, 100])
 @pytest.mark.parametrize("pages", [True, False])
-def test_what_is_launched_waits_and_all_else_goes_on(percent: int, pages: bool) -> None:
-    """Also what is paid for, and in a container that was started without what compute limits need."""
+def test_pause_blocks_launches_only(percent: int, pages: bool) -> None:
+    """Launches that the limit would allow also wait, and in a container started without activity files."""
     with boxes(percent) as (box,):
         if not pages:
             box.page = []
@@ -125,14 +125,14 @@ def test_what_is_launched_waits_and_all_else_goes_on(percent: int, pages: bool) 
         with talk(box, HELD) as following:
             assert following() == ["ready"]
             box.set_limit(flags=DEVICE_PAUSED)
-            wait_until_heard(box)
+            wait_until_change_is_handled(box)
             assert following() == ["held", "False"]
             box.set_limit(flags=0)
             assert following() == ["went", "True"]
 
 
-def test_who_waits_is_woken() -> None:
-    """Two sleep on the word: the launch, and the thread that holds the process's slot."""
+def test_limit_change_wakes_waiting_threads() -> None:
+    """Two threads sleep on the futex: the launch, and the thread that holds the process's slot."""
     with boxes(50) as (box,), talk(box, SELDOM + "say('ready')") as following:
         assert following() == ["ready"]
         at = offset("gs_limits", "generation")
@@ -169,7 +169,7 @@ say(*seen(), alloc(GIB))
 """
 
 
-def test_memory_is_what_the_new_limit_says_at_once() -> None:
+def test_changed_memory_limit_applies_at_once() -> None:
     with Box([2 * GIB], gpu_bytes=16 * GIB) as box, talk(box, LOWERED) as following:
         (pieces,) = map(int, following())
         box.set_limit(memory_limit_bytes=GIB)
@@ -202,8 +202,8 @@ say(*[alloc_async(size) for size in (4096, 10 * MIB)])
 """
 
 
-def test_a_pool_serves_nothing_over_a_lowered_limit() -> None:
-    """Although it holds memory that nobody uses: that is to be given back."""
+def test_pool_refuses_allocations_over_a_lowered_limit() -> None:
+    """The pool holds unused memory, which must be released."""
     with Box([GIB]) as box, talk(box, POOLED) as following:
         assert following() == ["0", "0"]
         box.set_limit(memory_limit_bytes=GIB - 64 * MIB)
@@ -226,7 +226,7 @@ say(alloc_async(64 * MIB), alloc(64 * MIB))
 """
 
 
-def test_a_pool_gives_back_what_a_lowered_limit_wants() -> None:
+def test_pool_releases_unused_memory_under_a_lowered_limit() -> None:
     with Box([2 * GIB]) as box, talk(box, TRIMMED) as following:
         assert following() == ["kept"]
         limit = CONTEXT_BYTES + 256 * MIB
@@ -249,8 +249,8 @@ say(time.monotonic() - began)
 """
 
 
-def test_a_debt_of_a_low_limit_does_not_outlive_it() -> None:
-    """At 1 % these kernels are paid for in ten seconds; the limit of before is none of the new one's business."""
+def test_raised_limit_does_not_inherit_the_debt() -> None:
+    """At 1 % these kernels are paid for in ten seconds; a new limit does not inherit that debt."""
     with boxes(1) as (box,), talk(box, INDEBTED) as following:
         assert following() == ["indebted"]
         box.set_limit(compute_percent=90)

@@ -1,4 +1,4 @@
-"""In by name: however a program opens the libraries, intercepted names are ours and all others the driver's."""
+"""However a program opens the libraries, intercepted functions come from the shim and all others from the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def box(tmp_path: Path, userland: Userland) -> RealBox:
 
 
 def expected(library: str, in_driver: set[str]) -> dict[str, str]:
-    """For each function of the table, where a program must get it from ("" = nowhere)."""
+    """Map each function of the table to where a program must get it from ("" = nowhere)."""
     mine = [row for row in ROWS if row.library == library]
     return {
         row.name: f"shim:{row.name}" if row.intercepted else f"real:{row.name}" if row.name in in_driver else ""
@@ -36,7 +36,7 @@ def exports(library: Path) -> set[str]:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("mode", ["lazy", "noload", "deepbind", "global", "closed"])
-def test_dlopen(mode: str, library: str, box: RealBox, userland: Userland) -> None:
+def test_dlopen_finds_shim_and_driver(mode: str, library: str, box: RealBox, userland: Userland) -> None:
     soname = LIBRARIES[library]
     want = expected(library, exports(userland.library(soname[: -len(".so.1")])))
     assert box.probe("owners", mode, soname, list(want)) == want
@@ -49,15 +49,19 @@ def test_dlopen(mode: str, library: str, box: RealBox, userland: Userland) -> No
         ("libnvidia-ml.so.1", "nvmlInit_v2", "nvmlShutdown"),
     ],
 )
-def test_dlmopen(soname: str, ours: str, theirs: str, box: RealBox, tmp_path: Path) -> None:
-    """In a namespace of its own too, where the real functions are looked up in that namespace. (A C program: the real
-    libcuda does not survive dlmopen under an interpreter, with or without the shim.)"""
+def test_dlmopen_looks_up_in_the_new_namespace(
+    soname: str, ours: str, theirs: str, box: RealBox, tmp_path: Path
+) -> None:
+    """In a new link-map namespace the shim looks up the real functions in that namespace.
+
+    The program is in C: the real libcuda crashes after dlmopen in an interpreter, with or without the shim.
+    """
     done = box.run(compile_c(tmp_path, "real_dlmopen.c"), soname, ours, theirs)
     assert done.stdout.split() == [f"{soname}", "libcuda-real.so.1" if "cuda" in soname else "libnvidia-ml-real.so.1"]
 
 
-def test_direct_link(box: RealBox, userland: Userland, tmp_path: Path) -> None:
-    """A program linked against the driver's own library finds the shim at run time; missing limits stop it."""
+def test_linked_program_loads_the_shim(box: RealBox, userland: Userland, tmp_path: Path) -> None:
+    """A program linked against the driver's own library loads the shim at run time; it fails without limits."""
     program = compile_c(
         tmp_path, "real_linked.c", userland.library("libcuda"), "-Wl,--unresolved-symbols=ignore-in-shared-libs"
     )
@@ -66,8 +70,8 @@ def test_direct_link(box: RealBox, userland: Userland, tmp_path: Path) -> None:
     assert box.run(program).stdout == "shim real 800\n"
 
 
-def test_hostile_library_path(box: RealBox, tmp_path: Path) -> None:
-    """LD_LIBRARY_PATH with other files of the private names changes nothing: they are opened by absolute path."""
+def test_library_path_is_not_searched(box: RealBox, tmp_path: Path) -> None:
+    """LD_LIBRARY_PATH with other files of the private names has no effect: the shim opens them by absolute path."""
     hostile = tmp_path / "hostile"
     hostile.mkdir()
     for name in ("libcuda-real.so.1", "libnvidia-ml-real.so.1"):
@@ -77,7 +81,7 @@ def test_hostile_library_path(box: RealBox, tmp_path: Path) -> None:
         assert box.probe("owners", "lazy", soname, [name], env=env) == {name: f"real:{name}"}
 
 
-def test_the_real_library_must_be_there(box: RealBox) -> None:
+def test_missing_real_library_stops_the_program(box: RealBox) -> None:
     box.binds.clear()
     for name in SONAMES:
         (box.private / "driver" / f"{name}-real.so.1").unlink()
@@ -87,9 +91,11 @@ def test_the_real_library_must_be_there(box: RealBox) -> None:
 
 
 @pytest.mark.parametrize("library", ["libcuda.so", "libnvidia-ml.so"])
-def test_how_it_is_linked(library: str, box: RealBox) -> None:
-    """What the other tests cannot see: no lazy binding after start, never unloaded (its successor under the same
-    soname would be the real library), own names bound to itself, nothing but the real library and libc needed."""
+def test_shim_is_linked_as_intended(library: str, box: RealBox) -> None:
+    """Checks what the other tests cannot see: no lazy binding after start, never unloaded, bound to its own names.
+
+    Unloading would make the real library the next one under this soname. It needs only the real library and libc.
+    """
     text = subprocess.run(["readelf", "-dW", box.libdir / library], capture_output=True, text=True, check=True).stdout
     flags = " ".join(line for line in text.splitlines() if "FLAGS" in line)
     assert all(flag in flags for flag in ("SYMBOLIC", "BIND_NOW", "NODELETE"))

@@ -1,6 +1,6 @@
-"""What NVML says in a container: its own limit, use and processes, and nothing of anybody else.
+"""NVML in a container reports its own limit, usage and processes, and nothing of other containers.
 
-The driver is nvml_driver.c: two devices of 16 GiB, of which others use 10 GiB; the container has the first.
+The driver is nvml_driver.c: two devices of 16 GiB, of which other containers use 10 GiB; the container has the first.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def probe(box: RealBox, what: str, *arguments: Any) -> Any:
     [
         (4 * GIB, (), 4 * GIB, 0, 4 * GIB),
         (4 * GIB, ((101, GIB), (102, GIB // 2)), 4 * GIB, 3 * GIB // 2, 5 * GIB // 2),
-        (4 * GIB, ((101, 5 * GIB),), 4 * GIB, 4 * GIB, 0),  # over the limit: free is 0, never negative
-        (12 * GIB, ((101, GIB),), 12 * GIB, GIB, 6 * GIB),  # the device has less left than the share
-        (32 * GIB, (), 16 * GIB, 0, 6 * GIB),  # a limit over the device's size
+        (4 * GIB, ((101, 5 * GIB),), 4 * GIB, 4 * GIB, 0),  # usage over the limit: free is 0, never negative
+        (12 * GIB, ((101, GIB),), 12 * GIB, GIB, 6 * GIB),  # less memory is free on the device than the share has left
+        (32 * GIB, (), 16 * GIB, 0, 6 * GIB),  # a limit above the device's size
         (None, ((101, GIB),), 16 * GIB, GIB, 6 * GIB),
         (0, (), 0, 0, 0),
     ],
 )
-def test_memory(
+def test_memory_is_that_of_the_share(
     limit: int | None, processes: tuple[tuple[int, int], ...], total: int, used: int, free: int, box: RealBox
 ) -> None:
     box.set_limits(limits(limit))
@@ -70,18 +70,21 @@ def test_memory(
 
 
 def test_calls_inside_the_driver_get_the_drivers_own_numbers(box: RealBox) -> None:
-    """nvmlDeviceGetMemoryInfo calls nvmlDeviceGetMemoryInfo_v2 there (not virtualised twice: the first test), and so
-    does nvmlDeviceGetBAR1MemoryInfo, which is passed."""
+    """A driver function that calls another inside the library gets the driver's own numbers.
+
+    nvmlDeviceGetMemoryInfo calls nvmlDeviceGetMemoryInfo_v2 (the first test shows that it is not virtualised twice),
+    and so does nvmlDeviceGetBAR1MemoryInfo, which is passed through.
+    """
     use(box, (101, GIB))
     assert probe(box, "memory", 0)["bar1"] == [16 * GIB, 19 * GIB // 2, 6 * GIB]
 
 
-def test_a_start_inside_the_driver_is_not_refused(box: RealBox) -> None:
+def test_initialisation_inside_the_driver_is_not_refused(box: RealBox) -> None:
     box.set_limits(None)
     assert probe(box, "driver_that_starts_itself") == SUCCESS
 
 
-def test_a_device_that_was_not_granted(box: RealBox) -> None:
+def test_device_that_was_not_granted_is_refused(box: RealBox) -> None:
     use(box, (101, GIB))
     assert set(probe(box, "errors", 1).values()) == {NO_PERMISSION}
     assert probe(box, "listed", 1, "Compute", "v3", 8)[0] == NO_PERMISSION
@@ -89,7 +92,7 @@ def test_a_device_that_was_not_granted(box: RealBox) -> None:
     assert NO_PERMISSION not in probe(box, "errors", 0).values()
 
 
-def test_null_and_wrong_arguments(box: RealBox) -> None:
+def test_invalid_arguments_return_errors(box: RealBox) -> None:
     use(box, (101, GIB))
     assert probe(box, "null_and_wrong", 0) == {
         "memory NULL": INVALID_ARGUMENT,
@@ -104,7 +107,7 @@ def test_null_and_wrong_arguments(box: RealBox) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1", "v2", "v3"])
-def test_process_list(version: str, box: RealBox) -> None:
+def test_own_processes_are_listed(version: str, box: RealBox) -> None:
     use(box, (101, GIB), (102, 2 * GIB), dead=((103, GIB),))
     instances = [] if version == "v1" else [NO_INSTANCE, NO_INSTANCE]
     want = [[101, GIB, *instances], [102, 2 * GIB, *instances]]
@@ -127,7 +130,7 @@ def test_own_processes_are_compute_processes(kind: str, box: RealBox) -> None:
     assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
 
 
-def test_process_details(box: RealBox) -> None:
+def test_process_details_are_those_of_own_processes(box: RealBox) -> None:
     use(box, (101, GIB), (102, 2 * GIB))
     assert probe(box, "details", 0, 0, 8) == [SUCCESS, 2, [[101, GIB], [102, 2 * GIB]]]
     assert probe(box, "details", 0, 0, 1) == [INSUFFICIENT_SIZE, 2, []]
@@ -142,7 +145,7 @@ def test_utilization_of_own_processes_only(box: RealBox) -> None:
     assert probe(box, "utilization", 0, 3) == [NOT_FOUND, 0, [0, 0, 0]]
 
 
-def test_a_thousand_processes(box: RealBox) -> None:
+def test_a_thousand_processes_are_listed(box: RealBox) -> None:
     use(box, *((pid, 1 << 20) for pid in range(1, shm_abi.MAX_SLOTS + 1)))
     result, count, rows = probe(box, "listed", 0, "Compute", "v3", shm_abi.MAX_SLOTS)
     assert (result, count, len(rows)) == (SUCCESS, shm_abi.MAX_SLOTS, shm_abi.MAX_SLOTS)

@@ -1,4 +1,4 @@
-"""Shares that go on in host memory: what is given, what is counted where, and what is refused."""
+"""Oversubscribed shares: allocations continue in host memory; how they are counted and which are refused."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def oversubscribed(device: int = DEVICE, whole: int = WHOLE, gpu_bytes: int = 16
 
 
 @pytest.mark.parametrize("family", ["plain", "pitch", "managed", "async", "pool"])
-def test_each_way_to_allocate_goes_on_on_the_host(family: str) -> None:
-    """Beyond the device part, up to the whole and not a block more; then all of it again, freed by either call."""
+def test_allocations_beyond_the_device_part_use_the_host(family: str) -> None:
+    """Allocate beyond the device part up to the virtual total, no block more; free by either call; allocate again."""
     program = f"""
         context, take = start(), TAKE["{family}"]
         pooled = "{family}" in ("async", "pool")
@@ -78,13 +78,13 @@ def test_each_way_to_allocate_goes_on_on_the_host(family: str) -> None:
     """
     with oversubscribed() as box:
         words = run(box, program, helpers=HELPERS)
-        # 2 GiB less a context: three of 512 MiB
+        # 2 GiB minus a context: three of 512 MiB
         assert words == ["3", "2", "1", "3", "2", "1", str(WHOLE - CONTEXT)]
         assert peak(box) <= DEVICE
         assert usage(box).slots == ()
 
 
-def test_both_parts_are_counted_and_the_total_is_what_programs_see() -> None:
+def test_both_parts_are_counted_and_programs_see_the_total() -> None:
     program = """
         start()
         total, held = c_size_t(), []
@@ -113,8 +113,8 @@ def test_both_parts_are_counted_and_the_total_is_what_programs_see() -> None:
             assert ledger.used_bytes == CONTEXT + 512 * MIB
 
 
-def test_one_that_fits_in_neither_part_alone_is_divided() -> None:
-    """1.7 GiB are free, 0.7 of them on the device: 1.6 in one piece, and nothing of it is lost when it is freed."""
+def test_allocation_that_fits_neither_part_is_divided() -> None:
+    """1.7 GiB are free, 0.7 of them on the device: allocate 1.6 in one piece; freeing it returns all of it."""
     program = """
         context, held = start(), []
         for _ in range(2):
@@ -132,8 +132,8 @@ def test_one_that_fits_in_neither_part_alone_is_divided() -> None:
         assert run(box, program) == [*one, *one, str(rest)]
 
 
-def test_a_full_device_fails_nobody_within_the_whole() -> None:
-    """Somebody outside of all shares has the device: everything lies on the host then, the device part too."""
+def test_allocations_within_the_total_succeed_on_a_full_device() -> None:
+    """A program without a share fills the device: then everything is on the host, even the device part."""
     with Box([15 * GIB]) as other:
         outsider = "start()\nok(alloc(14 * GIB))\nprint('full', flush=True)\nsys.stdin.readline()"
         with talk(other, outsider) as following, Box([2 * GIB], whole=[3 * GIB], simhost=other.simhost) as box:
@@ -148,9 +148,11 @@ def test_a_full_device_fails_nobody_within_the_whole() -> None:
             assert run(box, program) == ["10", "True", "0", "2"]
 
 
-def test_three_that_fill_the_device_all_have_their_whole(tmp_path: Path) -> None:
-    """At one and a half times a device that they divide without a rest, all at once, in every order in which they come:
-    nobody is refused within his whole, nobody takes more of the device than his part, also while they free and take."""
+def test_three_shares_on_a_full_device_get_their_totals(tmp_path: Path) -> None:
+    """Three shares of one and a half times the device, allocating at once, each get their virtual total.
+
+    In every order of allocations no share exceeds its device part, also while they free and allocate.
+    """
     device, whole, step = 2 * GIB, 3 * GIB, 64 * MIB
     program = f"""
         def say(*words):
@@ -189,8 +191,8 @@ def test_three_that_fill_the_device_all_have_their_whole(tmp_path: Path) -> None
             assert 3 * (device - step) < ledger.used_bytes <= 3 * device
 
 
-def test_what_lies_on_the_host_stays_there() -> None:
-    """Advice of a program cannot bring it to the device, and it cannot be shared."""
+def test_program_cannot_move_or_share_host_memory() -> None:
+    """A program cannot bring it to the device with cuMemAdvise, and cannot share it."""
     program = """
         start()
         held = []
@@ -211,11 +213,12 @@ def test_what_lies_on_the_host_stays_there() -> None:
     """
     with oversubscribed() as box:
         assert run(box, program, helpers=KERNELS) == ["801", "0"]
-        assert peak(box) <= CONTEXT + 606 * MIB  # the program's own managed memory came, and code, nothing else
+        # the program's own managed memory and code came to the device, nothing else
+        assert peak(box) <= CONTEXT + 606 * MIB
 
 
-def test_a_kernel_that_reads_what_lies_on_the_host_does_not_bring_it() -> None:
-    """It is where we advised it to be; else the device would hold more than its part, as soon as somebody reads."""
+def test_kernel_reading_host_memory_does_not_migrate_it() -> None:
+    """The shim advises it to stay on the host; otherwise a read would take the device over its part."""
     program = """
         start()
         held, function = [], kernel("sweep_ns_arg")
@@ -228,12 +231,14 @@ def test_a_kernel_that_reads_what_lies_on_the_host_does_not_bring_it() -> None:
     """
     with oversubscribed() as box:
         run(box, program, helpers=KERNELS)
-        assert CONTEXT + 600 * MIB <= peak(box) < CONTEXT + 610 * MIB  # code, too
+        assert CONTEXT + 600 * MIB <= peak(box) < CONTEXT + 610 * MIB  # code is included
 
 
-def test_a_free_in_a_stream_waits_for_nobody() -> None:
-    """The stream waits for what this thread writes only after the free, so a free that blocks would never return; and
-    the address is not given to somebody else before the stream came to it."""
+def test_stream_ordered_free_does_not_block() -> None:
+    """The stream waits for a value that this thread writes after the free, so a free that blocks would never return.
+
+    The address is not reused before the stream has reached the free.
+    """
     program = """
         start()
         held, stream, flag = [], c_void_p(), c_void_p()
@@ -252,8 +257,8 @@ def test_a_free_in_a_stream_waits_for_nobody() -> None:
         assert run(box, program) == ["2", "True", "0"]
 
 
-def test_processes_and_contexts_that_go_take_theirs_with_them() -> None:
-    """Killed, reset, exited: the host part of the dead counts as nothing at once."""
+def test_host_part_is_free_after_process_and_context_end() -> None:
+    """The host part of a process that was killed, reset its device or exited is free at once."""
     program = """
         start()
         pids = []
@@ -274,7 +279,7 @@ def test_processes_and_contexts_that_go_take_theirs_with_them() -> None:
         assert run(box, program) == [str(WHOLE - CONTEXT)]
 
 
-def test_a_limit_that_is_lowered_leaves_the_rest_on_the_host() -> None:
+def test_lowered_limit_sends_further_allocations_to_the_host() -> None:
     with oversubscribed() as box:
         program = """
             start()
@@ -292,8 +297,8 @@ def test_a_limit_that_is_lowered_leaves_the_rest_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(("first", "dropped", "border"), [(11, 0, 512), (27, 11, 1792), (27, 11, 2048)])
-def test_what_a_share_has_in_all_stays_while_its_border_moves(first: int, dropped: int, border: int) -> None:
-    """The part that shrinks still holds what it had, and the other one has grown: together they give no more."""
+def test_total_holds_while_the_residency_boundary_moves(first: int, dropped: int, border: int) -> None:
+    """The shrinking part still holds its memory while the other part grew: together they do not exceed the total."""
     program = f"""
         def say(*words):
             print(*words, flush=True)
@@ -321,8 +326,8 @@ def test_what_a_share_has_in_all_stays_while_its_border_moves(first: int, droppe
         assert now.used_bytes(0) + now.host_bytes(0) <= WHOLE
 
 
-def test_a_share_without_it_is_as_before() -> None:
-    """The virtual total of a share that is not oversubscribed is nothing, whatever the file says beside the flag."""
+def test_virtual_total_is_ignored_without_the_flag() -> None:
+    """Without the flag the virtual total in the limits file is ignored."""
     with Box([GIB]) as box:
         box.set_limit(memory_virtual_bytes=8 * GIB)
         assert run(box, "start()\nprint(alloc(GIB), *info())") == ["2", str(GIB - CONTEXT), str(GIB)]

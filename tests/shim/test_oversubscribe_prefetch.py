@@ -1,5 +1,7 @@
-"""Prefetches of what an oversubscribed share has on the host: they bring as much as the share has room for on the
-device, judged by its ledger, and give that back."""
+"""Prefetches of memory that an oversubscribed share has on the host.
+
+They bring as much as the share has room for on the device, by the device's ledger, and return it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.shim.test_live import talk
 DEVICE, WHOLE = 1 * GIB, 2 * GIB
 FIRST = 224 * MIB
 HELD = CONTEXT_BYTES + FIRST
-MOST = (DEVICE - CONTEXT_BYTES) // (2 * MIB) * 2 * MIB  # room for another context is left
+MOST = (DEVICE - CONTEXT_BYTES) // (2 * MIB) * 2 * MIB  # leaves room for another context
 HELPERS = """
 def say(*words):
     print(*words, flush=True)
@@ -38,12 +40,12 @@ HOST = -1
 
 
 def two() -> str:
-    """224 MiB on the device, and 600 MiB on the host."""
+    """Return a program's start: 224 MiB on the device and 600 MiB on the host."""
     return HELPERS + "start()\nheld = []\nok(alloc(224 * MIB, held)), ok(alloc(600 * MIB, held))\nat = held[1]\n"
 
 
 def parts(box: Box) -> tuple[int, int]:
-    """What the share counts on the device, and on the host."""
+    """Return the bytes that the share counts on the device and on the host."""
     now = read_usage(box.usage.read_bytes(), 1)
     return now.used_bytes(0), now.host_bytes(0)
 
@@ -59,8 +61,8 @@ def box() -> Box:
 
 
 @pytest.mark.parametrize("way", ["older", "newer"])
-def test_it_brings_what_the_share_has_room_for_and_gives_it_back(box: Box, way: str) -> None:
-    """Again and again, in both directions, in pieces; what programs see in all stays the same."""
+def test_prefetch_uses_the_shares_room_and_returns_it(box: Box, way: str) -> None:
+    """Repeat prefetches in both directions and in pieces; the totals that the program sees do not change."""
     program = f"""
         prefetch = {way}
         for _ in range(2):
@@ -88,7 +90,7 @@ def test_it_brings_what_the_share_has_room_for_and_gives_it_back(box: Box, way: 
             assert following() == left
             assert parts(box) == (MOST, 600 * MIB - (MOST - HELD)) and on_device(box) == MOST
             assert following() == left
-            assert parts(box) == (MOST, 600 * MIB - (MOST - HELD))  # it may be on its way only
+            assert parts(box) == (MOST, 600 * MIB - (MOST - HELD))  # the memory may still be in transit
             assert following() == left
             assert parts(box) == (before, 600 * MIB) and on_device(box) == before
         following()
@@ -100,8 +102,8 @@ def test_it_brings_what_the_share_has_room_for_and_gives_it_back(box: Box, way: 
         assert peak(box) == MOST
 
 
-def test_what_came_is_read_on_the_device_and_nothing_behind_it_comes(box: Box) -> None:
-    """A kernel that reads all of it later brings no block more, also after it was sent back."""
+def test_reading_prefetched_memory_migrates_nothing_more(box: Box) -> None:
+    """A kernel that reads all of it later migrates no further block, also after it was sent back."""
     program = """
         module, function = c_void_p(), c_void_p()
         ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
@@ -132,13 +134,13 @@ def test_what_came_is_read_on_the_device_and_nothing_behind_it_comes(box: Box) -
 @pytest.mark.parametrize(
     "call",
     [
-        "older(within(at, 4), 8 * MIB, 0)",  # it would leap over what was not asked for
+        "older(within(at, 4), 8 * MIB, 0)",  # the prefetch would pass over memory that was not requested
         "captured(lambda stream: older(at, 8 * MIB, 0, stream))",
         "captured(lambda stream: newer(at, 8 * MIB, HOST, stream))",
         "cuda.cuMemAdvise(at, c_size_t(8 * MIB), 3, 0)",
     ],
 )
-def test_what_is_not_followed_is_answered_as_a_hint(box: Box, call: str) -> None:
+def test_ignored_prefetch_succeeds_as_a_hint(box: Box, call: str) -> None:
     program = f"""
         def captured(act):
             stream, graph = c_void_p(), c_void_p()
@@ -156,9 +158,11 @@ def test_what_is_not_followed_is_answered_as_a_hint(box: Box, call: str) -> None
         assert peak(box) == HELD
 
 
-def test_processes_that_are_killed_at_it_leave_nothing(tmp_path: Path) -> None:
-    """Three at once on what is free of the device part, killed wherever they are: all of the share is there again, and
-    nothing was exceeded."""
+def test_processes_killed_while_prefetching_leave_nothing(tmp_path: Path) -> None:
+    """Three processes prefetch into the free device part and are killed at any point.
+
+    Afterwards the whole share is free again, and it never exceeded its limits.
+    """
     device, whole = 2 * GIB, 4 * GIB
     program = """
         me = [sys.executable, "-c", open("/proc/self/cmdline").read().split("\\0")[2], "child"]
@@ -200,8 +204,8 @@ def test_processes_that_are_killed_at_it_leave_nothing(tmp_path: Path) -> None:
         assert HELD < peak(box) <= device
 
 
-def test_limits_that_change_meanwhile_lose_nothing(box: Box) -> None:
-    """Four threads prefetch there and back while the border of the share moves: it is never over, and all adds up."""
+def test_prefetches_while_limits_change_lose_nothing(box: Box) -> None:
+    """Four threads prefetch in both directions while the residency boundary moves: limits and sums hold."""
     program = """
         import threading
         over, pieces = threading.Event(), []

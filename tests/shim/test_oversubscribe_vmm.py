@@ -1,4 +1,4 @@
-"""Physical memory (cuMemCreate) of an oversubscribed share: on the host where it may be, refused where it may not."""
+"""Physical memory (cuMemCreate) of an oversubscribed share: on the host if allowed, otherwise refused."""
 
 from __future__ import annotations
 
@@ -48,9 +48,12 @@ def oversubscribed(driver: Path | None = None, simhost: Path | None = None) -> B
 
 
 @pytest.mark.parametrize("handle_types", [0, 1])
-def test_it_goes_on_on_the_host(handle_types: int) -> None:
-    """Of 724 MiB and 1 GiB one and two of 512 MiB, which are written, read, and told to be where they were asked for;
-    what is mapped stays charged after its handle, and all comes back."""
+def test_memory_beyond_the_device_part_is_on_the_host(handle_types: int) -> None:
+    """Allocations of 512 MiB within 724 MiB and 1 GiB: one is on the device and two are on the host.
+
+    They are written and read, and report the location that the program requested. A mapping stays charged after its
+    handle is released, and all memory is returned.
+    """
     program = f"""
         start()
         handles = [create(handle_types={handle_types}) for _ in range(4)]
@@ -84,8 +87,8 @@ def test_it_goes_on_on_the_host(handle_types: int) -> None:
         assert peak(box) == CONTEXT_BYTES + 512 * MIB
 
 
-def test_parts_are_counted_and_the_dead_give_theirs_back() -> None:
-    """It is in one piece, so what fits in neither part alone is refused; other memory still finds what is left."""
+def test_parts_are_counted_and_freed_after_death() -> None:
+    """Memory of cuMemCreate is not divided: it is refused if it fits in neither part; other memory can use the rest."""
     program = """
         context = start()
         large, held = create(1400 * MIB), [create(600 * MIB), create(600 * MIB)]
@@ -105,7 +108,7 @@ def test_parts_are_counted_and_the_dead_give_theirs_back() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "create(handle_types=8)",  # of the fabric
+        "create(handle_types=8)",  # fabric handles
         "create(flags=1 << 8)",  # for other PCI devices
         "create(flags=1 << 16)",  # tiles of sparse arrays
         "cuda.cuArray3DCreate_v2(byref(c_uint64()), (c_uint64 * 5)(16384, 8192, 0, 0x20 | 4 << 32, 0))",
@@ -113,7 +116,7 @@ def test_parts_are_counted_and_the_dead_give_theirs_back() -> None:
         "launch(graph_of((0, 512 * MIB)))",
     ],
 )
-def test_what_must_lie_on_the_device_is_refused(call: str) -> None:
+def test_memory_that_must_be_on_the_device_is_refused(call: str) -> None:
     program = f"""
         start()
         ok(alloc(512 * MIB))
@@ -150,15 +153,13 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc *acce
 
 
 @pytest.mark.parametrize("lacks", ["NO_SUCH_PLACE", "NO_WAY_THERE"])
-def test_a_driver_without_it_refuses(lacks: str, tmp_path: Path) -> None:
-    """Also one that would make such memory and then not map it: nothing of it stays, nothing stays charged."""
+def test_driver_without_host_memory_support_refuses(lacks: str, tmp_path: Path) -> None:
+    """The driver cannot create host memory, or cannot map it: nothing remains, neither memory nor charge."""
     simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
     real = simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
     (tmp_path / "older.c").write_text(OLDER)
     stub, shared = tmp_path / "stub.so", ["gcc", "-shared", "-fPIC", "-Wl,--no-as-needed"]
-    subprocess.run(
-        [*shared, f"-Wl,-soname,{real}", "-o", stub, "-xc", "/dev/null"], check=True
-    )  # as the shim is linked
+    subprocess.run([*shared, f"-Wl,-soname,{real}", "-o", stub, "-xc", "/dev/null"], check=True)  # linked like the shim
     flags = [f"-D{lacks}", "-isystem", BUILD / "include" / "cuda"]
     subprocess.run([*shared, *flags, "-o", tmp_path / "older.so", tmp_path / "older.c", stub, "-ldl"], check=True)
     program = """

@@ -1,4 +1,4 @@
-"""Pools grow by more than what is asked for; the limit holds at every moment all the same."""
+"""Pools grow by more than the requested size; the limit still holds at every moment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
 
 
-def test_a_pool_never_grows_over_the_limit() -> None:
+def test_pool_never_grows_over_the_limit() -> None:
     limit = CONTEXT_BYTES + 90 * MIB
     with Box([limit]) as box:
         words = run(box, "start(); print(*[alloc_async(20 * MIB) for _ in range(8)])")
@@ -14,7 +14,7 @@ def test_a_pool_never_grows_over_the_limit() -> None:
         assert peak(box) <= limit
 
 
-def test_threads_and_processes_at_the_limit() -> None:
+def test_limit_holds_for_pools_of_threads_and_processes() -> None:
     limit = 1 * GIB
     program = """
         start()
@@ -44,7 +44,7 @@ def test_threads_and_processes_at_the_limit() -> None:
         assert peak(box) <= limit
 
 
-def test_what_a_pool_holds_unused_serves_at_a_full_limit() -> None:
+def test_unused_pool_memory_serves_allocations_at_a_full_limit() -> None:
     limit = 1 * GIB
     program = """
         start()
@@ -65,7 +65,7 @@ def test_what_a_pool_holds_unused_serves_at_a_full_limit() -> None:
         assert peak(box) <= limit
 
 
-def test_a_pool_beyond_the_table_is_not_made() -> None:
+def test_pool_beyond_the_table_is_refused() -> None:
     limit = 1 * GIB
     program = """
         start()

@@ -1,4 +1,4 @@
-"""Forks, closed descriptors, deaths at any instant: the limit holds, and what a dead process held is free again."""
+"""Forks, closed descriptors, deaths at any instant: the limit holds, and memory of a dead process is free again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, peak, run
 
 
-def test_a_forked_child_has_no_share() -> None:
-    """As with the driver itself; and its end takes nothing from its parent."""
+def test_forked_child_cannot_use_the_share() -> None:
+    """As with the driver alone; the child's exit does not release the parent's memory."""
     program = """
         start()
         kept = []
@@ -39,8 +39,8 @@ def test_a_forked_child_has_no_share() -> None:
         assert peak(box) <= GIB
 
 
-def test_who_asks_for_too_much_gets_nobody_else_refused() -> None:
-    """What fits is had each time, beside processes that ask without end for what does not."""
+def test_oversized_requests_cause_no_refusals_in_other_processes() -> None:
+    """An allocation that fits succeeds each time, beside processes that keep requesting too much."""
     program = """
         ready, told = os.pipe()
         children = []
@@ -73,7 +73,7 @@ def test_who_asks_for_too_much_gets_nobody_else_refused() -> None:
 
 
 @pytest.mark.parametrize("environment", ["dict(os.environ)", "{}"])
-def test_a_child_that_executes_shares_the_limit(environment: str) -> None:
+def test_child_that_executes_a_program_shares_the_limit(environment: str) -> None:
     program = f"""
         if len(sys.argv) > 1:
             start()
@@ -93,12 +93,12 @@ def test_a_child_that_executes_shares_the_limit(environment: str) -> None:
         done = box.run(["python3", "-c", PRELUDE + textwrap.dedent(program)])
         first, code, refusal = done.stdout.split()
         assert int(first) > 600 * MIB
-        assert (code, refusal) == ("1", "2")  # not even a context: the parent holds it all
+        assert (code, refusal) == ("1", "2")  # not even a context: the parent holds all memory
         assert peak(box) <= GIB
 
 
-def test_after_closing_every_descriptor() -> None:
-    """The driver loses its devices; the share is not lost, and the others' limit stays what it is."""
+def test_share_survives_closing_every_descriptor() -> None:
+    """The driver loses its devices; the share keeps its charge, and the limit of other processes is unchanged."""
     program = """
         start()
         ok(alloc(500 * MIB))
@@ -115,7 +115,7 @@ def test_after_closing_every_descriptor() -> None:
         assert peak(box) <= GIB
 
 
-def test_descriptors_closed_before_the_first_call() -> None:
+def test_limit_holds_with_descriptors_closed_before_the_first_call() -> None:
     with Box([GIB]) as box:
         (taken,) = run(box, "os.closerange(3, 1 << 20)\n        start()\n        print(fill())".replace("        ", ""))
         assert GIB - CONTEXT_BYTES - int(taken) < 2 * MIB
@@ -123,8 +123,11 @@ def test_descriptors_closed_before_the_first_call() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_any_instant_of_starting(seed: int) -> None:
-    """Kills that fall into loading, cuInit, claiming a slot, making a context: every slot is free again at once."""
+def test_slot_is_free_after_a_kill_at_any_instant_of_starting(seed: int) -> None:
+    """Processes are killed while loading, in cuInit, claiming a slot or creating a context:
+
+    every slot is free at once.
+    """
     chance = random.Random(seed)
     program = textwrap.dedent("""
         for line in sys.stdin:
@@ -154,8 +157,11 @@ def test_killed_at_any_instant_of_starting(seed: int) -> None:
 @pytest.mark.parametrize(
     "call", ["cuDevicePrimaryCtxRetain(byref(context), 0)", "cuCtxCreate_v2(byref(context), 0, 0)"]
 )
-def test_a_context_waits_for_memory_of_the_dead(tmp_path: Path, call: str) -> None:
-    """A container that filled the device has just ended: the next one's share is free, its memory a moment later."""
+def test_context_waits_for_memory_of_a_dead_container(tmp_path: Path, call: str) -> None:
+    """A container that filled the device has just ended:
+
+    the next share is granted, its memory is free a moment later.
+    """
     simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
     with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
         run(before, "start()\nfill()")
@@ -163,7 +169,7 @@ def test_a_context_waits_for_memory_of_the_dead(tmp_path: Path, call: str) -> No
         assert result == "0"
 
 
-def test_a_context_is_refused_where_the_device_stays_full(tmp_path: Path) -> None:
+def test_context_is_refused_if_the_device_stays_full(tmp_path: Path) -> None:
     simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB)
     with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
         words = ["python3", "-c", PRELUDE + "start()\nfill()\nprint(flush=True)\nsys.stdin.read()"]
@@ -173,8 +179,8 @@ def test_a_context_is_refused_where_the_device_stays_full(tmp_path: Path) -> Non
             holder.communicate()
 
 
-def test_a_thousand_and_more_processes_at_once() -> None:
-    """More than there are slots: the next one is refused, and says so only when it is asked to."""
+def test_process_beyond_the_slots_is_refused() -> None:
+    """More processes than slots: the next one is refused, and prints that only with GPUSHARE_LOG."""
     from gpushare.state.shm_abi import MAX_SLOTS
 
     program = f"""
@@ -207,8 +213,8 @@ def test_a_thousand_and_more_processes_at_once() -> None:
 
 
 @pytest.mark.parametrize("kib", [64, 1024, 65536])
-def test_a_program_with_large_thread_local_variables(tmp_path: Path, kib: int) -> None:
-    """They come out of each thread's stack, also out of the one that holds the slot."""
+def test_large_thread_local_variables_leave_enough_stack(tmp_path: Path, kib: int) -> None:
+    """They reduce the stack of each thread, also of the shim's thread that holds the slot."""
     source = tmp_path / "large.c"
     source.write_text(
         f"static __thread volatile char large[{kib} << 10];\n"
@@ -221,8 +227,8 @@ def test_a_program_with_large_thread_local_variables(tmp_path: Path, kib: int) -
         assert box.run([str(tmp_path / "large")]).returncode == 0
 
 
-def test_signals_and_umask_are_the_programs_own() -> None:
-    """No handler is set, no mask changes, no descriptor stays open, nothing is printed."""
+def test_signals_and_umask_are_unchanged() -> None:
+    """The shim sets no handler, changes no mask, keeps no descriptor open and prints nothing."""
     program = """
         import signal
         def state():

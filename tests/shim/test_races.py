@@ -1,4 +1,4 @@
-"""Threads and processes that get into each other's way."""
+"""Threads and processes that interfere with each other."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def number(box: Box, *command: str | Path) -> int:
     return int(done.stdout)
 
 
-def test_bounds_of_others_are_waited_for(races: Path) -> None:
-    """A call on a pool holds far more than it takes, for a moment; what fits besides is hardly ever refused."""
+def test_allocation_waits_for_short_reservations_of_other_threads(races: Path) -> None:
+    """A call on a pool reserves far more than it takes, for a moment; what fits besides is hardly ever refused."""
     with Box([2 * GIB]) as box:
         assert number(box, races, "bounds") < 100
 
 
-def test_references_released_at_once(races: Path) -> None:
+def test_references_released_concurrently(races: Path) -> None:
     host.make("shim-asan")
     names = ("libasan.so", "libubsan.so")
     preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]
@@ -45,13 +45,13 @@ def test_references_released_at_once(races: Path) -> None:
         assert number(box, *environment, races, "release") == 0
 
 
-def test_threads_cancelled_while_they_launch(races: Path) -> None:
-    """Where they read what a neighbour says, they hold their context's law."""
+def test_launches_continue_after_threads_are_cancelled(races: Path) -> None:
+    """Threads are cancelled while they read a neighbour's activity with their context's limiter locked."""
     with boxes(50, 50) as (box, other), tenants((other, BUSY)):
         assert number(box, races, "cancel") == 0
 
 
-def test_taking_all_while_others_put_and_take(tmp_path: Path) -> None:
+def test_map_loses_no_change_under_concurrent_removal(tmp_path: Path) -> None:
     out = tmp_path / "map_race"
     flags = (
         "-std=gnu11",
@@ -66,6 +66,6 @@ def test_taking_all_while_others_put_and_take(tmp_path: Path) -> None:
     )
     sources = (TREE / "tests/shim/map_race.c", TREE / "shim/core/map.c")
     subprocess.run(["gcc", *flags, "-o", out, *sources, "-lpthread"], check=True)
-    # without address randomisation: ThreadSanitizer finds its shadow on every kernel
+    # no address randomisation, so that ThreadSanitizer finds room for its shadow on every kernel
     done = subprocess.run(["setarch", "-R", str(out)], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

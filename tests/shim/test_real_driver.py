@@ -1,6 +1,6 @@
-"""The shim over NVIDIA's own user-space driver: starting, cuGetProcAddress, NVML's calls into itself, real clients.
+"""The shim over NVIDIA's own user-space driver: start, cuGetProcAddress, NVML's calls into itself, real clients.
 
-Without a GPU the driver ends every start with an error of its own; that one, and no other, must come through.
+Without a GPU the driver fails every start with its own error; the test expects that error and no other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def box(tmp_path: Path, userland: Userland) -> RealBox:
 # ---- starting -------------------------------------------------------------------------------------------------------
 
 
-def test_with_limits_the_driver_itself_answers(box: RealBox) -> None:
+def test_with_limits_the_drivers_own_error_is_returned(box: RealBox) -> None:
     assert box.probe("cuda_init") == NO_DEVICE
     for function, arguments in INITS:
         assert box.probe("nvml_init", function, arguments) == NVML_DRIVER_NOT_LOADED
 
 
 def patched(data: bytes, struct: str, field: str, value: int) -> bytes:
-    """A copy with a 32-bit field of the first struct changed."""
+    """Return a copy with a 32-bit field of the first struct changed."""
     at = shm_abi.offset(struct, field)
     return data[:at] + value.to_bytes(4, "little") + data[at + 4 :]
 
@@ -102,8 +102,8 @@ def test_without_valid_limits_nothing_starts(case: str, box: RealBox) -> None:
 
 
 @pytest.mark.parametrize(("library", "init"), [("libcuda.so.1", "cuInit"), ("libnvidia-ml.so.1", "nvmlInitWithFlags")])
-def test_a_start_leaves_nothing_behind(library: str, init: str, box: RealBox) -> None:
-    """No descriptor, umask or environment of the program changes when the limits are refused."""
+def test_refused_start_leaves_nothing_behind(library: str, init: str, box: RealBox) -> None:
+    """When the limits are refused, no descriptor, umask or environment of the program changes."""
     box.set_limits(None)
     before, after = box.probe("descriptors_and_environment", library, init)
     assert before == after
@@ -112,8 +112,8 @@ def test_a_start_leaves_nothing_behind(library: str, init: str, box: RealBox) ->
 # ---- cuGetProcAddress -----------------------------------------------------------------------------------------------
 
 
-def test_every_look_up_gives_our_wrapper_or_the_drivers_own(box: RealBox) -> None:
-    """Each function of the table x each CUDA release x each stream flag, through both versions of the call."""
+def test_every_look_up_returns_the_wrapper_or_the_drivers_function(box: RealBox) -> None:
+    """Look up each function of the table for each CUDA release and stream flag, with both versions of the call."""
     intercepted = {row.name for row in CUDA if row.intercepted}
     names = sorted({row.name for row in CUDA} | {gen_symbols.base_name(row.name) for row in CUDA})
     seen: set[str] = set()
@@ -133,8 +133,8 @@ def test_every_look_up_gives_our_wrapper_or_the_drivers_own(box: RealBox) -> Non
     assert len(in_driver) > 80, "most intercepted functions can be looked up"
 
 
-def test_every_intercepted_export_can_be_looked_up_as_ours(box: RealBox, userland: Userland) -> None:
-    """By its own full name or its base name, in some release: no intercepted export stays out of reach of the check."""
+def test_every_intercepted_export_can_be_looked_up_as_a_wrapper(box: RealBox, userland: Userland) -> None:
+    """Some release returns each intercepted export for its full or its base name, so the previous test covers it."""
     text = subprocess.run(
         ["nm", "-D", "--defined-only", userland.library("libcuda")], capture_output=True, text=True, check=True
     ).stdout
@@ -144,7 +144,7 @@ def test_every_intercepted_export_can_be_looked_up_as_ours(box: RealBox, userlan
     rows = box.probe("proc_addresses", names, VERSIONS)
     ours = {row[4][2].partition(":")[2] for row in rows if row[4][2].startswith("shim:")}
     assert not {row[4][2] for row in rows if row[4][2].startswith("real:")} & {f"real:{name}" for name in want}
-    # What 535 exports and hands out in no release: these are reached by dlsym only.
+    # 535 exports these but cuGetProcAddress returns them in no release: they are reached only by dlsym
     assert want - ours == {"cuGLCtxCreate", "cuVDPAUCtxCreate"} & (want - ours)
 
 
@@ -157,8 +157,8 @@ def test_threads_that_look_up_first_all_get_wrappers(box: RealBox) -> None:
 
 
 @pytest.mark.parametrize("binding", ["-Bsymbolic", "-Bdynamic"])
-def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: str, tmp_path: Path) -> None:
-    """Whether the driver's own references are bound to itself, as NVIDIA's are, or to the shim."""
+def test_unknown_function_of_an_intercepted_name_is_not_returned(binding: str, tmp_path: Path) -> None:
+    """The driver's own references are bound to itself, as NVIDIA's are, or to the shim."""
     driver = compile_c(tmp_path, "real_driver.c", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,{binding}")
     box = RealBox(tmp_path / "box", {"libcuda": driver})
     names = ["cuMemAlloc", "cuMemAlloc_v2", "cuMemAlloc_v2_ptsz", "cuDriverGetVersion"]
@@ -169,7 +169,7 @@ def test_an_unknown_function_of_an_intercepted_name_is_not_handed_out(binding: s
     assert rows["cuGetProcAddress_v2", "cuMemAlloc", 99000] == [0, 1, ""]
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][0] == NOT_FOUND
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][2] in ("", "untouched")
-    # Not a name of ours: passed, whatever it is
+    # not a name in the shim's table: passed through, whatever it is
     assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
     assert box.usage().warnings == (usage_reader.WARNINGS[0][1],)
 
@@ -195,7 +195,7 @@ def self_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", SELF_CALLS)
 def test_self_call_is_the_drivers_own(name: str, self_call: Path, box: RealBox) -> None:
-    """Made without a limits file, so that a call taken for the program's would be refused."""
+    """Without a limits file, so that a call mistaken for the program's would be refused."""
     box.set_limits(None)
     done = box.run(self_call, name)
     assert done.returncode == 0, done.stderr
@@ -203,8 +203,8 @@ def test_self_call_is_the_drivers_own(name: str, self_call: Path, box: RealBox) 
     wrapped = {row.name for row in ROWS if row.library == "nvml" and row.intercepted}
     assert (file, symbol) == ("shim" if name in wrapped else "real", name)
     if name.startswith("nvmlInit"):
-        # the real nvmlInit_v2 is a jump through the PLT to nvmlInitWithFlags: called by a program past the shim
-        # (`straight`) it still ends in the shim
+        # the real nvmlInit_v2 jumps through the PLT to nvmlInitWithFlags: even a program that bypasses the shim
+        # (`straight`) reaches the shim there
         assert (int(inside), int(outside)) == (NVML_DRIVER_NOT_LOADED, NVML_NO_PERMISSION)
     else:
         assert inside == outside == straight
@@ -213,7 +213,7 @@ def test_self_call_is_the_drivers_own(name: str, self_call: Path, box: RealBox) 
 # ---- real clients ---------------------------------------------------------------------------------------------------
 
 
-def test_nvidia_smi(box: RealBox, userland: Userland) -> None:
+def test_nvidia_smi_behaves_as_without_the_shim(box: RealBox, userland: Userland) -> None:
     smi = next(path for path in userland.root.rglob("nvidia-smi") if path.is_file() and os.access(path, os.X_OK))
     alone = subprocess.run([smi], env={"LD_LIBRARY_PATH": str(userland.libdir)}, capture_output=True, text=True)
     done = box.run(smi)
@@ -225,7 +225,7 @@ def test_nvidia_smi(box: RealBox, userland: Userland) -> None:
 
 @pytest.fixture(scope="session")
 def cudart() -> Path:
-    """NVIDIA's CUDA runtime 12.2, the last that 535 serves in full; from the package index, once."""
+    """NVIDIA's CUDA runtime 12.2, the newest that 535 supports fully, from the package index, downloaded once."""
     directory = BUILD / "cudart-12.2"
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -238,8 +238,8 @@ def cudart() -> Path:
     return next(directory.rglob("libcudart.so.12"))
 
 
-def test_the_cuda_runtime(box: RealBox, cudart: Path) -> None:
-    """It finds the driver by name and gets every function from cuGetProcAddress."""
+def test_cuda_runtime_gets_wrappers(box: RealBox, cudart: Path) -> None:
+    """The runtime finds the driver by name and gets every function from cuGetProcAddress."""
     assert box.probe("runtime", str(cudart)) == [[0, 12020], NO_DEVICE, NO_DEVICE]
     box.set_limits(None)
     answers: list[Any] = box.probe("runtime", str(cudart))

@@ -1,4 +1,4 @@
-"""What cannot be charged is given back, and what is not known yet is refused."""
+"""Memory that cannot be charged is released again, and unknown functions are refused."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def odd_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'cuda.cuModuleLoadData(byref(out), b"SIMMOD globals=4096 code=4096\\n")',
     ],
 )
-def test_memory_for_no_context_is_given_back(odd_driver: Path, call: str) -> None:
+def test_memory_allocated_without_a_context_is_released(odd_driver: Path, call: str) -> None:
     with Box([GIB], driver=odd_driver) as box:
         assert run(box, f"cuda.cuInit(0); out = c_uint64(); print({call}, cuda.oddLive())") == ["2", "0"]
 
 
-def test_nothing_is_allocated_while_the_devices_are_not_known(odd_driver: Path) -> None:
+def test_allocation_is_refused_until_the_devices_are_known(odd_driver: Path) -> None:
     program = """
         thread = threading.Thread(target=lambda: cuda.cuInit(0))
         thread.start()
@@ -49,7 +49,7 @@ def test_nothing_is_allocated_while_the_devices_are_not_known(odd_driver: Path) 
         assert run(box, program) == ["3"]
 
 
-def test_a_limit_lowered_below_the_use() -> None:
+def test_limit_below_the_usage_refuses_allocations() -> None:
     program = """
         start()
         kept = []
@@ -79,7 +79,7 @@ def test_a_limit_lowered_below_the_use() -> None:
             assert process.stdout.readline() == "True 0 2\n"
 
 
-def test_a_device_that_was_not_granted() -> None:
+def test_device_that_was_not_granted_is_refused() -> None:
     program = """
         ok(cuda.cuInit(0))
         context = c_void_p()

@@ -1,4 +1,4 @@
-"""Threads and processes at once over the sanitized builds of the shim: nothing is reported, and what is, is seen."""
+"""Threads and processes at once over the sanitized builds of the shim: no error is reported, and a planted one is."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.shim.sanitized import BUILD, build_program, build_shim, mill
 
 
 @pytest.mark.parametrize("kill_ms", [0, 200])
-def test_addresses_and_undefined_behaviour(kill_ms: int) -> None:
-    """Memory, launches, waits and forks of 16 threads in each process, while the limit changes."""
+def test_no_errors_under_address_sanitizer_and_ubsan(kill_ms: int) -> None:
+    """Sixteen threads in each process allocate, launch, wait and fork while the limit changes."""
     did = mill("shim-asan", enough=2000, kill_ms=kill_ms)
     assert did.reports == ""
     assert did.report["wrong"] == "" and did.report["granted"] >= 2000 and did.report["launched"] >= 100
     assert len(set(did.report["used"])) == 1 and bool(did.report["killed"]) == bool(kill_ms)
 
 
-def test_an_oversubscribed_share() -> None:
-    """The same while the border between its parts moves, and some of it is prefetched: nothing is lost between them."""
+def test_no_errors_with_an_oversubscribed_share() -> None:
+    """The same while the residency boundary moves and some memory is prefetched: the sums of the parts stay right."""
     did = mill("shim-asan", enough=2000, kill_ms=200, whole=3 * GIB)
     assert did.reports == ""
     assert did.report["wrong"] == "" and did.report["granted"] >= 2000 and did.report["killed"]
@@ -29,7 +29,7 @@ def test_an_oversubscribed_share() -> None:
     assert did.peak_bytes <= 2 * GIB
 
 
-def test_all_families_of_memory(tmp_path: Path) -> None:
+def test_no_errors_with_all_families_of_memory(tmp_path: Path) -> None:
     build_shim("shim-asan")
     program = build_program("shim-asan", TREE / "tests/shim/stress.c", tmp_path / "stress")
     with Box([1 * GIB], shim=BUILD / "shim-asan") as box:
@@ -37,8 +37,8 @@ def test_all_families_of_memory(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_races_are_reported() -> None:
-    """And in the shim there are none; make test-tsan looks for longer."""
+def test_planted_race_is_reported() -> None:
+    """The shim has none; make test-tsan looks for longer."""
     did = mill("shim-tsan", enough=200, planted=True)
     assert "data race" in did.reports and "mill.c" in did.reports
     assert " shim/" not in "".join(line for line in did.reports.splitlines() if line.startswith("SUMMARY"))

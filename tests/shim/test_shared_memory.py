@@ -58,7 +58,7 @@ if child == 0:
 
 @pytest.mark.parametrize("kind", ["ipc", "fd"])
 @pytest.mark.parametrize("end", ["frees", "dies"])
-def test_what_is_still_open_stays_charged(kind: str, end: str) -> None:
+def test_open_shared_memory_stays_charged(kind: str, end: str) -> None:
     limit = 2 * CONTEXT_BYTES + 500 * MIB
     program = """
         start()
@@ -80,7 +80,7 @@ def test_what_is_still_open_stays_charged(kind: str, end: str) -> None:
         assert peak(box) <= limit
 
 
-def test_what_nobody_has_open_is_given_back() -> None:
+def test_closed_shared_memory_is_released() -> None:
     program = """
         start()
         for _ in range(400):

@@ -1,4 +1,4 @@
-"""The classification table against a real driver, the public headers and the wrappers that exist."""
+"""The classification table matches a real driver, the public headers and the wrappers in the shim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.nvidia_userland import Userland
 
 ROWS = gen_symbols.read()
 FILES = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
-# Without these macros the headers rename old functions to new ones, or leave the old ones out.
+# Without these macros the headers rename old functions to new ones, or omit the old ones.
 HEADERS = {
     "cuda": ("cuda.h", "-D__CUDA_API_VERSION_INTERNAL"),
     "nvml": ("nvml.h", "-DNVML_NO_UNVERSIONED_FUNC_DEFS"),
@@ -24,13 +24,13 @@ HEADERS = {
 
 
 def exports(library: Path) -> set[str]:
-    """Every symbol that a shared library defines for others."""
+    """Return every symbol that a shared library exports."""
     text = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
     return {line.split()[-1] for line in text.splitlines()}
 
 
 def declared(library: str, directory: Path) -> set[str]:
-    """Every function that the library's header declares, as the compiler itself lists them."""
+    """Return every function that the library's header declares, as the compiler lists them."""
     header, macro = HEADERS[library]
     prefix = "cu" if library == "cuda" else "nvml"
     listing = directory / f"{library}.prototypes"
@@ -46,7 +46,7 @@ def declared(library: str, directory: Path) -> set[str]:
 
 
 def problems(rows: Iterable[gen_symbols.Row], library: str, known: set[str]) -> list[str]:
-    """What is wrong with the table, by name: functions that it lacks, rows for functions that nobody has."""
+    """Return errors in the table by name: functions that it lacks, and rows for functions that do not exist."""
     listed = {row.name for row in rows if row.library == library}
     missing = [f"{name}: not classified; add it to shim/symbols.tsv" for name in sorted(known - listed)]
     gone = [f"{name}: in no driver and no header; remove it from shim/symbols.tsv" for name in sorted(listed - known)]
@@ -60,7 +60,7 @@ def test_every_function_is_classified(library: str, userland: Userland, tmp_path
     assert problems(ROWS, library, in_driver | in_header) == []
 
 
-def test_unclassified_and_vanished_names_are_named() -> None:
+def test_unclassified_and_vanished_names_are_reported() -> None:
     names = {row.name for row in ROWS if row.library == "cuda"}
     assert problems(ROWS, "cuda", names | {"cuMemAlloc_v9"}) == [
         "cuMemAlloc_v9: not classified; add it to shim/symbols.tsv"
@@ -78,7 +78,7 @@ def test_the_shim_exports_exactly_the_intercepted_names(library: str) -> None:
 
 @pytest.mark.parametrize("library", FILES)
 def test_no_wrapper_is_left_out_of_the_table(library: str) -> None:
-    """The linker would hide such a wrapper without a word."""
+    """The linker would hide such a wrapper without a warning."""
     written = set()
     for compiled in (BUILD / "shim" / "obj" / library).rglob("*.o"):
         text = subprocess.run(["readelf", "-sW", compiled], capture_output=True, text=True, check=True).stdout
@@ -87,13 +87,13 @@ def test_no_wrapper_is_left_out_of_the_table(library: str) -> None:
     assert written == {row.name for row in ROWS if row.library == library and row.intercepted}
 
 
-def test_no_folder_calls_one_that_stands_above_it() -> None:
+def test_no_folder_calls_a_higher_one() -> None:
     objects = BUILD / "shim" / "obj" / "cuda"
     allowed = shim_layers.layers()
     defined, used = {}, []
     for compiled in objects.glob("*/*.o"):
         if not (TREE / "shim" / compiled.relative_to(objects)).with_suffix(".c").exists():
-            continue  # of an earlier build
+            continue  # a file of an earlier build
         text = subprocess.run(["nm", compiled], capture_output=True, text=True, check=True).stdout
         for kind, name in (line.split()[-2:] for line in text.splitlines()):
             if kind == "U":
@@ -137,7 +137,7 @@ def test_versions_and_stream_variants_share_a_class() -> None:
         ("cuda\tcuInit\tpassed\ta: b\ncuda\tcuInit\tpassed\ta: b", "keep the rows sorted"),
     ],
 )
-def test_a_wrong_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_table_is_refused(text: str, message: str, tmp_path: Path) -> None:
     table = tmp_path / "symbols.tsv"
     table.write_text("library\tname\tclass\treason\n" + text + "\n")
     with pytest.raises(gen_symbols.TableError, match=message):

@@ -1,5 +1,4 @@
-"""What a thread of a program reads while another one, or the host, changes it. When something that is gone is used, the
-simulated driver says so."""
+"""What a thread reads while another thread, or the host, changes it. The simulated driver reports use after free."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from tests.shim.inside import run
 from tests.shim.launches import HELPERS, percent_held
 
 
-def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
-    """And does not go: the driver destroys no primary context by that name. What is in it is still used."""
+def test_primary_context_stays_usable_after_destroy_calls() -> None:
+    """The driver ignores cuCtxDestroy for a primary context, so its memory is still used."""
     program = """
     context, function, stop = start(), kernel("spin_us_100"), threading.Event()
 
@@ -38,8 +37,8 @@ def test_a_context_that_is_said_to_go_while_others_work_in_it() -> None:
         assert run(box, program, helpers=HELPERS) == ["ok"]
 
 
-def test_a_context_that_is_said_to_go_all_the_time_has_no_more_than_its_limit() -> None:
-    """What runs in it is charged, however often the driver is asked to destroy it."""
+def test_limit_holds_under_repeated_destroy_calls() -> None:
+    """Work in it is charged, however often the driver is asked to destroy it."""
     program = """
     context, function, stop = start(), kernel("spin_us_1000"), threading.Event()
 
@@ -61,8 +60,8 @@ def test_a_context_that_is_said_to_go_all_the_time_has_no_more_than_its_limit() 
         assert percent_held(box, 1) < 40
 
 
-def test_a_thread_can_be_cancelled_after_it_destroyed_a_context() -> None:
-    """As before: only meanwhile it cannot, since others wait for it."""
+def test_thread_can_be_cancelled_after_destroying_a_context() -> None:
+    """Cancellation is disabled only during the destruction, because other threads wait for it."""
     program = """
     libc, before, context = ctypes.CDLL(None), c_int(7), c_void_p()
     start()
@@ -76,8 +75,8 @@ def test_a_thread_can_be_cancelled_after_it_destroyed_a_context() -> None:
         assert run(box, program, helpers=HELPERS) == ["0"]
 
 
-def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
-    """Of device and host together: their limits of one moment."""
+def test_reported_totals_are_consistent_while_the_boundary_moves() -> None:
+    """The reported limits of device and host are from one moment."""
     over = threading.Event()
 
     def move(box: Box) -> None:
@@ -103,8 +102,8 @@ def test_what_a_program_is_told_while_the_border_of_its_share_moves() -> None:
             host.join()
 
 
-def test_a_free_that_was_put_off_behind_work_of_a_context_that_goes() -> None:
-    """The event that says when it is due went with that context: then it is due at once."""
+def test_deferred_free_completes_when_its_context_is_destroyed() -> None:
+    """The event that shows when the free is due was destroyed with that context: the free is due at once."""
     program = """
     first, second, held = start(), c_void_p(), []
     ok(cuda.cuCtxCreate_v2(byref(second), 0, 0))

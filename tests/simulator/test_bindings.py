@@ -55,7 +55,7 @@ ok(d.cuDevicePrimaryCtxRelease(device))
 """
 
 
-def test_cuda_bindings(simhost: Path) -> None:
+def test_cuda_bindings_run(simhost: Path) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

@@ -48,14 +48,14 @@ def test_drained_work_is_done(simhost: Path) -> None:
     assert said["done"] == said["launches"] and said["done_ns"] == said["asked_ns"] == said["done"] * 20_000_000
 
 
-def test_under_the_shim() -> None:
+def test_busy_runs_under_the_shim() -> None:
     with Box() as box:
         done = box.run([str(build()), *words(seconds=0.2, kernel=100)])
     said = json.loads(done.stdout)
     assert said["failed"] == "" and said["done"] > 0
 
 
-def test_without_a_driver_it_says_so(tmp_path: Path) -> None:
+def test_missing_driver_is_reported(tmp_path: Path) -> None:
     done = subprocess.run([build(), "--seconds", "1"], capture_output=True, text=True, timeout=20, cwd=tmp_path)
     said = json.loads(done.stdout)
     assert done.returncode == 1 and said["failed"] == "cuInit" and said["launches"] == 0

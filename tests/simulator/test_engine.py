@@ -1,4 +1,4 @@
-"""Device time: shared by contexts in turns, simulated by whoever looks, and nobody burns a processor for it."""
+"""Device time: contexts share it in slices, clients simulate it on demand, and no process spins for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_kernel_time_is_in_its_name(start: Start) -> None:
     assert 0.5 <= p.get("timed(quick, 100)") < 50
 
 
-def test_two_contexts_halve_the_device(start: Start) -> None:
+def test_two_contexts_get_half_the_device_each(start: Start) -> None:
     a, b = start(), start()
     for p in (a, b):
         p.do(PREPARE)
@@ -85,7 +85,7 @@ def test_value_releases_a_waiter_in_another_stream(start: Start) -> None:
     p.do("cuda.ok('cuStreamSynchronize', stream)")
 
 
-def test_host_writes_the_value(start: Start) -> None:
+def test_host_write_releases_a_waiter(start: Start) -> None:
     p = start()
     p.do(PREPARE)
     p.do("import ctypes; flag = cuda.out('cuMemHostAlloc', 4096, c_uint(0))")
@@ -114,8 +114,8 @@ def test_event_orders_two_devices_both_ways(make_host: Callable[..., Path]) -> N
         assert p.get("took") > 0.0499
 
 
-def test_stamps_do_not_depend_on_when_they_are_asked_for(start: Start) -> None:
-    """Also when the context's turns came and went unseen."""
+def test_timestamps_do_not_depend_on_when_they_are_read(start: Start) -> None:
+    """Even if no client advanced the simulation during the context's slices."""
     a, b = start(), start()
     for p in (a, b):
         p.do(PREPARE)
@@ -138,7 +138,7 @@ def test_graph_runs_its_nodes_each_time(start: Start) -> None:
     assert 60 <= p.get("cuda.milliseconds(start, end)") < 90
 
 
-def test_device_goes_on_without_its_callers(start: Start) -> None:
+def test_device_works_while_callers_sleep(start: Start) -> None:
     p = start()
     p.do(PREPARE)
     p.do("[cuda.launch(slow, stream) for _ in range(5)]; time.sleep(0.08)")
@@ -152,4 +152,4 @@ def test_killed_context_frees_the_device(make_host: Callable[..., Path]) -> None
             p.do(PREPARE)
         a.do("[cuda.launch(slow, stream) for _ in range(1000)]")
         a.kill()
-        assert 200 <= b.get("timed(slow, 20)") < 300  # 400 if the dead one's work went on
+        assert 200 <= b.get("timed(slow, 20)") < 300  # 400 if the dead process's work went on

@@ -1,4 +1,4 @@
-"""The simulated libraries have the ELF shape of the real ones: exports, binding, what cuGetProcAddress answers."""
+"""The simulated libraries have the real ones' ELF shape: exports, binding, results of cuGetProcAddress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTS = {"libcuda": EXPORTS / "libcuda-535.txt", "libnvidia-ml": EXPORTS / "libn
 CUDA = BUILT / f"libcuda.so.{VERSION}"
 NVML = BUILT / f"libnvidia-ml.so.{VERSION}"
 
-# Prints, for every line "name flag version symbol" on stdin, those for which the library answers otherwise.
+# Prints each line "name flag version symbol" of stdin for which the library's answer differs.
 ASK = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 
 def exported(library: Path) -> dict[str, int]:
-    """Name -> size in bytes for objects, 0 for functions."""
+    """Map each name to its size in bytes for objects, 0 for functions."""
     text = subprocess.run(
         ["readelf", "--dyn-syms", "-W", str(library)], check=True, capture_output=True, text=True
     ).stdout
@@ -55,23 +55,23 @@ def dynamic(library: Path) -> str:
 
 
 def self_references(library: Path, prefix: str) -> set[tuple[str, str]]:
-    """(relocation type, name) of the library's references to its own exports."""
+    """Return (relocation type, name) of the library's references to its own exports."""
     text = subprocess.run(["readelf", "-rW", str(library)], check=True, capture_output=True, text=True).stdout
     return set(re.findall(rf"(R_X86_64_\w+)\s+\w+ ({prefix}\w+)", text))
 
 
 @pytest.mark.parametrize("stem", LISTS)
-def test_exports_are_the_list(stem: str) -> None:
+def test_exports_equal_the_list(stem: str) -> None:
     assert exported(BUILT / f"{stem}.so.{VERSION}") == listed(LISTS[stem])
 
 
 @pytest.mark.parametrize("stem", LISTS)
-def test_list_is_the_real_drivers(stem: str, userland: Userland) -> None:
+def test_export_list_is_the_real_drivers(stem: str, userland: Userland) -> None:
     assert exported(Path(userland.libdir) / f"{stem}.so.{VERSION}") == listed(LISTS[stem])
 
 
 @pytest.mark.parametrize("stem", LISTS)
-def test_soname(stem: str) -> None:
+def test_soname_is_the_real_one(stem: str) -> None:
     assert f"[{stem}.so.1]" in dynamic(BUILT / f"{stem}.so.{VERSION}")
 
 
@@ -79,13 +79,13 @@ def test_libcuda_is_bound_to_itself() -> None:
     assert "SYMBOLIC" in dynamic(CUDA) and not self_references(CUDA, "cu")
 
 
-def test_nvml_calls_itself_as_the_real_one_does(userland: Userland) -> None:
+def test_nvml_calls_itself_like_the_real_library(userland: Userland) -> None:
     real = self_references(Path(userland.libdir) / NVML.name, "nvml")
     assert len(real) == 40 and self_references(NVML, "nvml") == real
 
 
 @pytest.mark.parametrize("which", ["simulated", "real"])
-def test_proc_addresses_are_the_table(which: str, userland: Userland) -> None:
+def test_proc_addresses_equal_the_table(which: str, userland: Userland) -> None:
     library = CUDA if which == "simulated" else Path(userland.libdir) / CUDA.name
     table = (EXPORTS / "procaddress-535.txt").read_text()
     assert len(table.splitlines()) > 900
@@ -94,7 +94,7 @@ def test_proc_addresses_are_the_table(which: str, userland: Userland) -> None:
     assert done.stdout == ""
 
 
-def test_unmodelled_functions_say_so() -> None:
+def test_unmodelled_functions_are_not_supported() -> None:
     code = f"import ctypes; n = ctypes.CDLL({str(NVML)!r}); c = ctypes.CDLL({str(CUDA)!r})\n"
     code += "assert n.nvmlVgpuTypeGetClass() == 3 and c.cuMulticastCreate() == 801 and c.cuEGLApiInit() == 801"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""The ledger: exact to the byte, over processes, deaths and namespaces."""
+"""The ledger is exact to the byte, over processes, deaths and namespaces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_SECONDS = 20.0
 
 Start = Callable[..., Remote]
 
-# Allocates and frees until it is killed; says when it has begun.
+# Allocates and frees until it is killed; prints a line when it has begun.
 CHURN = """
 import random
 cuda.context()
@@ -45,11 +45,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_nothing_at_first(ledger: Ledger) -> None:
+def test_new_device_is_empty(ledger: Ledger) -> None:
     assert ledger.total_bytes == 16 << 30 and ledger.clients() == () and ledger.used_bytes == 0
 
 
-def test_every_byte_of_one_process(start: Start, ledger: Ledger) -> None:
+def test_every_byte_of_one_process_is_counted(start: Start, ledger: Ledger) -> None:
     p = start()
     p.do("cuda.context()")
     assert ledger.used_bytes == CONTEXT
@@ -85,7 +85,7 @@ def test_capacity_is_shared(start: Start, ledger: Ledger) -> None:
     b.do("cuda.alloc(3 << 30)")
 
 
-def test_memory_of_the_killed_comes_back(start: Start, ledger: Ledger) -> None:
+def test_memory_of_a_killed_process_is_freed(start: Start, ledger: Ledger) -> None:
     doomed, survivor = start(), start()
     doomed.do("cuda.context(); cuda.alloc(9 << 30)")
     survivor.do("cuda.context()")
@@ -95,7 +95,7 @@ def test_memory_of_the_killed_comes_back(start: Start, ledger: Ledger) -> None:
     survivor.do("cuda.alloc(15 << 30)")
 
 
-def test_late_return_is_late(make_host: Callable[..., Path]) -> None:
+def test_memory_of_a_dead_process_is_freed_after_the_delay(make_host: Callable[..., Path]) -> None:
     root = make_host("late", late_return_ms=400.0)
     with Remote(root) as doomed, Remote(root) as survivor, Ledger(str(root / "dev/nvidia0")) as ledger:
         doomed.do("cuda.context(); cuda.alloc(9 << 30)")
@@ -108,7 +108,7 @@ def test_late_return_is_late(make_host: Callable[..., Path]) -> None:
         assert time.monotonic() - noticed > 0.3
 
 
-def test_killed_at_any_instruction(start: Start, ledger: Ledger) -> None:
+def test_ledger_is_exact_after_a_kill_at_any_instruction(start: Start, ledger: Ledger) -> None:
     processes = [start() for _ in range(4)]
     for p in processes:
         p.do(CHURN)
@@ -127,7 +127,7 @@ def test_killed_at_any_instruction(start: Start, ledger: Ledger) -> None:
     assert ledger.snapshot().unreturned_bytes == 0 and ledger.used_bytes == CONTEXT
 
 
-def test_dead_do_not_raise_a_peak(start: Start, ledger: Ledger) -> None:
+def test_dead_processes_do_not_raise_a_peak(start: Start, ledger: Ledger) -> None:
     doomed, survivor = start(), start()
     doomed.do("cuda.context(); cuda.alloc(6 << 30)")
     survivor.do("cuda.context()")
@@ -195,7 +195,7 @@ def test_forked_child_does_not_hold_memory(start: Start, ledger: Ledger) -> None
     os.kill(child, 9)
 
 
-def test_command(start: Start, simhost: Path) -> None:
+def test_command_prints_the_ledger(start: Start, simhost: Path) -> None:
     start().do("cuda.context()")
     device = str(simhost / "dev" / "nvidia0")
     command = [sys.executable, ledger_module.__file__, device]

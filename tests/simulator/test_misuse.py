@@ -1,4 +1,4 @@
-"""What a limiter that is not careful would do: the simulator shows it."""
+"""Errors of a careless limiter make the simulator fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_use_after_destroy_ends_the_process(name: str, start: Start) -> None:
         p.do(use)
 
 
-def test_handles_of_a_context_that_is_gone_are_errors(start: Start) -> None:
+def test_handles_of_a_destroyed_context_are_errors(start: Start) -> None:
     p = start()
     p.do(PREPARE)
     p.do("cuda.ok('cuDevicePrimaryCtxReset_v2', c_int(0)); cuda.context()")
@@ -64,7 +64,7 @@ def test_event_remembers_a_capture_that_has_ended(start: Start) -> None:
     p.do("cuda.ok('cuEventRecord', event, stream); cuda.ok('cuEventSynchronize', event)")
 
 
-def test_event_before_a_programmatic_launch_is_told(start: Start, ledger: Ledger) -> None:
+def test_event_before_a_programmatic_launch_is_counted(start: Start, ledger: Ledger) -> None:
     p = start()
     p.do(PREPARE)
     launch = "checks_time.launch_extended(cuda, function, stream, 1, (checks_time.PROGRAMMATIC, 1))"

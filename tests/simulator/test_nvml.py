@@ -49,7 +49,7 @@ def report(root: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_nvidia_ml_py(make_host: Callable[..., Path]) -> None:
+def test_nvidia_ml_py_reads_the_devices(make_host: Callable[..., Path]) -> None:
     root = make_host("two", gpus=2, memory_bytes=8 << 30, model="NVIDIA Test Card")
     said = report(root)
     assert (said["driver"], said["cuda"], said["after"]) == (VERSION, 12020, "uninitialized")
@@ -60,7 +60,7 @@ def test_nvidia_ml_py(make_host: Callable[..., Path]) -> None:
     assert first["v1"] == [8 << 30, 8 << 30, 0] and first["v2"] == [8 << 30, 0, 8 << 30, 0] and first["gpu"] == 0
 
 
-def test_memory_and_processes(start: Start, simhost: Path) -> None:
+def test_memory_and_processes_are_reported(start: Start, simhost: Path) -> None:
     a, b, idle = start(), start(), start()
     a.do("cuda.context(); cuda.alloc(100 << 20)")
     b.do("cuda.context()")
@@ -105,8 +105,8 @@ def test_utilization_follows_the_work(start: Start, simhost: Path) -> None:
     assert 90 <= int(done.stdout) <= 100
 
 
-def test_in_one_process_with_cuda(start: Start, simhost: Path) -> None:
-    """NVML opening and closing the device must not end the life of libcuda in the same process."""
+def test_nvml_works_in_one_process_with_cuda(start: Start, simhost: Path) -> None:
+    """NVML opening and closing the device must not tear down libcuda's client in the same process."""
     p, witness = start(env={"LD_LIBRARY_PATH": str(simhost / LIBDIR)}), start()
     p.do("cuda.context(); cuda.alloc(1 << 30)\nimport pynvml as n\nn.nvmlInit(); n.nvmlShutdown(); n.nvmlInit()")
     p.do("h = n.nvmlDeviceGetHandleByIndex(0)")
@@ -116,7 +116,7 @@ def test_in_one_process_with_cuda(start: Start, simhost: Path) -> None:
     assert witness.get("cuda.total_bytes() - cuda.free_bytes()") == 2 * CONTEXT + (1 << 30)
 
 
-def test_smi(start: Start, simhost: Path) -> None:
+def test_nvidia_smi_prints_memory_and_processes(start: Start, simhost: Path) -> None:
     p = start()
     p.do("cuda.context()")
     env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
@@ -136,10 +136,10 @@ print({s.pid: s.smUtil for s in n.nvmlDeviceGetProcessUtilization(h, 0)})
 """
 
 
-def test_utilization_of_processes_is_what_they_held(start: Start, simhost: Path) -> None:
+def test_utilization_of_processes_is_their_device_time(start: Start, simhost: Path) -> None:
     busy, idle = start(), start()
     idle.do(BUSY.replace("900", "20"))
-    idle.do("cuda.synchronize()")  # what it held before NVML began to look is not told
+    idle.do("cuda.synchronize()")  # time held before the first NVML sample is not reported
     busy.do(BUSY)
     env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
     done = subprocess.run([sys.executable, "-c", WATCH_PROCESSES], check=True, capture_output=True, text=True, env=env)

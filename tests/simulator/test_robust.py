@@ -1,4 +1,4 @@
-"""Calls that make no sense get an error code; the simulated driver never crashes on a NULL or a zero."""
+"""Invalid calls return an error code; the simulated driver never crashes on a NULL or a zero."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from simulator.simhost import LIBDIR
 from tests.simulator.test_exports import LISTS, listed
 
-# Calls every function named on stdin with zeros only, and says which it is about to call.
+# Calls every function named on stdin with zeros only, and prints each name before the call.
 CALL = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])

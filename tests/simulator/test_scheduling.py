@@ -1,4 +1,4 @@
-"""The ledger of device time, and what the scheduler does that a compute limiter has to live with."""
+"""The ledger of device time, and the scheduling behaviour that a compute limiter has to cope with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group_of(ledger: Ledger, pidns: int) -> Group:
     return next(g for g in ledger.groups() if g.pidns == pidns)
 
 
-def test_two_containers_share_in_each_window(simhost: Path, ledger: Ledger) -> None:
+def test_two_containers_share_the_device_in_each_window(simhost: Path, ledger: Ledger) -> None:
     with Busy(simhost, OWN_PIDNS, seconds=1.3) as a, Busy(simhost, OWN_PIDNS, seconds=1.3, kernel=50) as b:
         for busy in (a, b):
             busy.go()
@@ -39,7 +39,7 @@ def test_two_containers_share_in_each_window(simhost: Path, ledger: Ledger) -> N
     )  # the device was never idle, and never shared twice
 
 
-def test_switches_belong_to_who_is_switched_to(make_host: Callable[..., Path]) -> None:
+def test_switch_counts_for_the_context_switched_to(make_host: Callable[..., Path]) -> None:
     root = make_host("noisy", timing=Timing(switch_us=(150, 151), slice_noise=0))
     with Busy(root, OWN_PIDNS, seconds=0.6) as a, Busy(root, OWN_PIDNS, seconds=0.6) as b:
         for busy in (a, b):
@@ -67,35 +67,35 @@ def test_slices_differ_in_length(make_host: Callable[..., Path]) -> None:
     assert len(away) > 50 and away[0] < 1.6 and away[-1] > 2.6 and mean(away) == pytest.approx(2.1, abs=0.25)
 
 
-def test_time_of_the_dead_is_kept(start: Callable[..., Remote], ledger: Ledger) -> None:
+def test_device_time_of_dead_processes_is_kept(start: Callable[..., Remote], ledger: Ledger) -> None:
     doomed, survivor = start(), start()
     for p in (doomed, survivor):
         p.do("cuda.context(); module = cuda.load(b'SIMMOD globals=0 code=4096\\n\\0')")
     doomed.do("slow = cuda.function(module, 'spin_us_20000'); cuda.launch(slow); cuda.synchronize()")
     doomed.kill()
     while [c.host_pid for c in ledger.clients()] != [survivor.pid]:
-        survivor.do("cuda.free_bytes()")  # who looks buries the dead
+        survivor.do("cuda.free_bytes()")  # any client reaps dead ones
     (group,) = ledger.groups()
     assert group.busy_ns >= group.work_ns >= 20 * MS
 
 
-def test_history_is_of_the_last_ten_seconds_and_says_where_it_ends(simhost: Path, ledger: Ledger) -> None:
+def test_history_covers_ten_seconds_and_rejects_others(simhost: Path, ledger: Ledger) -> None:
     with Busy(simhost, seconds=0.2) as busy:
         busy.go()
         said = busy.result()
     history = ledger.history(said["pidns"])
     assert mean(history.shares(said["started_ns"], said["ended_ns"] - 20 * MS, 10 * MS)) > 0.9
     assert sum(history.shares(said["started_ns"] - 300 * MS, said["started_ns"] - 20 * MS, 10 * MS)) == 0
-    with pytest.raises(ValueError, match="last looked at"):
+    with pytest.raises(ValueError, match="history ends"):
         history.shares(said["started_ns"], time.monotonic_ns() + 1000 * MS, 10 * MS)
-    with pytest.raises(ValueError, match="longer ago"):
+    with pytest.raises(ValueError, match="start of the history"):
         history.shares(said["started_ns"] - 11_000 * MS, said["ended_ns"] - 20 * MS, 10 * MS)
     with pytest.raises(KeyError):
         ledger.history(1)
 
 
-def test_a_spinning_kernel_holds_its_turns(simhost: Path, ledger: Ledger) -> None:
-    """Nobody else's flag: it burns half of the device for as long as the neighbour works."""
+def test_spinning_kernel_uses_its_slices(simhost: Path, ledger: Ledger) -> None:
+    """The kernel uses half of the device as long as the neighbour works, since no kernel sets its flag."""
     with Remote(simhost) as spinner, Busy(simhost, OWN_PIDNS, seconds=0.5) as busy:
         spinner.do("from ctypes import c_uint, c_void_p, c_uint64, byref, cast, pointer")
         spinner.do("cuda.context(); module = cuda.load(b'SIMMOD globals=0 code=4096\\n\\0'); stream = cuda.stream(1)")
@@ -109,21 +109,21 @@ def test_a_spinning_kernel_holds_its_turns(simhost: Path, ledger: Ledger) -> Non
         assert 0.35 < said["done_ns"] / (said["ended_ns"] - said["started_ns"]) < 0.6
         assert spinner.get("cuda.code('cuStreamQuery', stream)") == 600
         spinner.do("other = cuda.stream(1)")
-        spinner.do(launch.format("set_", "other"))  # beside it, in the same context
+        spinner.do(launch.format("set_", "other"))  # concurrently in the same context
         spinner.do("cuda.ok('cuStreamSynchronize', stream)")
         group = next(g for g in ledger.groups() if g.pidns != said["pidns"])
         assert group.busy_ns - group.work_ns - group.switch_ns > 150 * MS
 
 
 @pytest.mark.parametrize("where", [{}, {"processes": 2}, {"devices": 2}], ids=str)
-def test_kernels_that_wait_for_each_other_go_on(where: dict[str, int], make_host: Callable[..., Path]) -> None:
+def test_kernels_that_wait_for_each_other_make_progress(where: dict[str, int], make_host: Callable[..., Path]) -> None:
     with Busy(make_host(gpus=2), mode="pair", kernel=50, seconds=0.5, **where) as busy:
         busy.go()
         said = busy.result()
     assert said["stuck"] == 0 and said["done"] > 500
 
 
-def test_a_wait_for_a_value_leaves_the_device_to_others(simhost: Path) -> None:
+def test_stream_wait_uses_no_device_time(simhost: Path) -> None:
     """Assumed: the front end waits, not a kernel."""
     with Remote(simhost) as waiter, Busy(simhost, OWN_PIDNS, seconds=0.5) as busy:
         waiter.do("from ctypes import c_uint; cuda.context(); stream = cuda.stream(1); flag = cuda.alloc(4096)")
@@ -134,7 +134,7 @@ def test_a_wait_for_a_value_leaves_the_device_to_others(simhost: Path) -> None:
     assert said["done_ns"] > 0.9 * (said["ended_ns"] - said["started_ns"])
 
 
-def test_small_kernels_of_several_streams_run_side_by_side(simhost: Path, ledger: Ledger) -> None:
+def test_small_kernels_of_several_streams_run_concurrently(simhost: Path, ledger: Ledger) -> None:
     with Busy(simhost, seconds=0.5, streams=8, blocks=12) as busy:  # a quarter of the device each
         busy.go()
         said = busy.result()
@@ -142,7 +142,7 @@ def test_small_kernels_of_several_streams_run_side_by_side(simhost: Path, ledger
     assert 3.5 * held_ns < said["done_ns"] + 30 * MS < 4.5 * held_ns
 
 
-def test_launches_and_records_cost_what_the_host_says(make_host: Callable[..., Path]) -> None:
+def test_launches_and_records_cost_the_configured_time(make_host: Callable[..., Path]) -> None:
     root = make_host("costly", timing=Timing(launch_us=100, record_us=200, bubble_us=300))
     with Remote(root) as p:
         p.do("import time; cuda.context(); module = cuda.load(b'SIMMOD globals=0 code=4096\\n\\0')")
@@ -151,24 +151,25 @@ def test_launches_and_records_cost_what_the_host_says(make_host: Callable[..., P
         )
         p.do("t = time.perf_counter(); [cuda.launch(brief, stream) for _ in range(50)]; took = time.perf_counter() - t")
         assert 0.005 <= p.get("took") < 0.02
-        # Behind something long, so that the device has both before it comes to them.
+        # A long kernel first, so that both events are queued before the device reaches them.
         p.do("cuda.launch(cuda.function(module, 'spin_us_50000'), stream); t = time.perf_counter()")
         p.do("[cuda.ok('cuEventRecord', e, stream) for e in events]; took = time.perf_counter() - t")
         assert 0.0006 <= p.get("took") < 0.01
-        p.do("cuda.launch(cuda.function(module, 'spin_us_100000'), stream)")  # so that no record comes too late
+        # so that the events are recorded before it ends
+        p.do("cuda.launch(cuda.function(module, 'spin_us_100000'), stream)")
         p.do("[cuda.ok('cuEventRecord', e, stream) for e in events]; cuda.ok('cuEventSynchronize', events[2])")
         assert p.get("cuda.milliseconds(*events[:2])") == pytest.approx(0.3, abs=0.001)
 
 
 def test_waits_end_when_the_work_does(simhost: Path) -> None:
-    """A program that waits for each kernel of 200 us gets most of an idle device, without burning a processor."""
+    """A program that waits for each kernel of 200 us gets most of an idle device and does not spin."""
     with Busy(simhost, mode="sync", kernel=200, seconds=0.5) as busy:
         busy.go()
         said = busy.result()
     assert said["done_ns"] > 0.6 * (said["ended_ns"] - said["started_ns"])
 
 
-def test_command_line_of_the_timing(tmp_path: Path) -> None:
+def test_command_line_sets_the_timing(tmp_path: Path) -> None:
     from simulator import layout, simhost
 
     command = [

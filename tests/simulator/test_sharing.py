@@ -1,4 +1,4 @@
-"""Memory that crosses processes: content, and who is charged for it."""
+"""Memory shared between processes: its content, and which process is charged for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def send(path, *fds):
 
 
 def held(ledger: Ledger, p: Remote) -> int:
-    """Bytes that a process is charged, its context not counted."""
+    """Return the bytes charged to a process, without its context."""
     return next(c.bytes for c in ledger.clients() if c.host_pid == p.pid) - CONTEXT
 
 
@@ -40,7 +40,7 @@ def pair(start: Start) -> tuple[Remote, Remote]:
 
 
 def pass_descriptor(sender: Remote, receiver: Remote, expression: str, path: Path) -> int:
-    """Sends a descriptor from one process to the other; returns its number there."""
+    """Send a descriptor from one process to the other; return its number there."""
     receiver.do(f"import socket; l = socket.socket(socket.AF_UNIX); l.bind({str(path)!r}); l.listen()")
     sender.do(SEND)
     sender.do(f"send({str(path)!r}, {expression})")
@@ -62,14 +62,14 @@ def test_ipc_shares_content_and_charges_the_exporter(start: Start, ledger: Ledge
     assert held(ledger, a) == 0
 
 
-def test_ipc_of_a_small_allocation(start: Start) -> None:
+def test_small_allocation_is_shared_by_ipc(start: Start) -> None:
     a, b = pair(start)
     a.do("x, p = cuda.alloc(700), cuda.alloc(700); cuda.write(p, b'small')")
     b.do(f"q = cuda.ipc_open({a.get('cuda.ipc_handle(p)')!r})")
     assert b.get("cuda.read(q, 5)") == b"small"
 
 
-def test_importer_inherits_from_the_dead(start: Start, ledger: Ledger) -> None:
+def test_importer_inherits_the_charge_of_a_dead_exporter(start: Start, ledger: Ledger) -> None:
     a, b = pair(start)
     a.do("p = cuda.alloc(4 << 20); cuda.write(p, b'left'); other = cuda.alloc(8 << 20)")
     b.do(f"q = cuda.ipc_open({a.get('cuda.ipc_handle(p)')!r})")
@@ -86,7 +86,7 @@ def test_own_handle_cannot_be_opened(start: Start) -> None:
     assert a.get("d.error_of(cuda.ipc_open, cuda.ipc_handle(p))") == 201
 
 
-def test_shareable_handle(start: Start, ledger: Ledger, tmp_path: Path) -> None:
+def test_shareable_handle_shares_content_and_charge(start: Start, ledger: Ledger, tmp_path: Path) -> None:
     a, b = pair(start)
     a.do("h = cuda.create(4 << 20, 1); p = cuda.reserve(4 << 20); cuda.map(p, 4 << 20, h); cuda.write(p, b'fd')")
     a.do("fd = c_int(); cuda.ok('cuMemExportToShareableHandle', byref(fd), h, c_int(1), 0)")
@@ -103,7 +103,7 @@ def test_shareable_handle(start: Start, ledger: Ledger, tmp_path: Path) -> None:
     assert held(ledger, b) == 0
 
 
-def test_pool_pointer(start: Start, ledger: Ledger, tmp_path: Path) -> None:
+def test_pool_pointer_shares_content_and_charge(start: Start, ledger: Ledger, tmp_path: Path) -> None:
     a, b = pair(start)
     a.do("pool = cuda.pool(1); p = cuda.alloc_from(pool, 5000); cuda.write(p, b'pooled')")
     a.do("fd = c_int(); cuda.ok('cuMemPoolExportToShareableHandle', byref(fd), pool, c_int(1), 0)")

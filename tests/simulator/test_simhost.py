@@ -1,4 +1,4 @@
-"""The simulated host root: what is in it, and that the formats are the real ones."""
+"""The simulated host root: its content, and formats equal to the real ones."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_libraries_have_sonames_and_links(simhost: Path) -> None:
         ctypes.CDLL(str(library))
 
 
-def test_uuids_are_always_the_same() -> None:
+def test_uuids_are_deterministic() -> None:
     assert builder.default_uuid(0) == "GPU-35c53cc4-4ccd-4b67-a26e-a93d07cad784"
     assert len({builder.default_uuid(i) for i in range(8)}) == 8
 
 
-def test_rebuilding_starts_anew(simhost: Path) -> None:
+def test_rebuilding_resets_the_devices(simhost: Path) -> None:
     device = simhost / "dev/nvidia0"
     with open(device, "r+b") as file:
         file.seek(layout.CLIENTS_OFFSET)
@@ -73,11 +73,11 @@ def test_rebuilding_starts_anew(simhost: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("16GiB", 16 << 30), ("512MiB", 512 << 20), ("1.5GiB", 3 << 29)])
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert builder.parse_size(text) == size
 
 
-def test_command(tmp_path: Path) -> None:
+def test_command_builds_a_root(tmp_path: Path) -> None:
     command = [sys.executable, builder.__file__, str(tmp_path / "h"), "--gpus", "2", "--memory", "24GiB"]
     subprocess.run(command, check=True)
     with Ledger(str(tmp_path / "h/dev/nvidia1")) as ledger:
@@ -86,7 +86,7 @@ def test_command(tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "'banana'" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
-def test_control_stand_in_answers(simhost: Path) -> None:
+def test_control_stand_in_answers_commands(simhost: Path) -> None:
     control = str(simhost / "usr/bin/nvidia-cuda-mps-control")
     said = subprocess.run([control], input="get_default_active_thread_percentage\n", capture_output=True, text=True)
     assert said.stdout == "100.0\n"
@@ -102,7 +102,7 @@ def test_libraries_find_the_devices_of_their_own_root(make_host: Callable[..., P
     assert counts == [["0", "0", "1"], ["0", "0", "2"]]
 
 
-def test_without_devices_there_is_no_device(make_host: Callable[..., Path]) -> None:
+def test_root_without_devices_has_no_device(make_host: Callable[..., Path]) -> None:
     root = make_host("empty", gpus=0)
     code = f"import ctypes; print(ctypes.CDLL({str(root / LIBDIR / 'libcuda.so.1')!r}).cuInit(0))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "100\n"

@@ -1,4 +1,4 @@
-"""The driver interface of tests/conformance, with launches that have a shape and parameters."""
+"""The driver interface of tests/conformance, plus launches with a shape and parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.conformance import driver
 
 MULTIPROCESSORS, CC_MAJOR, CC_MINOR = 16, 75, 76  # CUdevice_attribute
 THREADS = 256
-# A kernel that does `rounds` rounds of arithmetic in each thread; each block then adds them to a counter, so the device
-# itself counts what it did. The simulator, which runs no code, goes by the name: it takes that many microseconds.
+# A kernel that does `rounds` rounds of arithmetic in each thread. Each block then adds them to a counter, so the device
+# itself counts its work. The simulator, which runs no code, takes the duration in microseconds from the name.
 COUNT = """
 .visible .entry {name}(.param .u64 counter, .param .u64 rounds)
 {{
@@ -39,8 +39,8 @@ again:
     ret;
 }}
 """
-# One thread that looks at the device's clock until `run_ns` are over, and notes [from, to) of every time in which it
-# did not run for longer than `least_ns`: out[0] = how many, then the pairs.
+# One thread that reads the device's clock until `run_ns` are over. It stores the interval [from, to) of each pause
+# longer than `least_ns`: out[0] = how many, then the pairs.
 GAPS = """
 .visible .entry gaps_spin_us_100000(.param .u64 out, .param .u64 room, .param .u64 run_ns, .param .u64 least_ns)
 {
@@ -79,7 +79,7 @@ HEAD = ".version 6.0\n.target sm_50\n.address_size 64\n"
 
 
 def counting(kernel_us: int) -> tuple[bytes, str]:
-    """(PTX, name) of the counting kernel."""
+    """Return (PTX, name) of the counting kernel."""
     name = f"count_spin_us_{kernel_us}"
     return (HEAD + COUNT.format(name=name)).encode(), name
 
@@ -98,19 +98,19 @@ class Gpu(driver.Driver):
         return self.function(self.load(ptx), name)
 
     def start(self, function: int, parameters: Parameters, stream: int = 0, blocks: int = 1, threads: int = 1) -> None:
-        """One launch. Raises DriverError."""
+        """Launch a function. Raises DriverError."""
         shape = [c_uint(n) for n in (blocks, 1, 1, threads, 1, 1, 0)]
         self.ok("cuLaunchKernel", function, *shape, stream, parameters.pointer, None)
 
     def done(self, event: int) -> bool:
-        """Whether what was before the event is done."""
+        """Return whether the work before the event is done."""
         code = self.code("cuEventQuery", event)
         if code not in (driver.SUCCESS, driver.NOT_READY):
             raise driver.DriverError("cuEventQuery", code)
         return code == driver.SUCCESS
 
     def counter(self, size: int = 4096) -> int:
-        """Zeroed device memory."""
+        """Allocate zeroed device memory."""
         address = self.alloc(size)
         self.ok("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
         return address
@@ -120,7 +120,7 @@ class Gpu(driver.Driver):
 
 
 class Parameters:
-    """Kernel parameters of 64 bits each, kept alive."""
+    """64-bit kernel parameters, kept alive while this object exists."""
 
     def __init__(self, *values: int) -> None:
         self._values = [c_uint64(value) for value in values]
@@ -129,14 +129,14 @@ class Parameters:
 
 
 def name_of(cuda: Union[driver.Driver, Any], device: int = 0) -> str:
-    """cuDeviceGetName."""
+    """Return the device's name."""
     text = ctypes.create_string_buffer(128)
     cuda.ok("cuDeviceGetName", text, c_int(128), c_int(device))
     return text.value.decode(errors="replace")
 
 
 def uuid_of(cuda: driver.Driver, device: int = 0) -> str:
-    """ "GPU-..." as NVML writes it."""
+    """Return the device's UUID as NVML formats it ("GPU-...")."""
     raw = (ctypes.c_ubyte * 16)()
     function = "cuDeviceGetUuid_v2" if hasattr(cuda.library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     cuda.ok(function, byref(raw), c_int(device))

@@ -1,4 +1,4 @@
-"""What the driver says of itself and of its device."""
+"""Report what the driver says about itself and its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ VERSIONS = (2000, 3020, 4000, 7000, 7050, 10010, 11000, 11010, 11020, 11030, 120
 
 
 def loaded(directories: list[str]) -> None:
-    """Which files a program gets for the two sonames; `directory`: where they are when the loader does not know."""
+    """Report which files a program loads for the two sonames.
+
+    `directories`: searched if the loader does not find them.
+    """
     found = ""
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -42,14 +45,14 @@ def loaded(directories: list[str]) -> None:
 
 
 def mapped() -> dict[str, str]:
-    """stem -> file of the driver's libraries in this process."""
+    """Map each stem to the driver's library file in this process."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = [line.split(None, 5)[5].strip() for line in maps if line.count("/")]
     return {stem: path for path in paths for stem in STEMS if os.path.basename(path).startswith(f"{stem}.so")}
 
 
 def device(library: str) -> None:
-    """The first device."""
+    """Report the first device."""
     gpu = driver.Driver(library)
     code = gpu.code("cuInit", c_uint(0))
     if code:
@@ -75,9 +78,12 @@ class Memory(ctypes.Structure):
 
 
 def meter(library: str, nvml: str, uuid: str) -> None:
-    """For each line: bytes used on the device, natively. From NVML; where that does not work, from cuMemGetInfo in a
-    context of our own, which then is part of every answer. As long as this runs the driver stays loaded, so no other
-    program pays for its start, and no setting of the card has to be changed."""
+    """For each line report the bytes used on the device, natively.
+
+    They come from NVML, or, where it does not work, from cuMemGetInfo in an own context, which is then part of every
+    answer. The driver stays loaded while this runs, so other programs start fast and no setting of the card has to
+    change.
+    """
     read = _nvml_meter(nvml, uuid)
     source = "nvmlDeviceGetMemoryInfo" if read else "cuMemGetInfo"
     read = read or _cuda_meter(library)
@@ -104,7 +110,7 @@ def _nvml_meter(library: str, uuid: str) -> Optional[Callable[[], int]]:
 
 
 def nvml(uuid: str) -> None:
-    """The device's total memory, of NVML and of nvidia-smi (None: there is none), in a share."""
+    """Report the device's total memory in a share, from NVML and from nvidia-smi (None: not installed)."""
     library = ctypes.CDLL("libnvidia-ml.so.1")
     handle, memory = c_void_p(), Memory()
     code = library.nvmlInit_v2()
@@ -130,7 +136,7 @@ def _cuda_meter(library: str) -> Callable[[], int]:
 
 
 def context(library: str) -> None:
-    """What a process's first context takes (by NVML, from outside), and a second one in it (by cuMemGetInfo)."""
+    """Report the memory of a process's first context (by NVML, from outside) and of a second (by cuMemGetInfo)."""
     gpu = driver.Driver(library)
     gpu.init()
     say(before=True)
@@ -147,7 +153,7 @@ def context(library: str) -> None:
 
 
 def names(library: str) -> None:
-    """Whether cuGetProcAddress gives the exported addresses, and whether what is loaded is the shim."""
+    """Report whether cuGetProcAddress returns the exported addresses, and whether the loaded library is the shim."""
     gpu = driver.Driver(library)
     gpu.init()
     listed = [line.split("\t") for line in (TREE / "shim" / "symbols.tsv").read_text().splitlines()[1:]]
@@ -184,7 +190,7 @@ def names(library: str) -> None:
 
 
 def exported(library: str, names: list[str], nvml: str = "") -> None:
-    """Which functions a library (libcuda, or `nvml`) exports, and which cuGetProcAddress knows."""
+    """Report which functions a library (libcuda, or `nvml`) exports, and which cuGetProcAddress knows."""
     gpu = driver.Driver(library)
     try:
         there = [name for name in names if address_of(ctypes.CDLL(nvml) if nvml else gpu.library, name)]

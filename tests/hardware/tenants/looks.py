@@ -1,4 +1,4 @@
-"""Looks, as the compute law has them (shim/limiter/probe.c): events in a stream in which nothing else is."""
+"""Record probe events like the rate limiter's (shim/limiter/probe.c): events in an otherwise empty stream."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from tests.hardware.tenant import listen, say
 from tests.hardware.tenants.cuda import THREADS, Gpu, Parameters, counting
 from tests.hardware.tenants.work import NON_BLOCKING
 
-PACE_NS = 200_000  # SOON of the law
-DEPTH = 32  # kernels on their way: more than a slice
+PACE_NS = 200_000  # SOON in the rate limiter
+DEPTH = 32  # kernels in flight: more than a slice
 REST_S = 2e-5
 
 
 class Events:
-    """Timing events that are on their way, in the order in which they were recorded, and those that are done:
-    (recorded, stamp, seen), in nanoseconds of the host's clock, the device's since `base`, and the host's."""
+    """Timing events in flight, in the order of recording, and finished ones.
+
+    A finished event is (recorded, timestamp, seen) in nanoseconds: the host's clock, the device's since `base`, the
+    host's.
+    """
 
     def __init__(self, gpu: Gpu, stream: int, depth: int, base: int) -> None:
         self.gpu, self.stream, self.base = gpu, stream, base
@@ -32,7 +35,7 @@ class Events:
         self.going.append((event, self.last_ns))
 
     def take_in(self) -> bool:
-        """Whether something was done."""
+        """Collect finished events; return whether there were any."""
         before = len(self.done)
         while self.going and self.gpu.done(self.going[0][0]):
             seen = time.monotonic_ns()
@@ -44,8 +47,11 @@ class Events:
 
 
 def looks(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
-    """For each line {run_s, works, looks}: with `works` short kernels one behind the other, each with an event behind
-    it, with `looks` one in a stream of their own each 200 us. Says both kinds of events as Events has them."""
+    """For each line {run_s, works, looks}: report the events of the kernels and of the probes, as in Events.
+
+    With `works` it runs short kernels back to back with an event after each; with `looks` it records an event in a
+    stream of its own every 200 us.
+    """
     gpu = Gpu(library)
     function = gpu.kernel(*counting(kernel_us))
     parameters = Parameters(gpu.counter(), rounds)

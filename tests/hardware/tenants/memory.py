@@ -1,4 +1,4 @@
-"""Memory until it is refused, in each of the ways there are."""
+"""Allocate memory in each possible way until it is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.conformance.driver import Driver, DriverError
 from tests.hardware.tenant import listen, say
 
 MIB = 1 << 20
-STEPS = (256 * MIB, 32 * MIB, 2 * MIB)  # coarse, then to the last block
+STEPS = (256 * MIB, 32 * MIB, 2 * MIB)  # coarse steps first, single blocks last
 ATTACH_GLOBAL = 1
 LOCATION_DEVICE, LAST_PREFETCH_LOCATION = 1, 4  # CUmemLocationType, CUmem_range_attribute
 
@@ -36,8 +36,10 @@ WAYS = {"plain": plain, "async": asynchronous, "vmm": virtual, "managed": manage
 
 
 def fill(library: str, way: str, most_bytes: int) -> None:
-    """Says what there is; on a line takes memory until it is refused, never more than `most_bytes`, says how much, and
-    holds it."""
+    """Report the memory; on a line allocate until refused, report the bytes, and keep them.
+
+    Allocates at most `most_bytes`.
+    """
     cuda = Driver(library)
     cuda.context()
     say(total_bytes=cuda.total_bytes(), free_bytes=cuda.free_bytes())
@@ -57,8 +59,10 @@ def fill(library: str, way: str, most_bytes: int) -> None:
 
 
 def pool(library: str) -> None:
-    """By how much the default pool grows for requests of several sizes, and what a free of plain memory through
-    cuMemFreeAsync gives (None: success)."""
+    """Report the growth of the default pool for requests of several sizes.
+
+    Also reports the result of freeing plain memory with cuMemFreeAsync (None: success).
+    """
     cuda = Driver(library)
     cuda.context()
     steps = {}
@@ -80,7 +84,7 @@ def pool(library: str) -> None:
 
 
 def prefetch(library: str) -> None:
-    """One managed block, brought to the device by cuMemPrefetchBatchAsync."""
+    """Bring one managed block to the device with cuMemPrefetchBatchAsync."""
     cuda = Driver(library)
     cuda.context()
     address = cuda.out("cuMemAllocManaged", 2 * MIB, c_uint(ATTACH_GLOBAL))

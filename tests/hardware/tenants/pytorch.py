@@ -1,4 +1,4 @@
-"""PyTorch, as people use it."""
+"""PyTorch, as users run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torch_module() -> Any:
 
 
 def limit(most_bytes: int) -> None:
-    """What mem_get_info shows, how much can be had before OutOfMemoryError, and whether PyTorch goes on after it."""
+    """Report mem_get_info, how much can be allocated, and whether PyTorch continues after OutOfMemoryError."""
     torch = torch_module()
     free, total = torch.cuda.mem_get_info()
     held: list[Any] = []
@@ -42,7 +42,7 @@ def limit(most_bytes: int) -> None:
 
 
 def work(graph: bool = False) -> None:
-    """For each line {settle_s, run_s}: matrix products per second."""
+    """For each line {settle_s, run_s}: report matrix products per second."""
     torch = torch_module()
     left = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.float16)
     out = torch.empty_like(left)

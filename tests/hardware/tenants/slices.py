@@ -1,4 +1,4 @@
-"""When one context runs on the device and when another does."""
+"""Measure when one context runs on the device and when another does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ ROOM = 4000
 
 
 def slices(library: str, run_ms: int, least_us: int) -> None:
-    """On a line: one thread runs for `run_ms`. Says the stretches in which it did not run, of more than `least_us`,
-    in nanoseconds of the device's clock."""
+    """On a line: run one thread for `run_ms` and report its pauses of more than `least_us`, in device nanoseconds."""
     gpu = Gpu(library)
     function = gpu.kernel((HEAD + GAPS).encode(), "gaps_spin_us_100000")
     size = 8 + 16 * ROOM

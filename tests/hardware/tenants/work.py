@@ -1,4 +1,4 @@
-"""Work whose amount the device counts itself."""
+"""Work whose amount the device itself counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.hardware.tenant import listen, say
 from tests.hardware.tenants.cuda import MULTIPROCESSORS, THREADS, Gpu, Parameters, counting
 
 BLOCKS_PER_MULTIPROCESSOR = 4
-DEPTH = 64  # launches on their way
-WARM_UP_S = 0.3  # clocks rise
+DEPTH = 64  # launches in flight
+WARM_UP_S = 0.3  # time for the clocks to rise
 NON_BLOCKING, RELAXED = 1, 2
 GRAPH_KERNELS = 10
 
 
 def calibrate(library: str, kernel_us: int) -> None:
-    """Rounds with which the counting kernel fills the whole device for about `kernel_us`."""
+    """Report the rounds with which the counting kernel fills the whole device for about `kernel_us`."""
     gpu = Gpu(library)
     function = gpu.kernel(*counting(kernel_us))
     blocks = gpu.attribute(MULTIPROCESSORS) * BLOCKS_PER_MULTIPROCESSOR
@@ -36,7 +36,7 @@ def calibrate(library: str, kernel_us: int) -> None:
 
 
 class Worker:
-    """Keeps launches on their way, and knows how many are done."""
+    """Keeps launches in flight and counts finished ones."""
 
     def __init__(self, library: str, kernel_us: int, rounds: int, blocks: int, graph: bool) -> None:
         self.gpu = gpu = Gpu(library)
@@ -74,7 +74,7 @@ class Worker:
         self.launched += self.unit
 
     def look(self) -> None:
-        """Takes in what is done; waits for something when all room is used."""
+        """Collect finished launches; wait for one when all slots are in use."""
         if not self.idle:
             self.gpu.ok("cuEventSynchronize", self.going[0])
         while self.going and self.gpu.done(self.going[0]):
@@ -82,7 +82,7 @@ class Worker:
             self.done += self.unit
 
     def until(self, end: float) -> tuple[int, float]:
-        """Works until `end`; (kernels done so far, the time of looking)."""
+        """Work until `end`; return (kernels done so far, time of the last check)."""
         while time.monotonic() < end:
             if self.idle:
                 self.launch()
@@ -95,8 +95,11 @@ class Worker:
 
 
 def work(library: str, kernel_us: int, rounds: int, blocks: int, graph: bool = False) -> None:
-    """For each line {settle_s, run_s}: kernels per second in the run, after the settling. Idle between lines.
-    `counted`: what the device counted, of what was launched; 0 on a simulator, which runs no code."""
+    """For each line {settle_s, run_s}: report kernels per second in the run, after the settling time.
+
+    It is idle between lines. `counted`: the fraction of the launched work that the device counted; 0 on a simulator,
+    which runs no code.
+    """
     worker = Worker(library, kernel_us, rounds, blocks, graph)
     say(ready=True)
     while True:
@@ -110,8 +113,11 @@ def work(library: str, kernel_us: int, rounds: int, blocks: int, graph: bool = F
 
 
 def pair(library: str, kernel_us: int, rounds: int, blocks: int, turns: int) -> None:
-    """Two streams of which each waits on the device for a value that the other one writes after a kernel. What waits
-    is issued first, so whoever holds the second stream back until the first one is done waits for ever."""
+    """Run two streams that wait on the device for values which the other one writes after a kernel.
+
+    The waiting stream is issued first, so a limiter that holds the second stream until the first is done waits for
+    ever.
+    """
     worker = Worker(library, kernel_us, rounds, blocks, False)
     gpu = worker.gpu
     wait, write = (
