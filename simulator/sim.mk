@@ -6,7 +6,7 @@ SIM_VERSION := 535.261.03
 SIM_OUT := $(BUILD)/sim
 SIM_PYTHON ?= $(if $(PYTHON),$(PYTHON),python3)
 SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) \
-	-isystem $(NVML_INCLUDE)
+	-isystem $(NVML_INCLUDE) -isystem build/zstd
 
 SIM_SHARED := device memory shared scheduler
 SIM_CUDA := $(SIM_SHARED) $(patsubst $(SIM_DIR)/cuda/%.c,cuda/%,$(wildcard $(SIM_DIR)/cuda/*.c))
@@ -31,6 +31,10 @@ $(SIM_OUT)/obj/%.o: $(SIM_DIR)/%.c $(SIM_HEADERS)
 	@echo '  CC $<'
 	@$(CC) $(SIM_CFLAGS) -c -o $@ $<
 
+$(SIM_OUT)/zstd.o: build/zstd/zstd.c
+	@mkdir -p $(@D)
+	@$(CC) -Os -fPIC -fvisibility=hidden -ffunction-sections -fdata-sections -w -DZSTD_DISABLE_ASM=1 -c -o $@ $<
+
 $(SIM_OUT)/cuda.i: $(CUDA_INCLUDE)/cuda.h
 	@mkdir -p $(@D)
 	@printf '#define __CUDA_API_VERSION_INTERNAL\n#include <cuda.h>\n' | $(CC) -E -P -x c -isystem $(CUDA_INCLUDE) -o $@ -
@@ -46,8 +50,8 @@ $(SIM_OUT)/%.o: $(SIM_OUT)/%.c $(SIM_HEADERS)
 	@$(CC) $(SIM_CFLAGS) -Wno-unknown-warning-option -Wno-builtin-declaration-mismatch -Wno-unused-parameter -c -o $@ $<
 
 # Like the real ones: libcuda is bound to itself, NVML calls its own exports through its PLT.
-$(SIM_LIBCUDA): $(SIM_CUDA_OBJECTS) $(SIM_OUT)/generated.o $(SIM_OUT)/generated_stubs.o
-	@$(CC) -shared -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic -Wl,-z,nodelete -Wl,--version-script=$(SIM_OUT)/libcuda.map -o $@ $^ -lpthread -lrt -lm
+$(SIM_LIBCUDA): $(SIM_CUDA_OBJECTS) $(SIM_OUT)/generated.o $(SIM_OUT)/generated_stubs.o $(SIM_OUT)/zstd.o
+	@$(CC) -shared -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic -Wl,-z,nodelete -Wl,--gc-sections -Wl,--version-script=$(SIM_OUT)/libcuda.map -o $@ $^ -lpthread -lrt -lm
 
 $(SIM_LIBNVML): $(SIM_NVML_OBJECTS) $(SIM_OUT)/nvml_stubs.o
 	@$(CC) -shared -Wl,-soname,libnvidia-ml.so.1 -Wl,-z,nodelete -Wl,--version-script=$(SIM_OUT)/libnvidia-ml.map -o $@ $^ -lpthread

@@ -14,8 +14,7 @@ bool gs_lazy_loading(void) {
 unsigned gs_arch(CUdevice device) {
     __typeof__(&cuDeviceGetAttribute) get = GS_REAL(cuDeviceGetAttribute);
     int major = 0, minor = 0;
-    if (!get ||
-        get(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) != CUDA_SUCCESS ||
+    if (!get || get(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) != CUDA_SUCCESS ||
         get(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device) != CUDA_SUCCESS)
         return 0;
     return (unsigned)(10 * major + minor);
@@ -34,15 +33,15 @@ static uint64_t sum_key(uint64_t context) {
     return mixed(context, UINT64_C(0x636f6465), 0);
 }
 
-static struct gs_entry sum_of(uint64_t context, int dev) {
+/* The caller holds lock_context. What it takes out it puts back: settle(). */
+static struct gs_entry take_sum(uint64_t context, int dev) {
     struct gs_entry sum;
-    if (!gs_map_get(&gs_loaded, sum_key(context), &sum))
+    if (!gs_map_take(&gs_loaded, sum_key(context), &sum))
         sum = (struct gs_entry){.context = context, .dev = dev, .kind = GS_KIND_WHOLE};
     return sum;
 }
 
-/* Charge or release, so that what is charged is the sum in whole blocks. The caller holds
- * lock_context. */
+/* Charge or release, so that what is charged is the sum in whole blocks, and put the sum back. */
 static bool settle(struct gs_entry *sum) {
     uint64_t want = gs_round_up(sum->extra, GS_BLOCK);
     if (want > sum->bytes)
@@ -65,7 +64,8 @@ CUresult gs_code_take(const struct gs_here *here, uint64_t bytes, bool exact) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     gs_lock(lock);
-    struct gs_entry sum = sum_of(context, here->dev);
+    struct gs_entry sum = {0};
+    gs_map_get(&gs_loaded, sum_key(context), &sum);
     uint64_t want = gs_round_up(sum.extra + bytes, GS_BLOCK);
     uint64_t more = want > sum.bytes ? want - sum.bytes : 0;
     gs_unlock(lock);
@@ -74,7 +74,7 @@ CUresult gs_code_take(const struct gs_here *here, uint64_t bytes, bool exact) {
     if (result != CUDA_SUCCESS)
         return result;
     gs_lock(lock);
-    sum = sum_of(context, here->dev);
+    sum = take_sum(context, here->dev);
     sum.extra += bytes;
     if (!charge.passed)
         sum.bytes += charge.bytes;
@@ -87,7 +87,7 @@ void gs_code_give(uint64_t context, int dev, uint64_t bytes) {
     if (bytes == 0)
         return;
     gs_lock(&gs_self()->lock_context);
-    struct gs_entry sum = sum_of(context, dev);
+    struct gs_entry sum = take_sum(context, dev);
     sum.extra -= bytes < sum.extra ? bytes : sum.extra;
     settle(&sum);
     gs_unlock(&gs_self()->lock_context);
@@ -105,8 +105,7 @@ bool gs_code_is_charged(uint64_t owner, const struct gs_here *here, uint64_t par
            gs_map_get(&gs_loaded, part_key(owner, here, GS_PART_ALL), &entry);
 }
 
-CUresult gs_code_record(uint64_t owner, const struct gs_here *here, uint64_t part,
-                        uint64_t bytes) {
+CUresult gs_code_record(uint64_t owner, const struct gs_here *here, uint64_t part, uint64_t bytes) {
     uint64_t key = part_key(owner, here, part);
     struct gs_entry known, entry = {.bytes = bytes,
                                     .context = gs_context_key(here->context),
@@ -159,8 +158,7 @@ static CUresult use(uint64_t owner, const struct gs_here *here, uint64_t part, u
 
 CUresult gs_part_use(uint64_t owner, const struct gs_here *here, const struct gs_part *part) {
     CUresult result = use(owner, here, GS_PART_SHARED, part->shared, part->known);
-    return result == CUDA_SUCCESS ? use(owner, here, part->part, part->bytes, part->known)
-                                  : result;
+    return result == CUDA_SUCCESS ? use(owner, here, part->part, part->bytes, part->known) : result;
 }
 
 bool gs_here_of_context(CUcontext context, struct gs_here *here) {

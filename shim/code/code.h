@@ -36,13 +36,15 @@ bool gs_here_of_context(CUcontext context, struct gs_here *here);
 /* `owner` was unloaded: give back what its parts took in every context. */
 void gs_code_forget(uint64_t owner);
 
-/* ---- module.c and library.c ------------------------------------------------------------------- */
+/* ---- module.c and library.c -------------------------------------------------------------------
+ */
 
 extern struct gs_map gs_library_modules; /* CUmodule -> extra = the library that it belongs to */
 /* Charge a part of a library in the current context. */
 CUresult gs_library_use(CUlibrary library, uint64_t part);
 
-/* ---- library.c and local.c: before a function is used ----------------------------------------- */
+/* ---- library.c and local.c: before a function is used -----------------------------------------
+ */
 
 /* Charge the code of a kernel of a library in the current context; other functions pass. */
 CUresult gs_kernel_use(const void *function);

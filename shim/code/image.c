@@ -44,8 +44,10 @@ struct fatbin_entry {
 #define KIND_CUBIN 2u
 #define COMPRESSED_LZ4 0x2000u /* flags */
 #define COMPRESSED_ZSTD 0x8000u
-#define DECOMPRESSED_MAX (UINT64_C(1) << 30) /* no cubin is that large; beyond, the header counts */
-#define ENTRY_KERNEL 0x10                    /* st_other of a kernel's symbol (STO_CUDA_ENTRY) */
+#define DECOMPRESSED_MAX \
+    (UINT64_C(1) << 30)                       /* no cubin is that large; beyond, the header counts \
+                                               */
+#define ENTRY_KERNEL 0x10                     /* st_other of a kernel's symbol (STO_CUDA_ENTRY) */
 #define SHARED_MEMORY_MAX (UINT64_C(1) << 20) /* of a kernel: no device has a quarter of that */
 
 static uint64_t plus(uint64_t a, uint64_t b) {
@@ -110,8 +112,7 @@ static const char *name_of(const struct cubin *c, const Elf64_Shdr *section) {
 }
 
 static bool inside(const struct cubin *c, const Elf64_Shdr *section) {
-    return section->sh_type != SHT_NOBITS &&
-           plus(section->sh_offset, section->sh_size) <= c->size;
+    return section->sh_type != SHT_NOBITS && plus(section->sh_offset, section->sh_size) <= c->size;
 }
 
 static bool open_cubin(struct cubin *c, const unsigned char *data, size_t size) {
@@ -195,8 +196,8 @@ static struct gs_image *elf(const unsigned char *data, size_t size) {
         return NULL;
     for (uint32_t i = 0; i < c.n_sections; i++) {
         Elf64_Shdr section = section_of(&c, i);
-        image->n_kernels += kernels_in(&c, &section, image->kernel + image->n_kernels,
-                                       room - image->n_kernels);
+        image->n_kernels +=
+            kernels_in(&c, &section, image->kernel + image->n_kernels, room - image->n_kernels);
     }
     qsort(image->kernel, image->n_kernels, sizeof(image->kernel[0]), by_hash);
     for (uint32_t i = 0; i < c.n_sections; i++) {

@@ -26,12 +26,8 @@ static bool read_image(CUlibrary library, const struct gs_here *here) {
         gs_image_read((const void *)(uintptr_t)entry.bytes, SIZE_MAX, gs_arch(here->device));
     if (!image)
         return false;
-    gs_lock(&gs_self()->lock_context);
-    bool first = gs_map_get(&libraries, key_of(library), &entry) && !entry.extra;
-    entry.extra = first ? key_of(image) : entry.extra;
-    if (!first || !gs_map_put(&libraries, key_of(library), &entry))
-        free(image);
-    gs_unlock(&gs_self()->lock_context);
+    if (!gs_map_swap(&libraries, key_of(library), 0, key_of(image)))
+        free(image); /* another thread was first, or has unloaded the library */
     return true;
 }
 
@@ -64,7 +60,9 @@ CUresult gs_library_use(CUlibrary library, uint64_t part) {
 /* Keep a library's image, or where it is. Takes the image over. */
 static CUresult keep(CUresult result, const CUlibrary *library, struct gs_image *image,
                      const void *code) {
-    struct gs_entry entry = {.bytes = key_of(code), .extra = key_of(image)};
+    struct gs_entry old, entry = {.bytes = key_of(code), .extra = key_of(image)};
+    if (result == CUDA_SUCCESS && library)
+        gs_map_take(&libraries, key_of(*library), &old); /* of a handle that no unload has ended */
     if (result == CUDA_SUCCESS && library && gs_map_put(&libraries, key_of(*library), &entry))
         return result;
     free(image);
@@ -78,8 +76,7 @@ static CUresult keep(CUresult result, const CUlibrary *library, struct gs_image 
 #define GS_LOAD(image, library, code, load) \
     struct gs_here here; \
     bool eager = (image) && !gs_lazy_loading() && gs_here(&here); \
-    CUresult result = \
-        eager ? gs_code_take(&here, (image)->all, (image)->known) : CUDA_SUCCESS; \
+    CUresult result = eager ? gs_code_take(&here, (image)->all, (image)->known) : CUDA_SUCCESS; \
     if (result != CUDA_SUCCESS) { \
         free(image); \
         return result; \
@@ -210,7 +207,8 @@ GS_EXPORT CUresult CUDAAPI cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
     GS_NEED(real, cuLibraryGetModule);
     struct gs_entry entry = {.extra = key_of(library)};
     CUresult result = real(pMod, library);
-    if (result == CUDA_SUCCESS && pMod && gs_slot())
+    if (result == CUDA_SUCCESS && pMod && gs_slot() &&
+        !gs_map_get(&gs_library_modules, key_of(*pMod), &(struct gs_entry){0}))
         gs_map_put(&gs_library_modules, key_of(*pMod), &entry);
     return result;
 }

@@ -52,9 +52,8 @@ static CUresult enlarge(const struct gs_here *here, uint64_t need) {
     struct gs_charge charge;
     struct gs_entry pool;
     if (!gs_map_get(&gs_loaded, key, &pool))
-        pool = (struct gs_entry){.context = gs_context_key(here->context),
-                                 .dev = here->dev,
-                                 .kind = GS_KIND_WHOLE};
+        pool = (struct gs_entry){
+            .context = gs_context_key(here->context), .dev = here->dev, .kind = GS_KIND_WHOLE};
     if (need <= pool.bytes)
         return CUDA_SUCCESS;
     CUresult result = gs_charge_begin_on(&charge, here->device, need - pool.bytes);
@@ -62,10 +61,10 @@ static CUresult enlarge(const struct gs_here *here, uint64_t need) {
         return result;
     uint64_t before = pool.bytes;
     gs_lock(lock);
-    gs_map_get(&gs_loaded, key, &pool);
+    gs_map_take(&gs_loaded, key, &pool);
     bool first = pool.bytes == before; /* else another thread has enlarged it meanwhile */
     pool.bytes = first ? before + charge.bytes : pool.bytes;
-    bool kept = first && gs_map_put(&gs_loaded, key, &pool);
+    bool kept = gs_map_put(&gs_loaded, key, &pool) && first;
     gs_unlock(lock);
     if (!kept)
         gs_charge_abort(&charge);
@@ -82,8 +81,8 @@ static CUresult use_local(const void *function) {
         return CUDA_SUCCESS;
     uint64_t bytes = bytes_of(function, here.device);
     if (bytes > INITIAL_BYTES) {
-        CUresult result = enlarge(&here, gs_round_up((bytes - INITIAL_BYTES) *
-                                                         threads_of(here.device), GS_BLOCK));
+        CUresult result = enlarge(
+            &here, gs_round_up((bytes - INITIAL_BYTES) * threads_of(here.device), GS_BLOCK));
         if (result != CUDA_SUCCESS)
             return result;
     }

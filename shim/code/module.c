@@ -42,8 +42,8 @@ static CUresult begin_data(struct load *load, const void *image) {
 
 static CUresult begin_file(struct load *load, const char *path) {
     bool passed = !gs_slot() || !gs_here(&load->here);
-    return load_begin(load,
-                      passed ? NULL : gs_image_read_file(path, gs_arch(load->here.device)), passed);
+    return load_begin(load, passed ? NULL : gs_image_read_file(path, gs_arch(load->here.device)),
+                      passed);
 }
 
 static CUresult load_end(struct load *load, CUresult result, const CUmodule *module) {
@@ -81,8 +81,7 @@ static CUresult use(CUmodule module, uint64_t part) {
     if (gs_map_get(&gs_library_modules, key_of(module), &entry))
         return gs_library_use((CUlibrary)(uintptr_t)entry.extra, part);
     gs_lock(&gs_self()->lock_context);
-    bool known =
-        gs_map_get(&gs_objects, key_of(module), &entry) && entry.kind == GS_KIND_MODULE;
+    bool known = gs_map_get(&gs_objects, key_of(module), &entry) && entry.kind == GS_KIND_MODULE;
     if (known)
         found = gs_part_of((const struct gs_image *)(uintptr_t)entry.extra, part);
     gs_unlock(&gs_self()->lock_context);

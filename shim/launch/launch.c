@@ -252,7 +252,7 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph gr
                                                    const CUDA_KERNEL_NODE_PARAMS *params) {
     GS_NEED(real, cuGraphAddKernelNode_v2);
     GS_WITH_LAUNCHED(!params        ? NULL
-            : params->func ? (void *)params->func
-                           : (void *)params->kern,
-            node, graph, after, n, params);
+                     : params->func ? (void *)params->func
+                                    : (void *)params->kern,
+                     node, graph, after, n, params);
 }

@@ -3,14 +3,14 @@
  *
  *     SIMMOD globals=<bytes> code=<bytes> [functions=a,b]\n
  *
- * in which the one variable is called "globals". Such a line also stands for what a part of a fat
- * binary that is marked as compressed with zstd would hold. */
+ * in which the one variable is called "globals". */
 #include "image.h"
 
 #include <elf.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <zstd.h>
 
 #define FATBIN_WRAPPER 0x466243b1u
 #define FATBIN 0xba55ed50u
@@ -22,7 +22,7 @@
 
 static void add_function(struct image *im, const char *name, size_t length) {
     if (im->n_functions < IMAGE_NAMES)
-        im->function[im->n_functions++] = strndup(name, length);
+        im->function[im->n_functions++].name = strndup(name, length);
     im->named = true;
 }
 
@@ -35,7 +35,7 @@ static void add_global(struct image *im, const char *name, size_t length, uint64
 
 void image_free(struct image *im) {
     for (unsigned i = 0; i < im->n_functions; i++)
-        free(im->function[i]);
+        free(im->function[i].name);
     for (unsigned i = 0; i < im->n_globals; i++)
         free(im->global[i].name);
     *im = (struct image){0};
@@ -75,6 +75,20 @@ static void read_symbols(const unsigned char *data, const Elf64_Shdr *table,
     }
 }
 
+/* The function that a section belongs to by its name, such as ".text.f" or ".nv.constant0.f". */
+static int owner_of(const char *section, const struct image *im) {
+    const char *name = NULL;
+    if (strncmp(section, ".text.", 6) == 0)
+        name = section + 6;
+    else if (strncmp(section, ".nv.constant", 12) == 0)
+        name = strchr(section + 12, '.');
+    name += name && *name == '.';
+    for (unsigned i = 0; name && i < im->n_functions; i++)
+        if (strcmp(im->function[i].name, name) == 0)
+            return (int)i;
+    return -1;
+}
+
 static bool read_elf(const unsigned char *data, size_t size, struct image *im) {
     Elf64_Ehdr head;
     memcpy(&head, data, sizeof head);
@@ -83,14 +97,24 @@ static bool read_elf(const unsigned char *data, size_t size, struct image *im) {
     if (head.e_shoff > size || (size_t)head.e_shnum * sizeof(Elf64_Shdr) > size - head.e_shoff)
         return false;
     const Elf64_Shdr *sections = (const Elf64_Shdr *)(data + head.e_shoff);
+    const char *names = "";
+    if (head.e_shstrndx && head.e_shstrndx < head.e_shnum)
+        names = (const char *)data + sections[head.e_shstrndx].sh_offset;
+    for (unsigned i = 0; i < head.e_shnum; i++)
+        if (sections[i].sh_type == SHT_SYMTAB && sections[i].sh_link < head.e_shnum)
+            read_symbols(data, &sections[i], &sections[sections[i].sh_link], im);
     for (unsigned i = 0; i < head.e_shnum; i++) {
         Elf64_Shdr s = sections[i];
-        if (s.sh_flags & SHF_EXECINSTR)
+        const char *name = *names || head.e_shstrndx ? names + s.sh_name : "";
+        int function = owner_of(name, im);
+        if (!(s.sh_flags & SHF_ALLOC) || strncmp(name, ".nv.shared", 10) == 0)
+            continue;
+        if (function >= 0)
+            im->function[function].bytes += s.sh_size;
+        else if (s.sh_flags & SHF_EXECINSTR)
             im->code_bytes += s.sh_size;
-        else if (s.sh_flags & SHF_ALLOC)
+        else
             im->global_bytes += s.sh_size;
-        if (s.sh_type == SHT_SYMTAB && s.sh_link < head.e_shnum)
-            read_symbols(data, &s, &sections[s.sh_link], im);
     }
     return true;
 }
@@ -176,50 +200,63 @@ static void unpack_lz4(const unsigned char *at, const unsigned char *end, unsign
 
 static void read_packed(const unsigned char *body, const struct fatbin_part *part,
                         struct image *im) {
-    if (part->flags & ZSTD) {
-        read_text((const char *)body, im);
-        return;
-    }
     unsigned char *plain = part->plain_bytes <= PLAIN_MAX ? malloc(part->plain_bytes + 1) : NULL;
     if (!plain)
         return;
-    unpack_lz4(body, body + part->compressed_bytes, plain);
+    if (part->flags & ZSTD)
+        ZSTD_decompress(plain, part->plain_bytes, body, part->compressed_bytes);
+    else
+        unpack_lz4(body, body + part->compressed_bytes, plain);
     plain[part->plain_bytes] = '\0';
-    if (part->kind == FATBIN_CUBIN)
+    if (strncmp((const char *)plain, "SIMMOD ", 7) == 0)
+        read_text((const char *)plain, im);
+    else if (part->kind == FATBIN_CUBIN)
         read_elf(plain, part->plain_bytes, im);
     else
         read_ptx((const char *)plain, part->plain_bytes, im);
     free(plain);
 }
 
-/* The largest program in it, as the one that would be chosen is not known. */
-static bool read_fatbin(const unsigned char *data, struct image *im) {
+/* A cubin runs on devices of its major and at least its minor version, PTX on any newer one. */
+static bool fits(const struct fatbin_part *part, unsigned arch) {
+    if (part->kind == FATBIN_CUBIN)
+        return part->arch / 10 == arch / 10 && part->arch <= arch;
+    return part->kind == FATBIN_PTX && part->arch <= arch;
+}
+
+/* Cubins before PTX, then the newest. */
+static bool is_better(const struct fatbin_part *a, const struct fatbin_part *b) {
+    return a->kind != b->kind ? a->kind == FATBIN_CUBIN : a->arch > b->arch;
+}
+
+/* The one program in it that the device would run. */
+static bool read_fatbin(const unsigned char *data, unsigned arch, struct image *im) {
     struct fatbin_head head;
+    struct fatbin_part part, best = {0};
+    const unsigned char *body = NULL;
     memcpy(&head, data, sizeof head);
-    const unsigned char *at = data + head.header_bytes, *end = at + head.bytes;
-    while (at + sizeof(struct fatbin_part) <= end) {
-        struct fatbin_part part;
-        struct image one = {0};
+    const unsigned char *end = data + head.header_bytes + head.bytes;
+    for (const unsigned char *at = data + head.header_bytes; at + sizeof part <= end;
+         at += part.header_bytes + part.bytes) {
         memcpy(&part, at, sizeof part);
-        const unsigned char *body = at + part.header_bytes;
-        if (part.flags & (LZ4 | ZSTD))
-            read_packed(body, &part, &one);
-        else if (part.kind == FATBIN_CUBIN)
-            read_elf(body, part.bytes, &one);
-        else if (part.kind == FATBIN_PTX)
-            read_ptx((const char *)body, part.bytes, &one);
-        if (one.code_bytes + one.global_bytes > im->code_bytes + im->global_bytes) {
-            image_free(im);
-            *im = one;
-        } else {
-            image_free(&one);
-        }
-        at = body + part.bytes;
+        if (!fits(&part, arch) || (body && !is_better(&part, &best)))
+            continue;
+        best = part;
+        body = at + part.header_bytes;
     }
+    if (!body)
+        return false;
+    if (best.flags & (LZ4 | ZSTD))
+        read_packed(body, &best, im);
+    else if (best.kind == FATBIN_CUBIN)
+        return strncmp((const char *)body, "SIMMOD ", 7) == 0 ? read_text((const char *)body, im)
+                                                              : read_elf(body, best.bytes, im);
+    else
+        read_ptx((const char *)body, best.bytes, im);
     return true;
 }
 
-bool image_read(const void *data, size_t size, struct image *im) {
+bool image_read(const void *data, size_t size, unsigned arch, struct image *im) {
     uint32_t magic;
     *im = (struct image){0};
     if (!data || size < sizeof magic)
@@ -230,10 +267,10 @@ bool image_read(const void *data, size_t size, struct image *im) {
     if (magic == FATBIN_WRAPPER) {
         const void *inner;
         memcpy(&inner, (const char *)data + 8, sizeof inner);
-        return read_fatbin(inner, im);
+        return read_fatbin(inner, arch, im);
     }
     if (magic == FATBIN)
-        return read_fatbin(data, im);
+        return read_fatbin(data, arch, im);
     if (memcmp(data, ELFMAG, SELFMAG) == 0)
         return read_elf(data, size, im);
     return read_ptx(data, size, im);

@@ -6,12 +6,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define IMAGE_NAMES 64
+#define IMAGE_NAMES 256
 
 struct image {
-    uint64_t code_bytes, global_bytes;
+    uint64_t code_bytes, global_bytes; /* without the code of the functions below */
     unsigned n_functions, n_globals;
-    char *function[IMAGE_NAMES];
+    struct {
+        char *name;
+        uint64_t bytes; /* loaded when it is first used */
+    } function[IMAGE_NAMES];
     struct {
         char *name;
         uint64_t bytes;
@@ -20,6 +23,7 @@ struct image {
 };
 
 /* False: not an image. `size` may be SIZE_MAX when unknown. */
-bool image_read(const void *data, size_t size, struct image *image);
+/* `arch`: of the device, 10 * major + minor. */
+bool image_read(const void *data, size_t size, unsigned arch, struct image *image);
 void image_free(struct image *image);
 #endif

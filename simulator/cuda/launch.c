@@ -97,6 +97,8 @@ CUresult kernel_work(struct context *ctx, const CUDA_KERNEL_NODE_PARAMS *p, stru
     CHECK_VALUE((uint64_t)p->blockDimX * p->blockDimY * p->blockDimZ <= MAX_BLOCK &&
                 p->gridDimX <= 2147483647u && p->gridDimY <= 65535 && p->gridDimZ <= 65535);
     CHECK_VALUE(!(p->kernelParams && p->extra));
+    error = local_room(ctx, (uint64_t)f->attributes[CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES]);
+    CHECK(error == CUDA_SUCCESS, error);
     *work = (struct work){.kind = WORK_KERNEL,
                           .duration_ns = duration_of(f, p),
                           .kernel = {.function = f, .params = *p}};

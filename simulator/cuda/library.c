@@ -47,7 +47,7 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_op
     struct image image;
     (void)library_values;
     CHECK_VALUE(library && code && (!n || (options && values)) && (!n_library || library_options));
-    bool understood = image_read(code, SIZE_MAX, &image);
+    bool understood = image_read_memory(code, &image);
     CUresult result = open_library(library, understood, &image);
     struct context *ctx = current_context();
     struct module *m;
@@ -106,7 +106,7 @@ EXPORT CUresult cuLibraryGetKernel(CUkernel *out, CUlibrary handle, const char *
             return *out = (CUkernel)k, CUDA_SUCCESS;
     bool known = !l->image.named;
     for (unsigned i = 0; i < l->image.n_functions; i++)
-        known |= strcmp(l->image.function[i], name) == 0;
+        known |= strcmp(l->image.function[i].name, name) == 0;
     CHECK(known, CUDA_ERROR_NOT_FOUND);
     struct kernel *k = calloc(1, sizeof *k);
     CHECK(k, CUDA_ERROR_OUT_OF_MEMORY);

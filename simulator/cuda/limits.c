@@ -79,3 +79,19 @@ EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
     *value = ctx->limit[limit];
     return CUDA_SUCCESS;
 }
+
+CUresult local_room(struct context *ctx, uint64_t bytes) {
+    uint64_t threads =
+        (uint64_t)sim.device[ctx->device].sim.state->config.sm_count * THREADS_PER_SM;
+    uint64_t more = bytes > DEFAULT_STACK ? bytes - DEFAULT_STACK : 0;
+    if (more <= ctx->local_bytes)
+        return CUDA_SUCCESS;
+    uint64_t before = round_up(ctx->local_bytes * threads, SIM_BLOCK);
+    uint64_t after = round_up(more * threads, SIM_BLOCK);
+    CUresult result = charge(ctx->device, after - before);
+    if (result != CUDA_SUCCESS)
+        return result;
+    ctx->overhead += after - before;
+    ctx->local_bytes = more;
+    return CUDA_SUCCESS;
+}

@@ -12,12 +12,12 @@ struct mem *mem_take(struct context *ctx, int device, uint64_t bytes, enum mem_k
     if (bytes > MAX_BYTES)
         return NULL;
     uint64_t span = round_up(bytes, SIM_BLOCK);
-    bool lazy = kind == MEM_MANAGED;
+    bool lazy = kind == MEM_MANAGED || kind == MEM_CODE; /* charged elsewhere */
     *error = lazy ? join_device(device) : charge(device, span);
     if (*error != CUDA_SUCCESS)
         return NULL;
     struct mem *m = space_take(device, span / SIM_BLOCK);
-    if (m && lazy && !(m->place = calloc(span / SIM_BLOCK, 1))) {
+    if (m && kind == MEM_MANAGED && !(m->place = calloc(span / SIM_BLOCK, 1))) {
         space_give(m);
         m = NULL;
     }
@@ -52,7 +52,7 @@ void mem_give(struct mem *m) {
         managed_leave(m);
     else if (m->shared_id)
         sim_drop_shared(&sim.device[m->device].sim, m->shared_id);
-    else
+    else if (m->kind != MEM_CODE)
         uncharge(m->device, m->span);
     space_give(m);
 }

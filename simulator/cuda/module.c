@@ -1,6 +1,5 @@
-/* Modules: their code and global data take whole blocks, when a function or variable of them is
- * first asked for (lazy, the default since CUDA 12.2) or at the load (CUDA_MODULE_LOADING=EAGER).
- */
+/* Modules: their code and global data share blocks of the context. Lazy loading, the default since
+ * CUDA 12.2, loads a function when it is first asked for; CUDA_MODULE_LOADING=EAGER loads all. */
 #include "module.h"
 
 #include <stdio.h>
@@ -12,10 +11,20 @@
 #define WAITS "wait_flag" /* see launch.c */
 #define SETS "set_flag"
 #define READS "sweep"
+#define LOCAL_IN_NAME "_local_" /* bytes of local memory of each thread */
 
 bool loading_is_lazy(void) {
     const char *mode = getenv("CUDA_MODULE_LOADING");
     return !mode || strcmp(mode, "EAGER") != 0;
+}
+
+static unsigned device_arch(void) {
+    const struct sim_config *c = &sim.device[0].sim.state->config;
+    return 10 * c->cc_major + c->cc_minor;
+}
+
+bool image_read_memory(const void *data, struct image *image) {
+    return image_read(data, SIZE_MAX, device_arch(), image);
 }
 
 bool image_read_file(const char *path, struct image *image) {
@@ -33,23 +42,62 @@ bool image_read_file(const char *path, struct image *image) {
     if (!data)
         return false;
     data[size] = '\0';
-    bool ok = image_read(data, size, image);
+    bool ok = image_read(data, size, device_arch(), image);
     free(data);
     return ok;
 }
 
+/* Code and global data of all modules of a context share blocks. */
+static CUresult code_take(struct context *ctx, uint64_t bytes) {
+    uint64_t before = round_up(ctx->code_bytes, SIM_BLOCK);
+    uint64_t after = round_up(ctx->code_bytes + bytes, SIM_BLOCK);
+    CUresult result = after > before ? charge(ctx->device, after - before) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        ctx->code_bytes += bytes;
+    return result;
+}
+
+static void code_give(struct context *ctx, uint64_t bytes) {
+    uint64_t before = round_up(ctx->code_bytes, SIM_BLOCK);
+    ctx->code_bytes -= bytes;
+    uncharge(ctx->device, before - round_up(ctx->code_bytes, SIM_BLOCK));
+}
+
+/* What any use of the module loads. */
 CUresult module_load(struct module *m) {
     CUresult error = CUDA_SUCCESS;
     uint64_t bytes = m->image.code_bytes + m->image.global_bytes;
     if (m->loaded)
         return CUDA_SUCCESS;
-    if (bytes) {
-        m->mem = mem_take(m->ctx, m->ctx->device, bytes, MEM_ARRAY, &error);
+    error = code_take(m->ctx, bytes);
+    if (error != CUDA_SUCCESS)
+        return error;
+    m->code_bytes = bytes;
+    if (m->image.global_bytes) {
+        m->mem = mem_take(m->ctx, m->ctx->device, m->image.global_bytes, MEM_CODE, &error);
         if (!m->mem)
             return error;
     }
     m->loaded = true;
     return CUDA_SUCCESS;
+}
+
+static CUresult function_load(struct module *m, unsigned i) {
+    if (m->function_loaded[i])
+        return CUDA_SUCCESS;
+    CUresult result = code_take(m->ctx, m->image.function[i].bytes);
+    if (result == CUDA_SUCCESS) {
+        m->code_bytes += m->image.function[i].bytes;
+        m->function_loaded[i] = true;
+    }
+    return result;
+}
+
+static CUresult load_all(struct module *m) {
+    CUresult result = module_load(m);
+    for (unsigned i = 0; result == CUDA_SUCCESS && i < m->image.n_functions; i++)
+        result = function_load(m, i);
+    return result;
 }
 
 /* Takes the image over. */
@@ -61,7 +109,7 @@ CUresult module_open(struct context *ctx, struct image *image, struct library *l
     *m = (struct module){
         .magic = OBJ_MODULE, .ctx = ctx, .image = *image, .library = library, .next = ctx->modules};
     ctx->modules = m;
-    CUresult result = loading_is_lazy() ? CUDA_SUCCESS : module_load(m);
+    CUresult result = loading_is_lazy() ? CUDA_SUCCESS : load_all(m);
     if (result == CUDA_SUCCESS)
         *out = m;
     else
@@ -85,6 +133,7 @@ void module_close(struct module *m) {
     }
     if (m->mem)
         mem_give(m->mem);
+    code_give(m->ctx, m->code_bytes);
     if (!m->library)
         image_free(&m->image);
     m->magic = 0;
@@ -106,16 +155,14 @@ static uint64_t duration_of(const struct context *ctx, const char *name) {
     return sim.device[ctx->device].sim.state->config.kernel_ns;
 }
 
-static bool has_function(const struct image *im, const char *name) {
-    for (unsigned i = 0; i < im->n_functions; i++)
-        if (strcmp(im->function[i], name) == 0)
-            return true;
-    return !im->named;
-}
-
 CUresult module_function(struct module *m, const char *name, struct function **out) {
-    CHECK(has_function(&m->image, name), CUDA_ERROR_NOT_FOUND);
+    unsigned i = 0;
+    while (i < m->image.n_functions && strcmp(m->image.function[i].name, name) != 0)
+        i++;
+    CHECK(!m->image.named || i < m->image.n_functions, CUDA_ERROR_NOT_FOUND);
     CUresult result = module_load(m);
+    if (result == CUDA_SUCCESS && i < m->image.n_functions)
+        result = function_load(m, i);
     if (result != CUDA_SUCCESS)
         return result;
     for (struct function *f = m->functions; f; f = f->next)
@@ -137,6 +184,9 @@ CUresult module_function(struct module *m, const char *name, struct function **o
     f->attributes[CU_FUNC_ATTRIBUTE_PTX_VERSION] = f->attributes[CU_FUNC_ATTRIBUTE_BINARY_VERSION] =
         86;
     f->attributes[CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = 49152;
+    const char *local = strstr(name, LOCAL_IN_NAME);
+    if (local)
+        f->attributes[CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES] = atoi(local + strlen(LOCAL_IN_NAME));
     m->functions = f;
     *out = f;
     return CUDA_SUCCESS;
@@ -176,7 +226,7 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     ENTER_CONTEXT(ctx);
     struct image read;
     CHECK_VALUE(module && image);
-    bool understood = image_read(image, SIZE_MAX, &read);
+    bool understood = image_read_memory(image, &read);
     return load_image(module, ctx, understood, &read);
 }
 

@@ -20,7 +20,9 @@ struct module {
     struct context *ctx;
     struct library *library; /* NULL: loaded without a library */
     struct image image;
-    bool loaded; /* memory for it was allocated */
+    bool loaded; /* all but its functions */
+    bool function_loaded[IMAGE_NAMES];
+    uint64_t code_bytes; /* of the context's */
     struct mem *mem;
     struct function *functions;
     struct module *next;
@@ -57,6 +59,7 @@ void module_close(struct module *module);
 CUresult module_function(struct module *module, const char *name, struct function **out);
 CUresult module_global(struct module *module, const char *name, CUdeviceptr *va, size_t *bytes);
 uint64_t blocks_per_processor(int block); /* for blocks of this many threads */
+bool image_read_memory(const void *data, struct image *image);
 bool image_read_file(const char *path, struct image *image);
 bool loading_is_lazy(void);
 #endif

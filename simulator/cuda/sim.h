@@ -52,7 +52,17 @@ struct stream;
 struct pool;
 struct module;
 
-enum mem_kind { MEM_DEVICE, MEM_MANAGED, MEM_ARRAY, MEM_SMALL, MEM_POOL, MEM_FOREIGN, MEM_GRAPH };
+/* MEM_CODE: an address only; code counts in its context's blocks. */
+enum mem_kind {
+    MEM_DEVICE,
+    MEM_MANAGED,
+    MEM_ARRAY,
+    MEM_CODE,
+    MEM_SMALL,
+    MEM_POOL,
+    MEM_FOREIGN,
+    MEM_GRAPH
+};
 
 /* State of a block of managed memory: where it is, and the advice given for it. */
 enum place {
@@ -86,7 +96,9 @@ struct context {
     bool primary, green;
     int refs;
     uint64_t id;
-    uint64_t overhead; /* bytes charged beyond allocations and modules */
+    uint64_t code_bytes;  /* of all modules, in shared blocks */
+    uint64_t local_bytes; /* of each thread, beyond the initial ones */
+    uint64_t overhead;    /* bytes charged beyond allocations and modules */
     size_t limit[CU_LIMIT_MAX];
     unsigned cache_config, shared_config;
     struct mem *mems;
@@ -207,6 +219,8 @@ bool capture_allows_call(void);
 
 /* limits.c */
 void limits_open(struct context *ctx);
+/* Room for the local memory of all threads that may be resident: enlarged, never reduced. */
+CUresult local_room(struct context *ctx, uint64_t bytes_of_thread);
 
 /* share.c */
 CUresult foreign_drop(uint64_t va); /* unmaps memory of another process */

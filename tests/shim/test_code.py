@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import textwrap
+
 import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB, peak, run
+from tests.shim.inside import MIB, PRELUDE, peak, run
 
 IMAGES = r"""
 import struct
@@ -28,14 +31,59 @@ def lz4(plain):
     out = bytes([token]) + lengths(len(text) - 15) + text
     return out + struct.pack("<H", 1) + lengths(match - 15) if match else out
 
-def elf(nobits):
-    "A cubin of one section of global data that takes no bytes in the file."
-    shoff = 64
-    null = bytes(64)
-    section = struct.pack("<IIQQQQIIQQ", 0, 8, 3, 0, 0, nobits, 0, 0, 8, 0)
+def zstd(plain):
+    "Blocks of 128 KiB: one byte that is repeated, or as they are."
+    out = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", len(plain))
+    for at in range(0, max(len(plain), 1), 1 << 17):
+        block = plain[at : at + (1 << 17)]
+        last = at + (1 << 17) >= len(plain)
+        repeated = len(block) > 1 and block == block[:1] * len(block)
+        out += (last | repeated << 1 | len(block) << 3).to_bytes(3, "little") + (block[:1] if repeated else block)
+    return out
+
+def cubin(sections, kernels=()):
+    "sections: (name, flags, size), which take no bytes in the file. kernels: names of entry functions."
+    names, strings, table, symbols, content = b"\0", b"\0", bytes(64), bytes(24), b""
+    for kernel in kernels:
+        symbols += struct.pack("<IBBHQQ", len(strings), 0x12, 0x10, 1, 0, 0)
+        strings += kernel.encode() + b"\0"
+    bodies = [(".shstrtab", 3, None), (".symtab", 2, symbols), (".strtab", 3, strings)]
+    for name in [row[0] for row in sections] + [row[0] for row in bodies]:
+        names += name.encode() + b"\0"
+    at, first = 1, 1 + len(sections)
+    for name, flags, size in sections:
+        table += struct.pack("<IIQQQQIIQQ", at, 8, flags, 0, 64, size, 0, 0, 8, 0)
+        at += len(name) + 1
+    for name, kind, body in bodies:
+        body = names if body is None else body
+        link = first + 2 if kind == 2 else 0
+        table += struct.pack("<IIQQQQIIQQ", at, kind, 0, 0, 64 + len(content), len(body), link, 0, 1, 24)
+        at += len(name) + 1
+        content += body
     ident = b"\x7fELF\x02\x01\x01" + bytes(9)
-    head = ident + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, shoff, 0, 64, 0, 0, 64, 2, 0)
-    return head + null + section + bytes(64)
+    head = struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, 64 + len(content), 0, 64, 0, 0, 64, first + 3, first)
+    return ident + head + content + table
+
+def elf(nobits):
+    "A cubin with global data that takes no bytes in the file."
+    return cubin([(".nv.global", 3, nobits), (".text.k", 6, 64)], ["k"]) + bytes(64)
+
+def fat(*entries):
+    "entries: (kind, arch, body), in one fat binary."
+    parts = b""
+    for kind, arch, body in entries:
+        body += bytes(-len(body) % 8)
+        parts += struct.pack("<HHIQIIHHIIIQQQ", kind, 1, 72, len(body), 0, 0, 0, 0, arch, 0, 0, 0, 0, 0) + bytes(8) + body
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(parts)) + parts
+
+def function(module, name):
+    found = c_void_p()
+    return cuda.cuModuleGetFunction(byref(found), module, name), found
+
+def loaded(image):
+    module = c_void_p()
+    ok(cuda.cuModuleLoadData(byref(module), image))
+    return module
 
 def ptx(declaration):
     head = ".version 7.0\n.target sm_70\n.address_size 64\n"
@@ -62,6 +110,9 @@ def load(image):
         "elf(8 << 30)",
         "fatbin(2, elf(8 << 30))",
         "fatbin(2, lz4(elf(8 << 30)), LZ4, len(elf(0)))",
+        "fatbin(2, zstd(elf(8 << 30)), ZSTD, len(elf(0)))",
+        "fatbin(1, zstd(ptx('.global .b8 x[8589934592];')), ZSTD, len(ptx('.global .b8 x[8589934592];')))",
+        "fat((2, 80, elf(8 << 30)), (1, 70, ptx('')))",
         "fatbin(1, lz4(ptx('.global .b8 x[8589934592];')), LZ4, len(ptx('.global .b8 x[8589934592];')))",
     ],
 )
@@ -79,23 +130,173 @@ def test_large_variable_is_charged(image: str, loading: str) -> None:
 
 
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
-def test_unreadable_image_is_measured_and_unloaded_over_the_limit(loading: str) -> None:
+@pytest.mark.parametrize("count", [1, 10, 500])
+def test_small_modules_share_blocks(loading: str, count: int) -> None:
     program = f"""
         os.environ["CUDA_MODULE_LOADING"] = "{loading}"
         start()
-        small, large = (fatbin(2, b"SIMMOD globals=%d code=4096\\n" % n, ZSTD, 4096) for n in (100 * MIB, 900 * MIB))
         before = info()[0]
-        print(load(large), info()[0] == before, load(small), before - info()[0] >= 100 * MIB)
-        library, module = c_void_p(), c_void_p()
-        print(cuda.cuLibraryLoadData(byref(library), large, None, None, 0, None, None, 0) or
-              cuda.cuLibraryGetKernel(byref(module), library, b"k") or
-              cuda.cuKernelGetFunction(byref(module), module))
-        print(alloc(590 * MIB), alloc(40 * MIB))
+        modules = [loaded(cubin([(".text.k", 6, 8192), (".nv.constant0.k", 2, 512)], ["k"])) for _ in range({count})]
+        for module in modules:
+            ok(function(module, b"k")[0])
+        print(before - info()[0])
+        for module in modules:
+            ok(cuda.cuModuleUnload(module))
+        print(before - info()[0])
+    """
+    with Box([2 * GIB]) as box:
+        blocks = -(-count * 8704 // (2 * MIB))
+        assert run(box, program, helpers=IMAGES) == [str(blocks * 2 * MIB), "0"]
+        assert peak(box) == CONTEXT_BYTES + blocks * 2 * MIB  # as the simulated driver
+
+
+def test_only_used_kernels_are_charged() -> None:
+    program = """
+        start()
+        sections = [(".text.a", 6, 30 * MIB), (".text.b", 6, 50 * MIB), (".text.helper", 6, 10 * MIB),
+                    (".nv.constant0.a", 2, 4 * MIB), (".nv.constant3", 2, 2 * MIB), (".nv.global", 3, 4 * MIB),
+                    (".nv.shared.a", 3, 64 << 10), (".debug_line", 0, 100 * MIB)]
+        before, used = info()[0], lambda: (before - info()[0]) // MIB
+        module = loaded(cubin(sections, ["a", "b"]))
+        print(used())
+        print(function(module, b"absent")[0], used())
+        ok(function(module, b"a")[0])
+        print(used())
+        ok(function(module, b"a")[0])
+        ok(function(module, b"b")[0])
+        print(used())
+        ok(cuda.cuModuleUnload(module))
+        print(used())
+    """
+    with Box([2 * GIB]) as box:
+        assert run(box, program, helpers=IMAGES) == ["0", "500", "16", "50", "100", "0"]
+        assert peak(box) == CONTEXT_BYTES + 100 * MIB
+
+
+def test_only_the_image_for_this_device_is_charged() -> None:
+    program = """
+        start()
+        code = lambda mib: cubin([(".text.k", 6, mib * MIB)], ["k"])
+        before, used = info()[0], lambda: (before - info()[0]) // MIB
+        fits = fat((2, 70, code(900)), (2, 80, code(20)), (2, 86, code(10)), (2, 90, code(900)),
+                   (1, 90, ptx(".global .b8 x[943718400];")), (1, 80, ptx(".global .b8 x[943718400];")))
+        ok(function(loaded(fits), b"k")[0])
+        print(used())
+        ok(function(loaded(fat((2, 70, code(900)), (1, 80, ptx(".global .b8 x[6000000];")))), b"k")[0])
+        print(used())
+    """
+    with Box([2 * GIB]) as box:
+        assert run(box, program, helpers=IMAGES) == ["10", "16"]
+
+
+def test_full_container_keeps_its_compressed_library() -> None:
+    """Neither a neighbour's allocations nor the limit changes what a library is charged, and handles stay valid."""
+    program = """
+        start()
+        image = cubin([(".text.k", 6, 20 * MIB), (".text.other", 6, 60 * MIB), (".nv.global", 3, 10 * MIB)], ["k", "other"])
+        image = fatbin(2, zstd(image), ZSTD, len(image))
+        library, kernel, again = c_void_p(), c_void_p(), c_void_p()
+        ok(cuda.cuLibraryLoadData(byref(library), image, None, None, 0, None, None, 0))
+        ok(cuda.cuLibraryGetKernel(byref(kernel), library, b"k"))
+        before = info()[0]
+        if sys.argv[1] == "full":
+            ok(alloc(info()[0] - 60 * MIB))
+            before = info()[0]
+        launch = lambda which: cuda.cuLaunchKernel(which, 1, 1, 1, 1, 1, 1, 0, None, None, None)
+        print(launch(kernel), (before - info()[0]) // MIB)
+        ok(cuda.cuLibraryGetKernel(byref(again), library, b"other"))
+        print(launch(again), launch(kernel), cuda.cuLibraryGetKernel(byref(again), library, b"k"))
     """
     with Box([1 * GIB]) as box:
-        words = run(box, program, helpers=IMAGES)
-        assert words[:4] == ["2", "True", "0", "True"]
-        assert words[4:] == ["2", "0", "2"]
+        assert run(box, program, "full", helpers=IMAGES) == ["0", "30", "2", "0", "0"]
+        assert run(box, program, "", helpers=IMAGES) == ["0", "30", "0", "0", "0"]
+        assert peak(box) <= 1 * GIB
+
+
+def test_a_busy_neighbour_is_not_charged() -> None:
+    """Both containers are on one device, and one allocates all the time while the other loads compressed modules."""
+    neighbour = """
+        start()
+        print("ready", flush=True)
+        while True:
+            held = []
+            for _ in range(64):
+                alloc(32 * MIB, held)
+            for address in held:
+                cuda.cuMemFree_v2(address)
+    """
+    program = """
+        start()
+        image = cubin([(".text.k", 6, 4096)], ["k"])
+        image = fatbin(2, zstd(image), ZSTD, len(image))
+        before = info()[0]
+        for _ in range(500):
+            ok(function(loaded(image), b"k")[0])
+        print((before - info()[0]) // MIB)
+    """
+    with Box([1 * GIB]) as box, Box([4 * GIB], simhost=box.simhost) as other:
+        with other.popen(["python3", "-c", PRELUDE + textwrap.dedent(neighbour)], stdout=subprocess.PIPE) as busy:
+            assert busy.stdout
+            assert busy.stdout.readline()
+            try:
+                assert run(box, program, helpers=IMAGES) == ["2"]
+            finally:
+                busy.kill()
+
+
+def test_entry_that_cannot_be_decompressed_is_charged_as_its_header_states() -> None:
+    """It may put the container over its limit; then nothing more is granted, and the module stays."""
+    program = """
+        start()
+        module = c_void_p()
+        broken = fatbin(2, b"no frame of zstd" * 4, ZSTD, 900 * MIB)
+        print(cuda.cuModuleLoadData(byref(module), broken), function(module, b"k")[0], alloc(4 * MIB))
+        ok(cuda.cuModuleUnload(module))
+        print(alloc(4 * MIB))
+    """
+    with Box([1 * GIB]) as box:
+        assert run(box, program, helpers=IMAGES) == ["0", "0", "2", "0"]
+
+
+@pytest.mark.parametrize("preserved", [0, 1])
+def test_library_is_charged_at_its_first_use(preserved: int) -> None:
+    program = f"""
+        start()
+        image = ctypes.create_string_buffer(cubin([(".text.k", 6, 40 * MIB)], ["k"]))
+        library, kernel = c_void_p(), c_void_p()
+        option, value = (c_int * 1)(1), (c_void_p * 1)({preserved})
+        ok(cuda.cuLibraryLoadData(byref(library), image, None, None, 0, option, value, 1))
+        before = info()[0]
+        ok(cuda.cuLibraryGetKernel(byref(kernel), library, b"k"))
+        print(before - info()[0])
+        ok(cuda.cuKernelGetFunction(byref(c_void_p()), kernel))
+        print((before - info()[0]) // MIB)
+        ok(cuda.cuLibraryUnload(library))
+        print(before - info()[0])
+    """
+    with Box([1 * GIB]) as box:
+        assert run(box, program, helpers=IMAGES) == ["0", "40", "0"]
+
+
+def test_local_memory_is_charged_at_the_first_launch() -> None:
+    """The room is for all threads that the device holds at once, and stays as large as the largest kernel needed."""
+    program = """
+        start()
+        attribute = lambda which: (lambda value: (ok(cuda.cuDeviceGetAttribute(byref(value), which, 0)), value.value)[1])(c_int())
+        threads = attribute(16) * attribute(39)
+        module = loaded(b"SIMMOD globals=0 code=4096\\n")
+        small, large, huge = (function(module, b"k_local_%d" % n)[1] for n in (2048, 4096, 65536))
+        launch = lambda which: cuda.cuLaunchKernel(which, 1, 1, 1, 1, 1, 1, 0, None, None, None)
+        before, used = info()[0], lambda: before - info()[0]
+        blocks = lambda n: -(-n * threads // (2 * MIB)) * 2 * MIB
+        results = [launch(small), used() == blocks(1024), launch(large), used() == blocks(3072), launch(small)]
+        print(*results, used() == blocks(3072), launch(huge), launch(large), used() == blocks(3072))
+        ok(cuda.cuModuleUnload(module))
+        print(used() == blocks(3072) - 2 * MIB)
+    """
+    with Box([2 * GIB]) as box:
+        assert run(box, program, helpers=IMAGES) == ["0", "True", "0", "True", "0", "True", "2", "0", "True", "True"]
+        assert peak(box) <= 2 * GIB
 
 
 @pytest.mark.parametrize("use", ["launch", "attribute", "graph"])
