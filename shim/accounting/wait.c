@@ -28,8 +28,7 @@ void gs_compute_wait(uint64_t until_ns, uint64_t generation) {
     if (syscall(SYS_futex, (const uint32_t *)&gs_compute_limits_file->generation, FUTEX_WAIT_BITSET,
                 (uint32_t)generation, &until, NULL, FUTEX_BITSET_MATCH_ANY) != 0 &&
         errno != ETIMEDOUT && errno != EAGAIN && errno != EINTR)
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until,
-                        NULL); /* no such futex in a sandbox */
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL); /* a sandbox has no futex */
     if (slack > 1)
         prctl(PR_SET_TIMERSLACK, slack, 0, 0, 0);
     errno = saved;
