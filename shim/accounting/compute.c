@@ -238,8 +238,8 @@ struct gs_compute *gs_compute_of(const struct gs_here *here) {
 
 /* Work on the device cannot be timed by events that are destroyed with the context. It is charged
  * from the last known timestamp until the context has ended, less what was paid. No other thread
- * uses these events until the result is known (enter, in launch/admit.c): the driver may also
- * refuse to destroy the context, and then nothing is charged. */
+ * uses these events until the result is known (enter_context, in launch/admit.c): the driver may
+ * also refuse to destroy the context, and then nothing is charged. */
 void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
     *leaving = (struct gs_leaving){.compute = NULL};
