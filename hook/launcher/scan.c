@@ -23,8 +23,7 @@ static int hex(char c) {
 }
 
 /* Return whether the text has an escape of a character of trigger words: \u00XX, or \/. Other
- * escapes
- * (\n, \u003c, which Go writes for <) cannot be part of one. */
+ * escapes (\n, \u003c, which Go writes for <) cannot be part of one. */
 bool scan_has_hidden_letters(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
