@@ -47,9 +47,9 @@ static bool holds(const char *text, size_t size, const char *word) {
 /* Return whether this is the sandbox of a pod, which requests nothing whatever annotations of its
  * pod it has. The caller knows that the engine is a CRI. Quotes inside a JSON string are escaped,
  * so this text is a member of an object, as containerd writes it, and only annotations and sysctls
- * can have such a name (no runtime accepts such a sysctl). Return false if the text has an edit of
- * ours, or the annotation of another engine: then it may be a container whose pod has this
- * annotation. */
+ * can have such a name (no runtime accepts such a sysctl). Return false if gpushare has
+ * already edited the text, or if it has the annotation of another engine: then it may be a
+ * container whose pod has this annotation. */
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, APPLIED) &&
            !holds(text, size, SANDBOX_TOO) && !holds(text, size, HOOK_STDOUT) &&
