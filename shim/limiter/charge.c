@@ -113,13 +113,13 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
  * context, for one slice of its own. */
 static int64_t unreported_use(struct gs_throttle *t, const struct gs_segment *segment,
                               int64_t own) {
-    int64_t over = own - segment->work_ns - t->switch_ns, turn = 2 * (int64_t)t->slice_ns * 5 / 4;
+    int64_t over = own - segment->work_ns - t->switch_ns, visit = 2 * (int64_t)t->slice_ns * 5 / 4;
     if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->switch_ns ||
         own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
         ++t->straddled >= STREAK)
         return 0;
     t->since_hidden_ns = 0;
-    return over < turn ? over : turn;
+    return over < visit ? over : visit;
 }
 
 /* Probe events show how long this context ran, whatever other contexts report. A context that

@@ -199,28 +199,28 @@ static uint64_t take_room(int dev, uint64_t bytes) {
 
 static void move_to_host(const struct gs_here *here, CUstream stream) {
     struct gs_turn *own = gs_activity_slice(here->dev);
-    uint64_t turn = atomic_exchange(&brought_for[here->dev], 0), said, left;
-    if (!turn)
+    uint64_t number_plus_one = atomic_exchange(&brought_for[here->dev], 0), said, left;
+    if (!number_plus_one)
         return;
     uint64_t bytes = atomic_exchange(&brought[here->dev], 0),
              seen = atomic_load(&own->brought_bytes);
     gs_virtual_move(here, stream, NULL);
     do {
-        left = bytes_of_slice(seen, turn - 1);
+        left = bytes_of_slice(seen, number_plus_one - 1);
         said = (left > bytes ? left - bytes : 0) | (seen & NUMBER);
-    } while ((seen & NUMBER) == turn - 1 &&
+    } while ((seen & NUMBER) == number_plus_one - 1 &&
              !atomic_compare_exchange_strong(&own->brought_bytes, &seen, said));
 }
 
 static void move_to_device(const struct gs_here *here, CUstream stream, struct gs_turn *own) {
-    uint64_t turn = number_of(own) + 1, before = atomic_load(&brought_for[here->dev]);
-    if (before == turn)
+    uint64_t number_plus_one = number_of(own) + 1, before = atomic_load(&brought_for[here->dev]);
+    if (before == number_plus_one)
         return;
     /* The thread slept past the end of that slice: its memory there is not counted in this one. */
     if (before)
         move_to_host(here, stream);
     uint64_t none = 0;
-    if (!atomic_compare_exchange_strong(&brought_for[here->dev], &none, turn))
+    if (!atomic_compare_exchange_strong(&brought_for[here->dev], &none, number_plus_one))
         return; /* another thread moves it */
     atomic_store(&gs_slice_held, 1);
     gs_virtual_move(here, stream, take_room);
