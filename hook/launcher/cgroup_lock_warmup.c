@@ -4,9 +4,10 @@
  * takes a lock that every fork and exit of the machine reads (cgroup_threadgroup_rwsem). The first
  * writer after a pause waits for an RCU grace period: 10 to 20 ms with two processors and HZ=250,
  * which is longer than all of Python's work. A writer soon after another one does not wait
- * (rcu_sync). So a process of ours asks the kernel, again and again, to move a process that has
- * exited, until the runtime has finished. The kernel takes the lock, and no process is moved, in
- * whatever cgroup: /sys/fs/cgroup may be the host's while our names are of a cgroup namespace.
+ * (rcu_sync). So this program's process asks the kernel, again and again, to move a process that
+ * has exited, until the runtime has finished. The kernel takes the lock and moves no process, in
+ * whatever cgroup: /sys/fs/cgroup may be the host's while the names that this process reads are of
+ * its cgroup namespace.
  *
  * This only saves time. Without permission to write, nothing happens. On a kernel without the wait
  * (cgroup2 mounted with favordynmods) the writes return at once. */

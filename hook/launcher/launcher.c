@@ -106,7 +106,7 @@ static int runtime(char **argv, int count) {
         ours = is_known_container(&call);
     bool known = call.config[0] == '/' && call.state_dir[0] == '/' && !call.unknown &&
                  known_runtime(call.state_dir, call.config, low);
-    char **words = (char **)call.rest - 1; /* at least our own name is before it */
+    char **words = (char **)call.rest - 1; /* at least argv[0] is before it */
     if (known && !ours) {
         words[0] = low;
         execv(low, words);

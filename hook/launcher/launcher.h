@@ -22,7 +22,7 @@ bool scan_has_hidden_letters(const char *text, size_t size);
 
 /* args.c: the command line, parsed as by gpushare/programs/commandline.py. */
 struct call {
-    const char *config; /* our flag, or the default */
+    const char *config; /* gpushare's own flag, or the default */
     const char *state_dir;
     const char *const *rest; /* arguments of the low-level runtime */
     const char *command;     /* NULL: none */

@@ -23,8 +23,7 @@ static int hex(char c) {
 }
 
 /* Return whether the text has an escape of a character of trigger words: \u00XX, or \/. Other
- * escapes
- * (\n, \u003c, which Go writes for <) cannot be part of one. */
+ * escapes (\n, \u003c, which Go writes for <) cannot be part of one. */
 bool scan_has_hidden_letters(const char *text, size_t size) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
@@ -48,9 +47,9 @@ static bool holds(const char *text, size_t size, const char *word) {
 /* Return whether this is the sandbox of a pod, which requests nothing whatever annotations of its
  * pod it has. The caller knows that the engine is a CRI. Quotes inside a JSON string are escaped,
  * so this text is a member of an object, as containerd writes it, and only annotations and sysctls
- * can have such a name (no runtime accepts such a sysctl). Return false if the text has an edit of
- * ours, or the annotation of another engine: then it may be a container whose pod has this
- * annotation. */
+ * can have such a name (no runtime accepts such a sysctl). Return false if gpushare has
+ * already edited the text, or if it has the annotation of another engine: then it may be a
+ * container whose pod has this annotation. */
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, APPLIED) &&
            !holds(text, size, SANDBOX_TOO) && !holds(text, size, HOOK_STDOUT) &&

@@ -1,13 +1,15 @@
-/* CPython that writes its own memory as a program, and goes on from there when that is started.
+/* CPython that writes its own memory as a program, and continues from there when that program
+ * starts.
  *
  *     python BOOT LIBRARY ORDER FILE     runs BOOT with Python's modules in LIBRARY; writes FILE
- *     FILE [ARGUMENT]...                 calls BOOT's `resume` with its words and its environment
+ *     FILE [ARGUMENT]...                 calls BOOT's `resume` with its arguments and environment
  *
- * What Python has written to is in the section "python" (the variables of all objects but the C
- * library's) and in the pool (below). FILE, a copy of this program, gets both as they are then. The
- * C library's own start code runs as in any program: it chooses functions for this processor, and
- * takes stack canary, pointer guard, vDSO, thread pointer and program break from this start. For
- * Python the rest is what follows a fork: another process with the same memory. */
+ * The memory that Python has written to is in the section "python" (the variables of all objects
+ * except the C library's) and in the pool (below). FILE is a copy of this program with the current
+ * contents of both. The C library's own start code runs as in any program: it selects functions for
+ * this processor, and takes stack canary, pointer guard, vDSO, thread pointer and program break
+ * from this start. For Python, the rest is like the return from a fork: another process with the
+ * same memory. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -25,15 +27,15 @@
 #include <sys/statfs.h>
 #include <unistd.h>
 
-#define PAGE ((size_t)1 << 16) /* the largest of any processor that Python is built for */
+#define PAGE ((size_t)1 << 16) /* the largest of all processors that Python is built for */
 PyMODINIT_FUNC PyInit__json(void);
 PyMODINIT_FUNC PyInit_mmap(void);
 PyMODINIT_FUNC PyInit__ctypes(void);
 
-extern const char __ehdr_start[]; /* from the linker */
+extern const char __ehdr_start[]; /* defined by the linker */
 extern char __start_python[], __stop_python[];
 
-static PyObject *resume; /* what BOOT defines; NULL until it has run */
+static PyObject *resume; /* defined by BOOT; NULL until it has run */
 static PyThreadState *thread;
 
 static void fail(const char *what) {
@@ -41,15 +43,17 @@ static void fail(const char *what) {
     _exit(1);
 }
 
-/* Memory, for Python and the C library: from a pool at a fixed address, a segment of the snapshot.
- * Blocks are multiples of 16 bytes, and above 1 KiB one of four sizes for each power of two; all
- * begin 8 bytes before a multiple of 16. Freed ones are given out again, the last first. A start
- * takes what ORDER left of the pool's front, then chunks; a large block is a mapping of its own,
- * which ends when it is freed: RLIMIT_AS counts addresses. Python has one thread here.
+/* Memory for Python and the C library, from a pool at a fixed address, which is a segment of the
+ * snapshot. Block sizes are multiples of 16 bytes up to 1 KiB, and above that four sizes for each
+ * power of two. All blocks begin 8 bytes before a multiple of 16. Freed blocks are reused, the last
+ * one first. A start uses what ORDER left at the front of the pool, then chunks. A large block is a
+ * mapping of its own, which is unmapped when it is freed, since RLIMIT_AS counts addresses. Python
+ * has one thread here.
  *
  * A start uses a tenth of its objects, if only to count references, and the kernel copies each page
- * that is written to. So those come first, side by side: ORDER has the numbers of their blocks.
- * tools/train.py finds them, with this program compiled for one block a page (SPACING). */
+ * that is written to. So these objects come first, side by side: ORDER lists the numbers of their
+ * blocks. tools/train.py determines them, with this program compiled for one block a page
+ * (SPACING). */
 
 #define HEADER sizeof(size_t)
 #define CHUNK ((size_t)1 << 18)
@@ -57,11 +61,11 @@ static void fail(const char *what) {
 #define POOL_SIZE ((size_t)(SPACING > 1 ? 2000 : 32) << 20)
 #define AREA ((size_t)3 << 18) /* for blocks of ORDER, whose top two bits choose one of four */
 #define BLOCK_OF(memory) ((struct block *)((char *)(memory)-HEADER))
-#define FINE 64 /* kinds of blocks of 16, 32, ... 1024 bytes */
+#define FINE 64 /* number of block kinds with 16, 32, ... 1024 bytes */
 
 struct block {
     uint32_t kind, number;
-    struct block *next; /* of those that are free; else the caller's */
+    struct block *next; /* of the free list; else the caller's data */
 };
 
 static char *next, *end, *areas[4];
@@ -86,7 +90,7 @@ static bool begin_pool(int order_file) {
     return next && order != MAP_FAILED;
 }
 
-static void *take(void *context, size_t size) {
+static void *allocate_raw(void *context, size_t size) {
     char *found = next;
     (void)context;
     if (size > CHUNK / 2 && (resume || size > (size_t)(end - next)))
@@ -100,17 +104,17 @@ static void *take(void *context, size_t size) {
     return found;
 }
 
-static void keep(void *context, void *memory, size_t size) {
+static void keep_raw(void *context, void *memory, size_t size) {
     (void)context, (void)memory, (void)size;
 }
 
-/* What the caller has of a block. */
+/* Return the bytes of a block that the caller can use. */
 static size_t room_of(size_t kind) {
     size_t size = kind <= FINE ? 16 * kind : ((kind - 1) % 4 + 5) << ((kind - FINE - 1) / 4 + 8);
     return size - HEADER;
 }
 
-/* The least kind with room for `size`. */
+/* Return the smallest kind with room for `size`. */
 static size_t kind_of(size_t size) {
     size_t last = (size + HEADER - 1) | 15;
     if (last < 16 * FINE)
@@ -129,7 +133,7 @@ void *malloc(size_t size) {
     } else if (size < PTRDIFF_MAX / 2 && (block = unused[kind]))
         unused[kind] = block->next;
     else if (size < PTRDIFF_MAX / 2)
-        block = take(NULL, whole);
+        block = allocate_raw(NULL, whole);
     if (!block) {
         errno = ENOMEM;
         return NULL;
@@ -145,7 +149,7 @@ void free(void *memory) {
         return;
     struct block *block = BLOCK_OF(memory);
     size_t room = room_of(block->kind);
-    if (!resume) /* the same bytes in each snapshot, and nothing of this machine */
+    if (!resume) /* so that each snapshot has the same bytes, and none of this machine's data */
         memset(memory, 0, room);
     if (room > CHUNK / 2 && (char *)memory > POOL + POOL_SIZE)
         munmap((char *)block - HEADER, room + 2 * HEADER);
@@ -171,7 +175,7 @@ void *realloc(void *memory, size_t size) {
     return moved;
 }
 
-static void put(int file, const void *from, size_t size, size_t at) {
+static void write_at(int file, const void *from, size_t size, size_t at) {
     if (pwrite(file, from, size, (off_t)at) != (ssize_t)size)
         fail("write");
 }
@@ -184,22 +188,23 @@ static void write_snapshot(const char *path) {
     memcpy(segments, __ehdr_start + head->e_phoff, sizeof *segments * head->e_phnum);
     while (variables->p_type != PT_LOAD || !(variables->p_flags & PF_W))
         variables++;
-    while (spare->p_type != PT_NOTE) /* which nothing reads: its header becomes the pool's */
+    while (spare->p_type != PT_NOTE) /* no program reads it: its header becomes the pool's */
         spare++;
     size_t at = ((size_t)size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
     next = areas[0], end = POOL + AREA;
-    memset(unused, 0, sizeof unused); /* new objects side by side: the kernel copies fewer pages */
+    /* Put new objects side by side: the kernel copies fewer pages. */
+    memset(unused, 0, sizeof unused);
     order = NULL;
     uintptr_t pool = (uintptr_t)POOL;
     *spare = (Elf64_Phdr){PT_LOAD, PF_R | PF_W, at, pool, pool, used, used, PAGE};
-    put(file, segments, sizeof *segments * head->e_phnum, head->e_phoff);
-    put(file, __start_python, (size_t)(__stop_python - __start_python),
-        variables->p_offset + ((uintptr_t)__start_python - variables->p_vaddr));
-    put(file, POOL, used, at);
+    write_at(file, segments, sizeof *segments * head->e_phnum, head->e_phoff);
+    write_at(file, __start_python, (size_t)(__stop_python - __start_python),
+             variables->p_offset + ((uintptr_t)__start_python - variables->p_vaddr));
+    write_at(file, POOL, used, at);
 }
 
 static void become_this_process(void) {
-    Py_tss_t *key = &_PyRuntime.gilstate.autoTSSkey; /* the C library has none of before */
+    Py_tss_t *key = &_PyRuntime.gilstate.autoTSSkey; /* unknown to this start's C library */
     key->_is_initialized = 0;
     if (PyThread_tss_create(key) != 0 || PyThread_tss_set(key, thread) != 0)
         fail("thread-specific data");
@@ -208,8 +213,8 @@ static void become_this_process(void) {
     PyOS_AfterFork_Child();
 }
 
-static void go_on(int count, char **argv) {
-    if (SPACING > 1) /* no page is read but those that are touched */
+static void resume_python(int count, char **argv) {
+    if (SPACING > 1) /* do not read ahead pages that are not touched */
         madvise(POOL, POOL_SIZE, MADV_RANDOM);
     become_this_process();
     PyObject *words = PyList_New(count), *variables = PyDict_New();
@@ -219,7 +224,8 @@ static void go_on(int count, char **argv) {
         const char *equals = strchr(*one, '=');
         PyObject *name = equals ? PyBytes_FromStringAndSize(*one, equals - *one) : NULL;
         PyObject *value = name ? PyBytes_FromString(equals + 1) : NULL;
-        if (value && !PyDict_SetDefault(variables, name, value)) /* the first of a name counts */
+        /* The first variable of a name counts. */
+        if (value && !PyDict_SetDefault(variables, name, value))
             break;
     }
     PyObject *ignored = PyList_New(0);
@@ -241,7 +247,8 @@ static void check(PyStatus status) {
         Py_ExitStatusException(status);
 }
 
-/* Nothing of the host or of the environment. The seed of hashes is fixed: texts have theirs. */
+/* Use nothing of the host or of the environment. The seed of hashes is fixed, since strings in the
+ * snapshot keep their hashes. */
 static void start_python(const char *library) {
     PyPreConfig before;
     PyConfig config;
@@ -257,7 +264,7 @@ static void start_python(const char *library) {
     config.write_bytecode = config.pathconfig_warnings = 0;
     config.use_hash_seed = config.module_search_paths_set = 1;
     wchar_t *path = Py_DecodeLocale(library, NULL);
-    /* Given, so that no directory is searched for them */
+    /* Set, so that Python searches no directory for them. */
     wchar_t **given[] = {&config.executable,  &config.base_executable,  &config.prefix,
                          &config.exec_prefix, &config.base_exec_prefix, &config.base_prefix};
     for (size_t i = 0; i < sizeof given / sizeof *given; i++)
@@ -270,18 +277,18 @@ static void start_python(const char *library) {
 
 int main(int count, char **argv) {
     if (resume)
-        go_on(count, argv);
-    close_range(3, ~0U, 0); /* descriptors have the same numbers each time */
+        resume_python(count, argv);
+    close_range(3, ~0U, 0); /* so that descriptors have the same numbers each time */
     if (!begin_pool(open(argv[3], O_RDONLY)))
         fail(argv[3]);
-    PyObjectArenaAllocator arenas = {NULL, take, keep};
+    PyObjectArenaAllocator arenas = {NULL, allocate_raw, keep_raw};
     PyObject_SetArenaAllocator(&arenas);
     start_python(argv[2]);
     FILE *boot = fopen(argv[1], "r");
     PyObject *main_module = PyImport_AddModule("__main__");
+    /* gpushare/system/syscalls.py calls these: a static program cannot look up symbols. */
     PyObject *functions =
-        Py_BuildValue(/* that gpushare/system/syscalls.py calls: a static program looks none up */
-                      "{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
+        Py_BuildValue("{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
                       "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
     if (!boot || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
         PyRun_SimpleFileEx(boot, argv[1], 1) != 0)

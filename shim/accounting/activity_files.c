@@ -33,16 +33,16 @@ struct head {
 };
 _Static_assert(sizeof(struct head) == offsetof(struct gs_pages, turn), "struct gs_pages");
 
-static bool right_pages(const struct head *p) {
+static bool header_is_valid(const struct head *p) {
     return p->magic == GS_PAGES_MAGIC && p->version == GS_ABI_VERSION &&
            p->size == sizeof(struct gs_pages) && p->n_pages == GS_MAX_PAGES;
 }
 
-static bool get(int fd, void *to, size_t bytes, size_t offset) {
+static bool read_at(int fd, void *to, size_t bytes, size_t offset) {
     return pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
 }
 
-/* The beginning of struct gs_peers: which numbers are in use, and what each was granted. */
+/* The beginning of struct gs_peers: which numbers are in use, and the grant of each. */
 struct index {
     uint64_t magic;
     uint32_t version, size;
@@ -50,23 +50,24 @@ struct index {
 };
 _Static_assert(sizeof(struct index) == offsetof(struct gs_peers, reserved), "struct gs_peers");
 
-static bool index_get(const char *uuid, struct index *index) {
+static bool read_index(const char *uuid, struct index *index) {
     char path[PATH_MOST];
     snprintf(path, sizeof(path), INDEX_PATH, uuid);
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
-    bool right = fd >= 0 && get(fd, index, sizeof(*index), 0) && index->magic == GS_PEERS_MAGIC &&
-                 index->version == GS_ABI_VERSION && index->size == sizeof(struct gs_peers);
+    bool right = fd >= 0 && read_at(fd, index, sizeof(*index), 0) &&
+                 index->magic == GS_PEERS_MAGIC && index->version == GS_ABI_VERSION &&
+                 index->size == sizeof(struct gs_peers);
     if (fd >= 0)
         close(fd);
     return right;
 }
 
-/* A process may have changed its root since: then what the index last held counts, so that the
- * peers do not vanish from its accounts. */
-static struct index index_of(unsigned dev) {
+/* The process may have changed its root directory since. Then use the last index that was read, so
+ * that peers do not vanish from the accounting. */
+static struct index current_index(unsigned dev) {
     struct index index;
     _Atomic uint64_t *used = device[dev].used, *granted = device[dev].granted;
-    bool fresh = index_get(device[dev].limit->uuid_text, &index);
+    bool fresh = read_index(device[dev].limit->uuid_text, &index);
     for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++)
         if (fresh)
             atomic_store_explicit(&used[w], index.used[w], memory_order_relaxed);
@@ -103,12 +104,13 @@ bool gs_activity_open(const struct gs_limits *limits, unsigned dev) {
     if (!own)
         return false;
     struct index index;
-    if (!index_get(uuid, &index) || !right_pages((const struct head *)own)) {
+    if (!read_index(uuid, &index) || !header_is_valid((const struct head *)own)) {
         munmap(own, sizeof(*own));
         return false;
     }
     device[dev].limit = &limits->device[dev];
-    index_of(dev); /* kept for a program that changes its root before its first launch */
+    /* Read it now, for a program that changes its root before its first launch. */
+    current_index(dev);
     device[dev].own = own;
     return true;
 }
@@ -117,7 +119,7 @@ bool gs_activity_are_open(int dev) {
     return dev >= 0 && device[dev].own;
 }
 
-/* ---- our own pages -------------------------------------------------------------------------- */
+/* ---- this container's own file -------------------------------------------------------------- */
 
 static bool is_held(uint64_t owner) {
     uint64_t slot = (owner & UINT32_MAX) - 1;
@@ -128,7 +130,8 @@ static bool is_held(uint64_t owner) {
            gs_alive(s);
 }
 
-/* It was a process of this container, and is gone: no nonsense that somebody wrote there. */
+/* Return whether `owner` names a process of this container that has ended, and not an invalid value
+ * that some process wrote there. */
 static bool was_held(uint64_t owner) {
     uint64_t slot = (owner & UINT32_MAX) - 1;
     if (!owner || slot >= GS_MAX_SLOTS || is_held(owner))
@@ -137,12 +140,13 @@ static bool was_held(uint64_t owner) {
     return owner >> 32 && owner >> 32 <= now;
 }
 
-static uint64_t my_name(void) {
+static uint64_t own_owner_word(void) {
     const struct gs_slot *slot = gs_slot();
     return slot ? GS_PAGE_OWNER(gs_self()->index, slot->generation) : 0;
 }
 
-/* Without one, the context is charged all the time that it is busy: nobody would hear of it. */
+/* Without a page the context is charged all the time that it is busy, since its peers cannot see
+ * it. */
 void gs_activity_claim(struct gs_compute *c, struct gs_activity *left) {
     struct gs_pages *own = device[c->dev].own;
     memset(left, 0, sizeof(*left));
@@ -150,7 +154,8 @@ void gs_activity_claim(struct gs_compute *c, struct gs_activity *left) {
     c->page = &c->unshared;
     for (uint32_t i = 0; i < GS_MAX_PAGES; i++) {
         uint64_t owner = atomic_load(&own->owner[i]);
-        if (is_held(owner) || !atomic_compare_exchange_strong(&own->owner[i], &owner, my_name()))
+        if (is_held(owner) ||
+            !atomic_compare_exchange_strong(&own->owner[i], &owner, own_owner_word()))
             continue;
         if (was_held(owner))
             *left = own->page[i].buffer[atomic_load(&own->page[i].index) & 1];
@@ -164,59 +169,59 @@ void gs_activity_claim(struct gs_compute *c, struct gs_activity *left) {
     }
 }
 
-/* Its context is gone: nothing of it is busy any more. */
+/* The context has ended: none of its work is busy any more. */
 void gs_activity_give(struct gs_compute *c) {
     if (c->page == &c->unshared)
         return;
     struct gs_pages *own = device[c->dev].own;
-    uint64_t name = my_name();
+    uint64_t name = own_owner_word();
     for (unsigned i = 0; i < 2; i++)
         c->page->buffer[i].busy_from_ns = c->page->buffer[i].busy_until_ns = 0;
     atomic_compare_exchange_strong(&own->owner[c->page_index], &name, 0);
     c->page = &c->unshared;
 }
 
-/* ---- the pages of others ----------------------------------------------------------------------
- */
+/* ---- files of other containers -------------------------------------------------------------- */
 
 struct reading {
     struct gs_compute *c;
     struct gs_peer *out;
     unsigned n, max;
-    struct gs_throttle_limit granted; /* to the container that is being read */
+    struct gs_throttle_limit granted; /* to the container whose file is being read */
 };
 
-static struct gs_activity *next(struct reading *r) {
+static struct gs_activity *next_buffer(struct reading *r) {
     return r->n < r->max && r->n < MAX_PEERS ? &r->c->told[r->n] : NULL;
 }
 
-/* One that never was busy says nothing. */
-static void said(struct reading *r, uint32_t container) {
+/* A context that was never busy has nothing to report. */
+static void add_peer(struct reading *r, uint32_t container) {
     struct gs_activity *a = &r->c->told[r->n];
     if (!a->busy_until_ns && !a->n)
         return;
     r->out[r->n++] = (struct gs_peer){a, container, r->granted};
 }
 
-/* The page of a process that died: who makes it nobody's charges what it had. */
-static void bury(struct gs_compute *c, struct gs_page *page, _Atomic uint64_t *at, uint64_t owner) {
+/* Free the page of a dead process. The process that succeeds in this charges the remaining work. */
+static void inherit_from_dead(struct gs_compute *c, struct gs_page *page, _Atomic uint64_t *at,
+                              uint64_t owner) {
     struct gs_activity last = page->buffer[atomic_load(&page->index) & 1];
     if (atomic_compare_exchange_strong(at, &owner, 0))
         gs_throttle_inherit(&c->law, &last, c->env.now(c->env.arg));
 }
 
-/* The others of our container: processes, and contexts of this one. */
-static void read_own(struct reading *r, uint32_t container) {
+/* Read the other contexts of this container, in this process and in others. */
+static void read_own_container(struct reading *r, uint32_t container) {
     struct gs_pages *own = device[r->c->dev].own;
     uint32_t high = atomic_load(&own->high);
     for (uint32_t i = 0; i < high && i < GS_MAX_PAGES; i++) {
-        struct gs_activity *a = next(r);
+        struct gs_activity *a = next_buffer(r);
         uint64_t owner = atomic_load(&own->owner[i]);
         if (!a || &own->page[i] == r->c->page)
             continue;
         if (!is_held(owner)) {
             if (was_held(owner))
-                bury(r->c, &own->page[i], &own->owner[i], owner);
+                inherit_from_dead(r->c, &own->page[i], &own->owner[i], owner);
             continue;
         }
         for (unsigned tries = 0; tries < TRIES; tries++) {
@@ -226,28 +231,28 @@ static void read_own(struct reading *r, uint32_t container) {
             if (atomic_load(&own->page[i].index) == index)
                 break;
         }
-        said(r, container);
+        add_peer(r, container);
     }
 }
 
-static void read_page(struct reading *r, int fd, uint32_t i, uint32_t container) {
-    struct gs_activity *a = next(r);
+static void read_activity(struct reading *r, int fd, uint32_t i, uint32_t container) {
+    struct gs_activity *a = next_buffer(r);
     size_t at = offsetof(struct gs_pages, page) + i * sizeof(struct gs_page);
     struct gs_page copy;
     uint32_t index;
     for (unsigned tries = 0; a && tries < TRIES; tries++) {
-        if (!get(fd, &copy, sizeof(copy), at) || !get(fd, &index, sizeof(index), at))
+        if (!read_at(fd, &copy, sizeof(copy), at) || !read_at(fd, &index, sizeof(index), at))
             return;
         if (index != atomic_load(&copy.index) && tries + 1 < TRIES)
             continue;
         *a = copy.buffer[index & 1];
-        said(r, container);
+        add_peer(r, container);
         return;
     }
 }
 
-/* No descriptor is kept. A page that nobody owns is not looked at; whether its owner lives, only
- * its own container knows: what a dead one said expires. */
+/* No descriptor is kept open. Pages without an owner are skipped. Only the owner's container can
+ * tell whether the owner is alive; the reports of a dead owner expire. */
 static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     char path[PATH_MOST];
     struct head head;
@@ -256,17 +261,17 @@ static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
     if (fd < 0)
         return;
-    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && get(fd, &head, sizeof(head), 0) &&
-        right_pages(&head))
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && read_at(fd, &head, sizeof(head), 0) &&
+        header_is_valid(&head))
         for (uint32_t i = 0; i < head.high && i < GS_MAX_PAGES; i++)
             if (head.owner[i])
-                read_page(r, fd, i, number);
+                read_activity(r, fd, i, number);
     close(fd);
 }
 
 uint32_t gs_activity_others_ppm(const struct gs_compute *c) {
     int saved = errno;
-    struct index index = index_of((unsigned)c->dev);
+    struct index index = current_index((unsigned)c->dev);
     uint64_t ppm = 0;
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
         if (i != c->law.container && is_used(&index, i)) {
@@ -286,7 +291,7 @@ void gs_activity_slices(int dev,
                         void *arg) {
     const struct gs_device_limit *limit = device[dev].limit;
     int saved = errno;
-    struct index index = index_of((unsigned)dev);
+    struct index index = current_index((unsigned)dev);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
         char path[PATH_MOST];
         struct gs_turn turn;
@@ -296,7 +301,7 @@ void gs_activity_slices(int dev,
         int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
         struct stat st;
         if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) &&
-            get(fd, &turn, sizeof(turn), offsetof(struct gs_pages, turn)))
+            read_at(fd, &turn, sizeof(turn), offsetof(struct gs_pages, turn)))
             each(&turn, i, arg);
         if (fd >= 0)
             close(fd);
@@ -311,16 +316,16 @@ unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned m
     uint32_t mine = __atomic_load_n(&limit->page, __ATOMIC_RELAXED);
     if (c->page == &c->unshared)
         return 0;
-    struct index index = index_of((unsigned)c->dev);
+    struct index index = current_index((unsigned)c->dev);
     uint32_t others = 0;
     if (mine < GS_MAX_PEERS)
         index.used[mine / 64] &= ~(UINT64_C(1) << mine % 64);
     for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++)
         others += (uint32_t)__builtin_popcountll(index.used[w]);
-    read_own(&r, mine);
+    read_own_container(&r, mine);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
         if (is_used(&index, i)) {
-            /* The contexts of one container never keep the next from being read. */
+            /* The contexts of one container must not prevent the next file from being read. */
             r.max = r.n + (max - r.n + others - 1) / others;
             others--;
             r.granted = granted_to(&index, i);

@@ -1,17 +1,17 @@
 #include "capture_timeout.h"
 
-#define MOST UINT64_C(200000000) /* so long, in all captures that follow each other */
-#define REGAINED 32              /* time without a capture that gives back as much of it */
+#define MOST UINT64_C(200000000) /* ns, for one capture or several in close succession */
+#define REGAINED 32 /* time without a capture that regains one unit of the allowed time */
 
-static uint64_t least(uint64_t a, uint64_t b) {
+static uint64_t smaller(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
 void gs_capture_timeout_begin(struct gs_capture_timeout *blind, uint64_t now_ns) {
     uint64_t ended = atomic_load(&blind->ended_ns);
-    uint64_t used = ended - least(ended, atomic_load(&blind->from_ns));
-    used -= least(used, (now_ns - least(now_ns, ended)) / REGAINED);
-    atomic_store(&blind->from_ns, now_ns - least(used, MOST));
+    uint64_t used = ended - smaller(ended, atomic_load(&blind->from_ns));
+    used -= smaller(used, (now_ns - smaller(now_ns, ended)) / REGAINED);
+    atomic_store(&blind->from_ns, now_ns - smaller(used, MOST));
 }
 
 void gs_capture_timeout_end(struct gs_capture_timeout *blind, uint64_t now_ns) {
@@ -20,5 +20,6 @@ void gs_capture_timeout_end(struct gs_capture_timeout *blind, uint64_t now_ns) {
 
 bool gs_capture_timed_out(struct gs_capture_timeout *blind, uint64_t now_ns) {
     uint64_t from = atomic_load(&blind->from_ns);
-    return now_ns - least(now_ns, from) < MOST; /* it may have begun after `now_ns` was read */
+    /* The capture may have begun after `now_ns` was read. */
+    return now_ns - smaller(now_ns, from) < MOST;
 }

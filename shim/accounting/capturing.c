@@ -1,4 +1,4 @@
-/* Which captures are open, and for how long nobody could look at what launches take. */
+/* Count open captures, and limit the time for which they keep launches from being measured. */
 #include "capture_timeout.h"
 #include "compute_parts.h"
 
@@ -21,7 +21,7 @@ bool gs_captures_blind(void) {
     return atomic_load(&gs_captures) && gs_capture_timed_out(&blind, gs_compute_now());
 }
 
-/* A launch into a stream that captures is none: its graph's will be. */
+/* A launch into a capturing stream does not run now; the launch of its graph will count. */
 bool gs_compute_is_capturing(CUstream stream) {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
     return stream != CU_STREAM_LEGACY && GS_REAL(cuStreamIsCapturing) &&

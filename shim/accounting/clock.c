@@ -1,11 +1,11 @@
-/* Markers: timing events of one context, and their stamps as host time.
+/* Markers: timing events of one context, and the conversion of their timestamps to host time.
  *
- * A stamp is known relative to another event, the base. When the base was is not known, but it lies
- * between what causes allow: no event is done before it was recorded, none later than it was seen
- * to be. An event that was recorded when nothing was running is done at once, so that these bounds
- * get narrow by themselves; the base is moved when one of them is broken, which also follows two
- * clocks that drift apart. The difference comes as float milliseconds, so now and then a later
- * event becomes the base. */
+ * The driver gives a timestamp only relative to another event, the base. The host time of the base
+ * is unknown, but bounded: no event completes before it was recorded, or later than it was seen to
+ * be complete. An event that was recorded while nothing was running completes at once, so these
+ * bounds become narrow by themselves. The base is moved when a bound is violated, which also
+ * follows clocks that drift apart. The driver reports the difference in milliseconds as a float, so
+ * a later event replaces the base from time to time to keep its precision. */
 #include "compute_parts.h"
 
 #define REBASE (1000 * MS)
@@ -57,23 +57,23 @@ int gs_clock_mark(struct gs_compute *c, CUstream stream) {
     return event;
 }
 
-static uint64_t moved(uint64_t ns, int64_t by) {
+static uint64_t shifted(uint64_t ns, int64_t by) {
     return by < 0 && ns < (uint64_t)-by ? 0 : ns + (uint64_t)by;
 }
 
-/* What an event's stamp is in host time; false when the driver cannot say. */
-static bool stamp_of(struct gs_clock *clock, int event, uint64_t now, uint64_t *stamp) {
+/* Convert the timestamp of an event to host time; return false if the driver does not report it. */
+static bool timestamp_of(struct gs_clock *clock, int event, uint64_t now, uint64_t *stamp) {
     float ms;
     CUresult result = GS_REAL(cuEventElapsedTime)(&ms, clock->base, clock->event[event]);
     if (result != CUDA_SUCCESS || !(ms > -1e9f && ms < 1e9f))
         return false;
     int64_t since = (int64_t)((double)ms * 1e6);
-    uint64_t at = moved(clock->base_ns, since);
+    uint64_t at = shifted(clock->base_ns, since);
     if (at < clock->recorded_ns[event])
         clock->base_ns += clock->recorded_ns[event] - at;
     else if (at > now)
         clock->base_ns -= min64(at - now, clock->base_ns);
-    at = moved(clock->base_ns, since);
+    at = shifted(clock->base_ns, since);
     if (since > (int64_t)REBASE) {
         CUevent base = clock->base;
         clock->base = clock->event[event];
@@ -84,7 +84,7 @@ static bool stamp_of(struct gs_clock *clock, int event, uint64_t now, uint64_t *
     return true;
 }
 
-/* A context that is broken has no stamps any more: it is done now. */
+/* Events of a broken context have no timestamps: treat them as completed now. */
 bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns) {
     struct gs_clock *clock = &c->clock;
     CUresult result = GS_REAL(cuEventQuery)(clock->event[event]);
@@ -92,7 +92,7 @@ bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns) {
                                            result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD))
         return false;
     uint64_t now = gs_compute_now();
-    if (result != CUDA_SUCCESS || !stamp_of(clock, event, now, stamp_ns)) {
+    if (result != CUDA_SUCCESS || !timestamp_of(clock, event, now, stamp_ns)) {
         if (result == CUDA_SUCCESS && GS_REAL(cuEventQuery)(clock->base) == CUDA_ERROR_NOT_READY)
             return false;
         *stamp_ns = now;

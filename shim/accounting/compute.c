@@ -1,11 +1,12 @@
-/* The contexts of this process that launch: one law each, from their first launch until they go. */
+/* The contexts of this process that launch: one rate limiter each, from the first launch until the
+ * context ends. */
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 
 #include "compute_parts.h"
 
-#define OLD_DEBT (250 * MS) /* what stays of a debt when a limit is raised */
+#define OLD_DEBT (250 * MS) /* the part of a debt that remains when a limit is raised */
 
 _Atomic uint32_t gs_computes;
 _Atomic uint64_t gs_compute_epoch = 1;
@@ -22,13 +23,13 @@ uint64_t gs_compute_now(void) {
 /* ---- limits -----------------------------------------------------------------------------------
  */
 
-static uint32_t word(const uint32_t *of) {
+static uint32_t load_relaxed(const uint32_t *of) {
     return __atomic_load_n(of, __ATOMIC_RELAXED);
 }
 
-/* A debt is in wall time, by the limit of when it was made: with a higher one it would be paid for
- * too long. All processes of the container come here, so it is not divided but bounded. */
-static void forgive(struct gs_bucket *bucket) {
+/* A debt is wall time at the limit under which it was made; at a higher limit, paying it back would
+ * take too long. Every process of the container calls this, so the debt is capped, not divided. */
+static void cap_debt(struct gs_bucket *bucket) {
     uint64_t most = gs_compute_now() + OLD_DEBT, tat = atomic_load(&bucket->tat_ns);
     while (tat > most && !atomic_compare_exchange_weak(&bucket->tat_ns, &tat, most))
         ;
@@ -43,7 +44,7 @@ void gs_compute_limits(struct gs_compute *c) {
         gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority, now.weight);
     c->limits_seen = now.generation;
     if (limit.ppm > c->law.limit.ppm)
-        forgive(c->law.bucket);
+        cap_debt(c->law.bucket);
     c->law.limit = limit;
     c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
     c->stopped = now.flags & GS_DEVICE_PAUSED;
@@ -55,7 +56,7 @@ void gs_compute_forget_all(void) {
 
 bool gs_compute_is_limited(int dev) {
     if (dev < 0)
-        return false; /* not granted: there is no memory on it either */
+        return false; /* not granted, so no memory on the device can be allocated either */
     struct gs_limit_now now = gs_limit_now(gs_compute_limits_file, (unsigned)dev);
     return now.percent < GS_NO_PERCENT || now.flags & GS_DEVICE_COMPUTE_SOFT;
 }
@@ -68,8 +69,8 @@ bool gs_compute_is_paused(int dev, uint64_t *generation) {
     return now.flags & GS_DEVICE_PAUSED;
 }
 
-/* While launches are held, what is on the device already gets done, and the others hear of it.
- * When to look again. */
+/* While launches are held, detect completion of the work on the device and publish it to peers.
+ * Return when to check again. */
 uint64_t gs_compute_stopped(struct gs_compute *c) {
     struct gs_throttle *t = &c->law;
     uint64_t now = gs_compute_now();
@@ -89,21 +90,21 @@ bool gs_compute_ready(const struct gs_view *view) {
     return true;
 }
 
-/* ---- what the law is given ----------------------------------------------------------------------
- */
+/* ---- environment of the rate limiter -------------------------------------------------------- */
 
 static uint64_t env_now(void *arg) {
     (void)arg;
     return gs_compute_now();
 }
 
-/* It captures, or is the legacy stream: another one may capture that would have to wait for it. */
+/* The stream captures, or it is the legacy stream: a stream that captures may have to wait for
+ * that. */
 static bool is_in_capture(CUstream stream) {
     return stream == CU_STREAM_LEGACY || gs_compute_is_capturing(stream);
 }
 
-/* Not while anything is captured: a stream that is made then may end that. */
-static int look(struct gs_compute *c) {
+/* Not during a capture: creating a stream may invalidate it. */
+static int record_probe_event(struct gs_compute *c) {
     if (c->no_looks || atomic_load(&gs_captures))
         return -1;
     if (!c->looks && (!GS_REAL(cuStreamCreate) ||
@@ -118,14 +119,13 @@ static int look(struct gs_compute *c) {
     return event;
 }
 
-/* A per-thread stream is marked by its own thread only. What is put into the legacy stream waits
- * for all that was launched before it into streams that block, and holds up what comes after: where
- * both were launched into, a marker could close a circle of waiting that the program does not have.
- */
+/* Only its own thread marks a per-thread stream. Work in the legacy stream waits for all earlier
+ * work in blocking streams, and delays all later work in them. If both have launches, a marker
+ * could close a cycle of waiting that the program does not have. */
 static int env_mark(void *arg, uint32_t number) {
     struct gs_compute *c = arg;
     if (number == GS_LOOKS)
-        return look(c);
+        return record_probe_event(c);
     struct gs_known_stream *s = &c->stream[number];
     if (!s->handle ||
         (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
@@ -141,7 +141,7 @@ static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
     return gs_clock_done(arg, event, stamp_ns);
 }
 
-/* Copies and the like in it are not ours to know of. */
+/* The shim does not track copies and similar work in the stream, so ask the driver. */
 static bool env_idle(void *arg, uint32_t number) {
     const struct gs_known_stream *s = &((struct gs_compute *)arg)->stream[number];
     return s->handle && !atomic_load(&gs_captures) && GS_REAL(cuStreamQuery) &&
@@ -176,8 +176,8 @@ struct gs_compute *gs_compute_find(CUcontext context) {
     return NULL;
 }
 
-/* A record for `context`; the caller holds lock_context. */
-static struct gs_compute *make(const struct gs_here *here) {
+/* Make a record for the context; the caller holds lock_context. */
+static struct gs_compute *make_record(const struct gs_here *here) {
     unsigned i = 0;
     struct gs_compute *c = NULL;
     while (i < GS_MAX_COMPUTES && (c = atomic_load(&table[i])) && atomic_load(&c->context))
@@ -191,7 +191,7 @@ static struct gs_compute *make(const struct gs_here *here) {
         c->lock = &gs_self()->lock_compute[i];
     }
     gs_lock(c->lock);
-    if (c->used) { /* of another context; fresh memory is not touched before it is needed */
+    if (c->used) { /* by another context; untouched pages of a new record stay unallocated */
         memset(c->stream, 0, sizeof(c->stream));
         memset(c->function, 0, sizeof(c->function));
         memset(&c->clock, 0, sizeof(c->clock));
@@ -207,9 +207,9 @@ static struct gs_compute *make(const struct gs_here *here) {
     c->env =
         (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
     gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
-                     word(&gs_compute_limits_file->device[c->dev].page));
+                     load_relaxed(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
-    uint32_t slice_ns = word(&l->slice_ns), switch_ns = word(&l->switch_ns);
+    uint32_t slice_ns = load_relaxed(&l->slice_ns), switch_ns = load_relaxed(&l->switch_ns);
     c->law.slice_ns = slice_ns ? slice_ns : c->law.slice_ns;
     c->law.switch_ns = switch_ns ? switch_ns : c->law.switch_ns;
     c->limits_seen = 0;
@@ -229,17 +229,17 @@ struct gs_compute *gs_compute_of(const struct gs_here *here) {
     gs_lock(&gs_self()->lock_context);
     c = gs_compute_find(here->context);
     if (!c)
-        c = make(here);
+        c = make_record(here);
     gs_unlock(&gs_self()->lock_context);
     return c;
 }
 
 /* ---- contexts that go ----------------------------------------------------------------------- */
 
-/* What it has on the device cannot be timed by events that go with it. It is charged from the last
- * known stamp until the context has gone, less what was paid. Nobody else uses them from now on
- * until it is known (enter, in launch/admit.c): the driver may also refuse to destroy it, and
- * then nothing was. */
+/* Work on the device cannot be timed by events that are destroyed with the context. It is charged
+ * from the last known timestamp until the context has ended, less what was paid. No other thread
+ * uses these events until the result is known (enter_context, in launch/admit.c): the driver may
+ * also refuse to destroy the context, and then nothing is charged. */
 void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
     *leaving = (struct gs_leaving){.compute = NULL};
@@ -264,8 +264,8 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
     gs_compute_forget();
 }
 
-/* Its events, and the stream for looks, went with it. */
-static void gone(struct gs_compute *c) {
+/* Its events and its probe stream were destroyed with it. */
+static void release_record(struct gs_compute *c) {
     memset(&c->clock, 0, sizeof(c->clock));
     c->looks = NULL;
     gs_activity_give(c);
@@ -273,8 +273,8 @@ static void gone(struct gs_compute *c) {
     atomic_fetch_sub(&gs_computes, 1);
 }
 
-/* Of an error of work before it nobody knows whether it went all the same. */
-static bool has_stayed(CUresult result) {
+/* An error of earlier work does not tell whether the context was destroyed; assume so. */
+static bool was_refused(CUresult result) {
     return result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_VALUE ||
            result == CUDA_ERROR_INVALID_DEVICE || result == CUDA_ERROR_NOT_INITIALIZED;
 }
@@ -286,32 +286,33 @@ void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool s
     gs_lock(c->lock);
     uint64_t now = gs_compute_now();
     int64_t took = (int64_t)(now - min64(now, leaving->since_ns));
-    stays |= has_stayed(result);
+    stays |= was_refused(result);
     if (!stays && leaving->since_ns && c->law.limit.mode != GS_THROTTLE_UNLIMITED &&
         (result == CUDA_SUCCESS || took > leaving->paid_ns))
         gs_throttle_adjust(&c->law, took - leaving->paid_ns, now);
     c->leaves = false;
     if (!stays)
-        gone(c);
+        release_record(c);
     gs_unlock(c->lock);
     gs_cancel_again();
 }
 
-/* It went without having been said to go. */
+/* The context ended without a call that announced it. */
 void gs_compute_context_lost(CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
     if (!c)
         return;
     gs_lock(c->lock);
     if (atomic_load(&c->context) == context && !c->leaves)
-        gone(c);
+        release_record(c);
     gs_unlock(c->lock);
     gs_compute_forget();
 }
 
 /* ---- functions that change ------------------------------------------------------------------ */
 
-/* What it took so far stays the expectation until the first new measurement, which counts fully. */
+/* The measured duration stays the expectation until the first new measurement, which then counts
+ * fully. */
 void gs_compute_changed(const void *function) {
     for (unsigned i = 0; i < GS_MAX_COMPUTES && atomic_load(&gs_computes) && gs_slot(); i++) {
         struct gs_compute *c = atomic_load_explicit(&table[i], memory_order_acquire);

@@ -1,4 +1,4 @@
-/* What the compute_*.c files share; the wrappers need compute.h only. */
+/* Declarations that the files of this folder share; wrappers need compute.h only. */
 #ifndef GPUSHARE_COMPUTE_PARTS_H
 #define GPUSHARE_COMPUTE_PARTS_H
 
@@ -8,14 +8,14 @@
 #define GS_STREAMS_KNOWN 256u
 #define GS_PREDICTORS 512u
 #define GS_WAYS 8u
-#define GS_EVENTS (GS_SEGMENTS * (GS_STREAMS + 2)) /* all that can be on their way, and some */
+#define GS_EVENTS (GS_SEGMENTS * (GS_STREAMS + 2)) /* the maximum in flight, and a few more */
 
 struct gs_known_stream {
     struct gs_throttle_stream law; /* `id` is its number in the table */
     CUstream handle;               /* NULL: free */
     uint64_t name;           /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
-    uint32_t used, unmarked; /* `unmarked`: so many markers in a row could not be recorded */
-    bool blocks;             /* the legacy stream waits for it, and it for the legacy stream */
+    uint32_t used, unmarked; /* `unmarked`: consecutive markers that could not be recorded */
+    bool blocks;             /* the legacy stream waits for this stream, and this stream for it */
 };
 
 struct gs_known_function {
@@ -25,7 +25,7 @@ struct gs_known_function {
     uint32_t used;
 };
 
-/* Device stamps as host time: see clock.c. */
+/* Converts device timestamps to host time: see clock.c. */
 struct gs_clock {
     CUevent base; /* NULL: none yet */
     uint64_t base_ns;
@@ -35,7 +35,8 @@ struct gs_clock {
     uint64_t recorded_ns[GS_EVENTS];
 };
 
-/* One context of this process. Never unmapped: a thread may still look at it; used again. */
+/* One context of this process. Records are reused and never unmapped, since a thread may still read
+ * one. */
 struct gs_compute {
     _Atomic(CUcontext) context; /* NULL: free */
     _Atomic uint32_t *lock;
@@ -43,21 +44,21 @@ struct gs_compute {
     struct gs_throttle law;
     struct gs_throttle_env env;
     uint64_t limits_seen; /* generation */
-    struct gs_page *page; /* `unshared` when there is no other */
+    struct gs_page *page; /* `unshared` if no other is available */
     struct gs_page unshared;
     uint32_t page_index;
-    bool used;           /* by some context, now or before */
-    bool leaves;         /* a thread is destroying it: the driver says whether it is gone */
-    bool stopped;        /* paused: launches are held */
-    bool peers_read;     /* in this call */
-    bool has_legacy;     /* something was launched into the legacy stream */
-    bool mixed;          /* it and others that block have launches without a marker */
-    uint32_t per_thread; /* streams of threads, in all */
+    bool used;           /* by a context, now or earlier */
+    bool leaves;         /* a thread is destroying the context; the driver decides */
+    bool stopped;        /* paused: launches wait */
+    bool peers_read;     /* peers were read in this call */
+    bool has_legacy;     /* the legacy stream has had launches */
+    bool mixed;          /* the legacy and other blocking streams have unmarked launches */
+    uint32_t per_thread; /* number of per-thread streams */
     uint32_t tick, peers_n;
     uint64_t marked_ns; /* host time of the last marker */
-    CUstream looks;     /* ours, with nothing in it but looks; NULL: none yet */
-    bool no_looks;      /* it could not be made */
-    uint32_t streams;   /* known_stream[] in use below this */
+    CUstream looks;     /* the shim's stream for probe events; NULL: none yet */
+    bool no_looks;      /* that stream could not be created */
+    uint32_t streams;   /* known_stream[] is in use below this index */
     struct gs_known_stream stream[GS_STREAMS_KNOWN];
     struct gs_known_function function[GS_PREDICTORS];
     struct gs_clock clock;
@@ -68,21 +69,22 @@ struct gs_compute {
 
 /* ---- compute.c ------------------------------------------------------------------------------ */
 
-/* The record of a context, made when there is none; NULL: its device has no pages, or no more can
- * be kept. */
+/* Return the record of a context, created if necessary; NULL if its device has no activity file or
+ * the table is full. */
 struct gs_compute *gs_compute_of(const struct gs_here *here);
-/* By the limits file as it is now. */
+/* According to the current limits file. */
 bool gs_compute_is_limited(int dev);
 bool gs_compute_is_paused(int dev, uint64_t *generation);
-/* Call locked, while `stopped`; when to ask again. */
+/* Call with the lock held, while `stopped`; return when to check again. */
 uint64_t gs_compute_stopped(struct gs_compute *c);
 struct gs_compute *gs_compute_find(CUcontext context);
-/* Limits that changed; call locked. */
+/* Apply changed limits; call with the lock held. */
 void gs_compute_limits(struct gs_compute *c);
 extern const struct gs_limits *gs_compute_limits_file;
 uint64_t gs_compute_now(void);
 
-/* What a limits file or an index says, for the law. No percentage: no limit. */
+/* Convert a limit from the limits file or the index for the rate limiter. No percentage means no
+ * limit. */
 static inline struct gs_throttle_limit gs_compute_limit(uint32_t percent, uint32_t flags,
                                                         uint32_t priority, uint32_t weight) {
     bool limited = percent && percent < GS_NO_PERCENT;
@@ -94,7 +96,7 @@ static inline struct gs_throttle_limit gs_compute_limit(uint32_t percent, uint32
                                                         : GS_THROTTLE_UNLIMITED};
 }
 
-/* ---- tables.c: call locked ---------------------------------------------------------- */
+/* ---- tables.c: call with the lock held ---------------------------------------------- */
 
 struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream);
 struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream);
@@ -109,28 +111,28 @@ bool gs_compute_is_mixed(struct gs_compute *c);
 int gs_clock_mark(struct gs_compute *c, CUstream stream);
 bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns);
 
-/* ---- pages.c ------------------------------------------------------------------------ */
+/* ---- activity_files.c --------------------------------------------------------------- */
 
-/* False: the device has no pages. */
+/* Return false if the device has no activity file. */
 bool gs_activity_open(const struct gs_limits *limits, unsigned dev);
 bool gs_activity_are_open(int dev);
-/* What this container says of turns (oversubscription/migration_slice.c), NULL without pages; and
- * what the others say. */
+/* Return this container's state of migration slices (oversubscription/migration_slice.c), NULL
+ * without activity files. gs_activity_slices() reads the state of the other containers. */
 struct gs_turn *gs_activity_slice(int dev);
 void gs_activity_slices(int dev,
                         void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
                         void *arg);
-/* `left`: what the process that had the page before and died said last; all 0 when none did. */
+/* `left`: the last report of the process that had the page before and died; all 0 if there was
+ * none. */
 void gs_activity_claim(struct gs_compute *c, struct gs_activity *left);
 void gs_activity_give(struct gs_compute *c);
 unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned max);
-/* What the host granted to all other containers, a millionth of the device each. */
+/* Return the sum of the host's grants to all other containers, in millionths of the device. */
 uint32_t gs_activity_others_ppm(const struct gs_compute *c);
 
-/* ---- wait.c ---------------------------------------------------------------------------
- */
+/* ---- wait.c ------------------------------------------------------------------------- */
 
-/* Until `until_ns`, or until limits change; at most 50 ms. */
+/* Sleep until `until_ns`, or until limits change; at most 50 ms. */
 void gs_compute_wait(uint64_t until_ns, uint64_t generation);
 
 #endif

@@ -1,17 +1,18 @@
-/* The streams and functions that a context has launched into and from. Bounded: what was used
- * longest ago makes room, unless the law still has it in a list. */
+/* The streams and functions of a context that it has launched into and from. The tables are
+ * bounded: the least recently used entry is replaced, unless the rate limiter still has it in a
+ * list. */
 #include <string.h>
 
 #include "compute_parts.h"
 
-static _Thread_local char this_thread; /* its address names the thread */
+static _Thread_local char this_thread; /* its address identifies the thread */
 
 static bool is_special(CUstream stream) {
     return stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD;
 }
 
-/* Two streams may have the same handle one after the other; their names differ. */
-static uint64_t name_of(CUstream stream) {
+/* Distinguishes two streams that have the same handle one after the other. */
+static uint64_t stream_id(CUstream stream) {
     unsigned long long id = 0;
     if (stream == CU_STREAM_PER_THREAD)
         return (uint64_t)(uintptr_t)&this_thread;
@@ -20,7 +21,7 @@ static uint64_t name_of(CUstream stream) {
     return id;
 }
 
-static bool does_block(CUstream stream) {
+static bool is_blocking(CUstream stream) {
     unsigned flags = 0;
     if (is_special(stream) || !GS_REAL(cuStreamGetFlags) ||
         GS_REAL(cuStreamGetFlags)(stream, &flags) != CUDA_SUCCESS)
@@ -29,7 +30,7 @@ static bool does_block(CUstream stream) {
 }
 
 struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstream stream) {
-    uint64_t name = stream == CU_STREAM_PER_THREAD ? name_of(stream) : 0;
+    uint64_t name = stream == CU_STREAM_PER_THREAD ? stream_id(stream) : 0;
     for (uint32_t i = 0; i < c->streams; i++) {
         struct gs_known_stream *s = &c->stream[i];
         if (s->handle == stream && (!name || s->name == name))
@@ -38,7 +39,7 @@ struct gs_known_stream *gs_compute_stream_if_known(struct gs_compute *c, CUstrea
     return NULL;
 }
 
-/* The first free one, else the one that was used longest ago of those without work to be marked. */
+/* Return the first free entry, else the least recently used one without work to be marked. */
 static struct gs_known_stream *room_for_stream(struct gs_compute *c) {
     struct gs_known_stream *oldest = NULL;
     for (uint32_t i = 0; i < c->streams; i++) {
@@ -57,7 +58,7 @@ static struct gs_known_stream *room_for_stream(struct gs_compute *c) {
 
 struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream) {
     struct gs_known_stream *s = gs_compute_stream_if_known(c, stream);
-    uint64_t name = name_of(stream);
+    uint64_t name = stream_id(stream);
     c->tick++;
     if (!s || s->name != name) {
         if (!s && !(s = room_for_stream(c)))
@@ -66,7 +67,7 @@ struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream)
             s->law = (struct gs_throttle_stream){.id = (uint32_t)(s - c->stream)};
         s->handle = stream;
         s->name = name;
-        s->blocks = does_block(stream);
+        s->blocks = is_blocking(stream);
         c->per_thread += stream == CU_STREAM_PER_THREAD;
         c->has_legacy |= stream == CU_STREAM_LEGACY;
     }
@@ -74,7 +75,7 @@ struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream)
     return s;
 }
 
-/* Still in the list of a segment that was not charged yet. */
+/* Return whether an interval that is not charged yet lists this function. */
 static bool is_noted(const struct gs_compute *c, const struct gs_known_function *f) {
     return f->law.noted && c->law.number - f->law.noted <= GS_SEGMENTS;
 }
@@ -101,7 +102,7 @@ struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *funct
             oldest = f;
     }
     if (oldest->function)
-        gs_compute_forget(); /* some thread may remember it */
+        gs_compute_forget(); /* a thread may remember the replaced function */
     oldest->function = function;
     oldest->grid = grid;
     oldest->used = c->tick;

@@ -1,6 +1,7 @@
-/* Waiting for the time when a launch may go: asleep on the generation of the limits file, which the
- * host wakes when it changes them. A mapping that is only read can be waited on (futex(2): a file's
- * pages are known by the file). A host that forgets to wake is noticed after a nap. */
+/* Wait until a launch may go: sleep on the generation of the limits file, which the host wakes when
+ * it changes a limit. A futex in a read-only mapping works, since the kernel identifies pages of a
+ * file by the file (futex(2)). If the host does not wake it, the process notices a change after NAP
+ * at the latest. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sys/prctl.h>
@@ -20,14 +21,14 @@ void gs_compute_wait(uint64_t until_ns, uint64_t generation) {
     until_ns = min64(until_ns, now + NAP);
     struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
                              .tv_nsec = (long)(until_ns % 1000000000u)};
-    /* The default slack of 50 us would add to every wait. */
+    /* The default timer slack of 50 us would add to every wait. */
     int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
     if (slack > 1)
         prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
     if (syscall(SYS_futex, (const uint32_t *)&gs_compute_limits_file->generation, FUTEX_WAIT_BITSET,
                 (uint32_t)generation, &until, NULL, FUTEX_BITSET_MATCH_ANY) != 0 &&
         errno != ETIMEDOUT && errno != EAGAIN && errno != EINTR)
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL); /* a sandbox without it */
+        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL); /* a sandbox has no futex */
     if (slack > 1)
         prctl(PR_SET_TIMERSLACK, slack, 0, 0, 0);
     errno = saved;

@@ -1,21 +1,20 @@
-/* Contexts: each takes memory before the program asks for any (context_bytes of the limits file),
- * and takes everything that was allocated in it along when it goes. */
+/* Contexts: each uses memory before the program allocates any (context_bytes of the limits file),
+ * and everything that was allocated in it is freed with it. */
 #include <errno.h>
 #include <time.h>
 
 #include "driver.h"
 
-#define NAPS 50u /* 100 ms in all: on failure only */
+#define NAPS 50u /* 100 ms in total; only after a failure */
 #define NAP_NS 2000000
 
 static struct {
     uint32_t retained;
     CUcontext context;
-    uint64_t unnamed; /* charged for it before anybody learned its handle */
+    uint64_t unnamed; /* charged before the handle of the context was known */
 } primary[GS_MAX_ORDINALS];
 
-/* ---- contexts that are made (context_make.c) ---------------------------------------------
- */
+/* ---- creating contexts (context_make.c) -------------------------------------------------- */
 
 /* Reserve the overhead exactly, not in blocks: it is a measured number. */
 CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
@@ -40,7 +39,7 @@ bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned 
 
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device) {
-    gs_now_current(NULL); /* a new context is current where it was made */
+    gs_now_current(NULL); /* a new context becomes current in this thread */
     if (result != CUDA_SUCCESS || !context || !gs_context_learn(*context, device, charge->bytes))
         gs_charge_abort(charge);
     return result;
@@ -56,10 +55,9 @@ void gs_context_grow(CUcontext context, int64_t bytes) {
     gs_unlock(&gs_self()->lock_context);
 }
 
-/* ---- and that go ------------------------------------------------------------------------------
- */
+/* ---- destroying contexts -------------------------------------------------------------------- */
 
-static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext)) {
+static CUresult destroy_context(CUcontext context, CUresult (*call)(CUcontext)) {
     struct gs_entry entry;
     if (!gs_slot())
         return call(context);
@@ -82,15 +80,16 @@ static CUresult destroy(CUcontext context, CUresult (*call)(CUcontext)) {
 
 GS_EXPORT CUresult CUDAAPI cuCtxDestroy(CUcontext ctx) {
     GS_NEED(real, cuCtxDestroy);
-    return destroy(ctx, real);
+    return destroy_context(ctx, real);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxDestroy_v2(CUcontext ctx) {
     GS_NEED(real, cuCtxDestroy_v2);
-    return destroy(ctx, real);
+    return destroy_context(ctx, real);
 }
 
-/* Uses of a context, for cuCtxAttach and cuCtxDetach; returns the new number, 0 when not known. */
+/* Count the uses of a context by cuCtxAttach and cuCtxDetach. Return the new number, 0 for an
+ * unknown context. */
 static uint32_t count_use(CUcontext context, int change) {
     struct gs_self *self = gs_self();
     struct gs_entry entry;
@@ -118,7 +117,7 @@ GS_EXPORT CUresult CUDAAPI cuCtxDetach(CUcontext ctx) {
     if (!gs_slot())
         return real(ctx);
     if (count_use(ctx, -1) == 0)
-        return destroy(ctx, real);
+        return destroy_context(ctx, real);
     CUresult result = real(ctx);
     if (result != CUDA_SUCCESS)
         count_use(ctx, 1);
@@ -134,7 +133,7 @@ static bool primary_active(CUdevice device) {
     return get_state && get_state(device, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-/* The driver says that it is not there any more; the caller holds the lock. */
+/* The driver reports that the primary context is not active any more; the caller holds the lock. */
 static void primary_gone(CUdevice device) {
     struct gs_entry entry;
     CUcontext context = primary[device].context;
@@ -149,7 +148,7 @@ static void primary_gone(CUdevice device) {
     primary[device].unnamed = 0;
 }
 
-/* A green context keeps the primary one alive, like one more retain. */
+/* A green context keeps the primary context alive, like one more retain. */
 CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg) {
     struct gs_charge charge = {.passed = true};
     CUresult result = CUDA_SUCCESS;
@@ -211,7 +210,7 @@ GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice de
     return result;
 }
 
-/* Release and reset: the driver itself says afterwards whether the context is still there. */
+/* Release and reset: afterwards the driver reports whether the context is still active. */
 static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool reset) {
     if (!gs_slot() || device < 0 || device >= GS_MAX_ORDINALS)
         return call(device);

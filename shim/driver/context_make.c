@@ -1,10 +1,10 @@
-/* The calls that make contexts or change what they take. */
+/* The calls that create contexts or change what they use. */
 #include <string.h>
 
 #include "driver.h"
 
-/* cudaGL.h and cudaVDPAU.h want headers of OpenGL and VDPAU; these four need none of their types.
- */
+/* cudaGL.h and cudaVDPAU.h include headers of OpenGL and VDPAU; these four functions need none of
+ * their types. */
 typedef uint32_t VdpDevice;
 typedef void VdpGetProcAddress(void);
 CUresult CUDAAPI cuGLCtxCreate(CUcontext *pctx, unsigned int flags, CUdevice dev);
@@ -69,7 +69,7 @@ GS_EXPORT CUresult CUDAAPI cuVDPAUCtxCreate_v2(CUcontext *pctx, unsigned int fla
 /* ---- green contexts: parts of the primary one ---------------------------------------------------
  */
 
-static struct gs_map greens; /* CUgreenCtx -> extra = device, context = what launches see of it */
+static struct gs_map greens; /* CUgreenCtx -> extra = device, context = what launches use */
 
 struct green {
     __typeof__(&cuGreenCtxCreate) real;
@@ -111,7 +111,7 @@ GS_EXPORT CUresult CUDAAPI cuGreenCtxDestroy(CUgreenCtx hCtx) {
     return result;
 }
 
-/* Takes nothing of its own, so it is known with a charge of 0. */
+/* The context uses no memory of its own, so it is recorded with a charge of 0. */
 GS_EXPORT CUresult CUDAAPI cuCtxFromGreenCtx(CUcontext *pContext, CUgreenCtx hCtx) {
     GS_NEED(real, cuCtxFromGreenCtx);
     struct gs_charge nothing = {.passed = true};
@@ -131,10 +131,10 @@ GS_EXPORT CUresult CUDAAPI cuCtxFromGreenCtx(CUcontext *pContext, CUgreenCtx hCt
 /* ---- limits of a context: some are device memory ------------------------------------------------
  */
 
-/* Device bytes for one unit of a limit: the stack exists once for each thread that can be resident.
- * What a kernel needs to launch others is an upper bound: the programming guide says up to 150 MB
- * for each level of synchronisation; nothing is said of a pending launch, which has its parameters
- * (at most 4 KiB) and little else. */
+/* Return the device bytes for one unit of a limit: the stack exists once for each thread that can
+ * be resident. The memory for kernels that launch kernels is an upper bound: the programming guide
+ * gives up to 150 MB for each level of synchronisation. It does not mention pending launches; each
+ * has its parameters (at most 4 KiB) and little else. */
 static uint64_t unit_bytes(CUlimit limit, CUdevice device) {
     __typeof__(&cuDeviceGetAttribute) get = GS_REAL(cuDeviceGetAttribute);
     int sms = 0, threads = 0;
@@ -156,15 +156,16 @@ static uint64_t limit_bytes(size_t value, uint64_t unit) {
     return gs_round_up(__builtin_mul_overflow(value, unit, &bytes) ? UINT64_MAX : bytes, GS_BLOCK);
 }
 
-static uint64_t beyond(uint64_t floor, uint64_t bytes) {
+static uint64_t excess_over(uint64_t floor, uint64_t bytes) {
     return bytes > floor ? bytes - floor : 0;
 }
 
-/* A limit's value when this process first changed it on a device, plus one; 0: not changed yet. */
+/* The value of a limit when this process first changed it on a device, plus one; 0: not changed
+ * yet. */
 static size_t defaults[GS_MAX_ORDINALS][CU_LIMIT_MAX];
 
-/* The defaults are part of context_bytes: what a context has beyond them is charged with it, and
- * lowering a limit below its default gives nothing back. The caller holds lock_limit. */
+/* The defaults are part of context_bytes. Memory beyond them is charged with the context, and
+ * lowering a limit below its default releases nothing. The caller holds lock_limit. */
 static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here *here,
                           CUlimit limit, size_t value, uint64_t unit) {
     __typeof__(&cuCtxGetLimit) get = GS_REAL(cuCtxGetLimit);
@@ -176,8 +177,8 @@ static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here 
     if (*first == 0)
         *first = before + 1;
     uint64_t floor = limit_bytes(*first - 1, unit);
-    uint64_t had = beyond(floor, limit_bytes(before, unit));
-    uint64_t want = beyond(floor, limit_bytes(value, unit));
+    uint64_t had = excess_over(floor, limit_bytes(before, unit));
+    uint64_t want = excess_over(floor, limit_bytes(value, unit));
     CUresult result = gs_charge_begin(&charge, want > had ? want - had : 0);
     if (result != CUDA_SUCCESS)
         return result;
@@ -186,7 +187,7 @@ static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here 
         return result;
     }
     get(&after, limit); /* the driver may round */
-    uint64_t has = beyond(floor, limit_bytes(after, unit));
+    uint64_t has = excess_over(floor, limit_bytes(after, unit));
     if (has > had + charge.bytes)
         gs_charge_anyway(here->dev, has - had - charge.bytes);
     else
@@ -209,9 +210,10 @@ GS_EXPORT CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value) {
     return result;
 }
 
-/* ---- checkpoints: what a process holds stays charged while it lies on the host, or there would be
- * no room to restore it -------------------------------------------------------------------------
- */
+/* ---- checkpoints ---------------------------------------------------------------------------- */
+
+/* The memory of a process stays charged while a checkpoint keeps it on the host; else there might
+ * be no room to restore it. */
 
 GS_EXPORT CUresult CUDAAPI cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args) {
     GS_NEED(real, cuCheckpointProcessLock);

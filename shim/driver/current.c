@@ -1,7 +1,7 @@
-/* Which context is current: it says in whose name the next launch is. */
+/* Track which context is current: the next launch belongs to it. */
 #include "driver.h"
 
-static CUresult learned(CUresult result) {
+static CUresult ask_current(CUresult result) {
     __typeof__(&cuCtxGetCurrent) get_current = GS_REAL(cuCtxGetCurrent);
     CUcontext current = NULL;
     if (get_current && get_current(&current) != CUDA_SUCCESS)
@@ -10,10 +10,11 @@ static CUresult learned(CUresult result) {
     return result;
 }
 
-/* Without asking the driver, where the call itself says it. NULL uncovers what was below. */
-static CUresult made(CUresult result, CUcontext ctx) {
+/* Use the context that the call names, without asking the driver. NULL makes an earlier context
+ * current, so ask. */
+static CUresult set_current(CUresult result, CUcontext ctx) {
     if (!ctx)
-        return learned(result);
+        return ask_current(result);
     if (result == CUDA_SUCCESS)
         gs_now_current(ctx);
     return result;
@@ -21,25 +22,25 @@ static CUresult made(CUresult result, CUcontext ctx) {
 
 GS_EXPORT CUresult CUDAAPI cuCtxSetCurrent(CUcontext ctx) {
     GS_NEED(real, cuCtxSetCurrent);
-    return made(real(ctx), ctx);
+    return set_current(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPushCurrent(CUcontext ctx) {
     GS_NEED(real, cuCtxPushCurrent);
-    return made(real(ctx), ctx);
+    return set_current(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext ctx) {
     GS_NEED(real, cuCtxPushCurrent_v2);
-    return made(real(ctx), ctx);
+    return set_current(real(ctx), ctx);
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPopCurrent(CUcontext *pctx) {
     GS_NEED(real, cuCtxPopCurrent);
-    return learned(real(pctx));
+    return ask_current(real(pctx));
 }
 
 GS_EXPORT CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *pctx) {
     GS_NEED(real, cuCtxPopCurrent_v2);
-    return learned(real(pctx));
+    return ask_current(real(pctx));
 }

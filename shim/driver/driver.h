@@ -1,4 +1,4 @@
-/* Contexts that are made and go, and MPS. */
+/* Creating and destroying contexts, and MPS. */
 #ifndef GPUSHARE_DRIVER_H
 #define GPUSHARE_DRIVER_H
 
@@ -7,12 +7,13 @@
 
 /* ---- context.c ------------------------------------------------------------------------------ */
 
-/* Around the making of a context: its overhead is reserved, then kept with it. */
+/* Call before and after a context is created: the first reserves its overhead, the second records
+ * it with the context. */
 CUresult gs_context_begin(struct gs_charge *charge, CUdevice device);
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device);
-/* A process that died gives its memory back a moment after its share is free again: a context that
- * fits the limit and not the device waits for that. True after a pause, when `result` of the
+/* The memory of a dead process is free in its share before it is free on the device, so creating a
+ * context that fits the limit can fail for a moment. Return true, after a pause, if `result` of the
  * driver is worth another call; `round` counts from 0. */
 bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round);
 #define GS_CONTEXT_CALL(result, charge, call) \
@@ -22,17 +23,17 @@ bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned 
             (result) = (call); \
         while (gs_context_again(&(charge), (result), &round_)); \
     } while (0)
-/* A context's charge changed (it was reserved or released by the caller). */
+/* Record that a context's charge changed; the caller reserved or released the difference. */
 void gs_context_grow(CUcontext context, int64_t bytes);
-/* Around `call`, which makes something that keeps the device's primary context alive. */
+/* Run `call`, which creates something that keeps the device's primary context alive. */
 CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg);
 void gs_primary_unused(CUdevice device);
 
 /* ---- mps.c: a client of MPS ----------------------------------------------------------- */
 
-/* Around the driver's cuInit: which daemon this process connects to, and with which limits; and
- * that it was there all the time. Anything but CUDA_SUCCESS: this container has MPS and cannot
- * reach it. */
+/* Call before and after the driver's cuInit. The first sets the daemon that this process connects
+ * to, and its limits; the second checks that this daemon was there all the time. Any result but
+ * CUDA_SUCCESS: this container uses MPS and cannot connect to it. */
 CUresult gs_mps_enter(const struct gs_limits *limits);
 CUresult gs_mps_entered(const struct gs_limits *limits);
 

@@ -1,14 +1,14 @@
-/* cuGetProcAddress: the driver chooses the function (version, per-thread streams), we replace the
- * pointer by our wrapper of that same function. The driver's answers are addresses of its exports,
- * so no table of versions is needed. What we intercept but do not recognise is not handed out at
- * all. */
+/* cuGetProcAddress: the driver chooses the function (version, per-thread streams), and the shim
+ * replaces the pointer by its wrapper of the same function. The driver returns addresses of its
+ * exports, so no table of versions is needed. An unknown pointer for an intercepted name is not
+ * returned at all. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "driver.h"
 
-/* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Filled once, by any
- * number of threads at a time: they all write the same. */
+/* Hash of the driver's addresses -> index into gs_wrapper, plus 1; 0 = empty. Several threads may
+ * fill it at once: they all write the same. */
 #define TABLE_BITS 11u
 #define TABLE_SIZE (1u << TABLE_BITS)
 static _Atomic uint16_t table[TABLE_SIZE];
@@ -20,7 +20,7 @@ static unsigned hash(const void *function) {
                       (64 - TABLE_BITS));
 }
 
-static void enter(unsigned wrapper) {
+static void enter_wrapper(unsigned wrapper) {
     void *function = gs_real(gs_wrapper[wrapper].symbol);
     if (!function)
         return;
@@ -29,14 +29,14 @@ static void enter(unsigned wrapper) {
         if (atomic_compare_exchange_strong(&table[at], &seen, (uint16_t)(wrapper + 1)))
             return;
         if (gs_real(gs_wrapper[seen - 1].symbol) == function)
-            return; /* entered already, or the driver has two names for it */
+            return; /* another thread has entered it, or the driver has two names for it */
     }
 }
 
 static void *wrapper_of(const void *function) {
     if (!atomic_load_explicit(&table_ready, memory_order_acquire)) {
         for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
-            enter(i);
+            enter_wrapper(i);
         atomic_store_explicit(&table_ready, true, memory_order_release);
     }
     for (unsigned at = hash(function);; at = (at + 1) % TABLE_SIZE) {
@@ -74,23 +74,24 @@ static bool is_intercepted(const char *name) {
     return bsearch(name, gs_base_name, GS_BASE_COUNT, sizeof(gs_base_name[0]), compare_base);
 }
 
-/* A driver that is not bound to itself (-Bsymbolic, as NVIDIA's is) takes our wrappers for its own.
- */
-static bool is_ours(const void *function) {
+/* A driver that was not linked with -Bsymbolic (NVIDIA's is) resolves its own symbols to the shim's
+ * wrappers. */
+static bool is_wrapper(const void *function) {
     for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
         if (gs_wrapper[i].function == function)
             return true;
     return false;
 }
 
-/* False: the driver gave a function of an intercepted name that is none of its exports. */
-static bool replace(const char *symbol, void **function) {
+/* Return false if the driver returned, for an intercepted name, a function that is none of its
+ * exports. */
+static bool replace_by_wrapper(const char *symbol, void **function) {
     void *wrapper = wrapper_of(*function);
     if (wrapper) {
         *function = wrapper;
         return true;
     }
-    if (!is_intercepted(symbol) || is_ours(*function))
+    if (!is_intercepted(symbol) || is_wrapper(*function))
         return true;
     gs_log("cuGetProcAddress: not handed out, since it is not an export of the driver", symbol);
     gs_warn(GS_WARN_UNKNOWN_PROC);
@@ -98,16 +99,16 @@ static bool replace(const char *symbol, void **function) {
     return false;
 }
 
-/* A name that no driver has: asked for it, the driver itself says "not found" in its own way (535
- * answers CUDA_SUCCESS, a NULL pointer and a status through _v2, CUDA_ERROR_NOT_FOUND through the
- * first version). */
+/* A name that no driver has. Asked for it, the driver itself reports "not found" in the way of its
+ * version (535 returns CUDA_SUCCESS, a NULL pointer and a status from _v2, and CUDA_ERROR_NOT_FOUND
+ * from the first version). */
 #define NO_SUCH_FUNCTION "cuGpushareNoSuchFunction"
 
 GS_EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
                                             cuuint64_t flags) {
     GS_NEED(real, cuGetProcAddress);
     CUresult result = real(symbol, pfn, cudaVersion, flags);
-    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
+    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace_by_wrapper(symbol, pfn))
         return result;
     return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags);
 }
@@ -117,7 +118,7 @@ GS_EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, i
                                                CUdriverProcAddressQueryResult *symbolStatus) {
     GS_NEED(real, cuGetProcAddress_v2);
     CUresult result = real(symbol, pfn, cudaVersion, flags, symbolStatus);
-    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace(symbol, pfn))
+    if (result != CUDA_SUCCESS || !symbol || !pfn || !*pfn || replace_by_wrapper(symbol, pfn))
         return result;
     return real(NO_SUCH_FUNCTION, pfn, cudaVersion, flags, symbolStatus);
 }

@@ -1,14 +1,14 @@
-/* What a program is told about memory: its own limit and use. The driver is always asked first, so
- * its errors and its view of NULL pointers stay what they are. */
+/* Report a program's own limit and use as the device's memory. The driver is always called first,
+ * so its errors and its handling of NULL pointers do not change. */
 #include "driver.h"
 
 struct answer {
     uint64_t free, total;
 };
 
-/* Total is the limit, used is the container's, free is never more than the driver itself has, where
- * the share has no part on the host. */
-static struct answer share(int dev, uint64_t free_real, uint64_t total_real) {
+/* Total is the limit, used is the container's use, and free is at most what the driver reports,
+ * unless the share has a host part. */
+static struct answer own_memory(int dev, uint64_t free_real, uint64_t total_real) {
     gs_pools_settle(dev);
     struct gs_whole whole = gs_whole(dev);
     if (whole.oversubscribed)
@@ -24,7 +24,7 @@ GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total) {
     CUresult result = real(free, total);
     if (result != CUDA_SUCCESS || !free || !total || !gs_slot() || !gs_here(&here))
         return result;
-    struct answer answer = share(here.dev, *free, *total);
+    struct answer answer = own_memory(here.dev, *free, *total);
     *free = answer.free;
     *total = answer.total;
     return result;
@@ -34,7 +34,7 @@ static unsigned int clamp(uint64_t bytes) {
     return bytes > UINT32_MAX ? UINT32_MAX : (unsigned int)bytes;
 }
 
-/* The 32-bit form: answered from the 64-bit one, since a clamped total says nothing. */
+/* The 32-bit form: computed from the 64-bit one, since clamped numbers are useless. */
 GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total) {
     GS_NEED(real, cuMemGetInfo);
     struct gs_here here;
@@ -47,13 +47,13 @@ GS_EXPORT CUresult CUDAAPI cuMemGetInfo(unsigned int *free, unsigned int *total)
         free_real = *free;
         total_real = *total;
     }
-    struct answer answer = share(here.dev, free_real, total_real);
+    struct answer answer = own_memory(here.dev, free_real, total_real);
     *free = clamp(answer.free);
     *total = clamp(answer.total);
     return result;
 }
 
-static uint64_t total_of(CUdevice device, uint64_t real) {
+static uint64_t own_total(CUdevice device, uint64_t real) {
     struct gs_whole whole = gs_whole(gs_dev_of(device));
     return whole.oversubscribed || whole.limit < real ? whole.limit : real;
 }
@@ -62,7 +62,7 @@ GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem_v2);
     CUresult result = real(bytes, dev);
     if (result == CUDA_SUCCESS && bytes && gs_slot())
-        *bytes = total_of(dev, *bytes);
+        *bytes = own_total(dev, *bytes);
     return result;
 }
 
@@ -70,6 +70,6 @@ GS_EXPORT CUresult CUDAAPI cuDeviceTotalMem(unsigned int *bytes, CUdevice dev) {
     GS_NEED(real, cuDeviceTotalMem);
     CUresult result = real(bytes, dev);
     if (result == CUDA_SUCCESS && bytes && gs_slot())
-        *bytes = clamp(total_of(dev, *bytes));
+        *bytes = clamp(own_total(dev, *bytes));
     return result;
 }

@@ -1,5 +1,5 @@
-/* cuInit: limits first, then the driver, then a slot. Without a limits file there is no GPU:
- * "unlimited" is a value in the file, never the absence of one. */
+/* cuInit: read the limits, then initialise the driver, then claim a slot. Without a limits file
+ * there is no GPU: "unlimited" is a value in the file, never a missing file. */
 #include "driver.h"
 
 static CUresult refuse(const char *reason) {
@@ -20,7 +20,7 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
         result = gs_mps_entered(view->limits);
     if (result != CUDA_SUCCESS)
         return result;
-    gs_devices_learn(); /* before there is a slot: with one, other threads may allocate */
+    gs_devices_learn(); /* before the slot is claimed: afterwards other threads may allocate */
     if (!gs_compute_ready(view))
         return refuse("compute is limited, and there are no pages to hold it with");
     gs_launches_ready();

@@ -1,7 +1,8 @@
-/* MPS: the driver connects to a control daemon while it is initialised, and reads from the
- * environment which one, and how much this client may have. So that is said here, whatever the
- * environment of the container or of an exec is. A driver that finds no daemon goes on without MPS,
- * and so without a limit on compute: whether one listens is looked at before and after. */
+/* MPS: the driver connects to a control daemon during its initialisation. It reads from the
+ * environment which daemon, and how much this client may use. So the shim sets these variables,
+ * whatever the environment of the container or of an exec contains. A driver that finds no daemon
+ * continues without MPS, and so without a compute limit: the shim checks before and after that a
+ * daemon accepts connections. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -19,18 +20,18 @@
 #define PATIENCE_S 10
 #define ANY_UID UINT32_MAX
 
-/* The socket that listened last, to see that it is the same one afterwards. */
+/* The inode of the socket before initialisation, to check that it is the same one afterwards. */
 static ino_t socket_inode;
-/* The driver was initialised while no daemon was there, which it does once: it stays without. */
-static bool without;
+/* The driver was initialised without a daemon. It initialises only once, so this stays so. */
+static bool no_daemon;
 
-static const struct gs_device_limit *device_of(const struct gs_limits *limits) {
+static const struct gs_device_limit *mps_device(const struct gs_limits *limits) {
     uint32_t device = limits->mps_device;
     return device && device <= limits->n_devices ? &limits->device[device - 1] : NULL;
 }
 
-/* The inode of the socket if somebody accepts connections there, else 0. */
-static ino_t listening(const char *pipe) {
+/* Return the inode of the socket if a daemon accepts connections there, else 0. */
+static ino_t listening_inode(const char *pipe) {
     struct sockaddr_un to = {.sun_family = AF_UNIX};
     struct stat st;
     int saved = errno, length = snprintf(to.sun_path, sizeof(to.sun_path), "%s/control", pipe);
@@ -49,13 +50,14 @@ static ino_t listening(const char *pipe) {
     return found;
 }
 
-static void pipe_of(const struct gs_device_limit *device, char *out, size_t size) {
+static void format_pipe(const struct gs_device_limit *device, char *out, size_t size) {
     snprintf(out, size, PIPES "%.63s", device->uuid_text);
 }
 
-/* "12" or "12.5", at least 1 and at most `percent`. Spellings that depend on who reads them (0x1E,
- * 1e1, 12,5 in some locales) are none: what the driver cannot read is no limit to it. */
-static bool is_lower(const char *text, uint32_t percent) {
+/* Return whether the text is "12" or "12.5", at least 1 and at most `percent`. Spellings that
+ * readers parse differently (0x1E, 1e1, 12,5 in some locales) are rejected: for the driver, a value
+ * that it cannot parse is no limit. */
+static bool is_within(const char *text, uint32_t percent) {
     size_t whole = strspn(text, "0123456789"), part = 0;
     if (whole == 0 || whole > 3)
         return false;
@@ -69,20 +71,20 @@ static bool is_lower(const char *text, uint32_t percent) {
     return text[whole + (part ? part + 1 : 0)] == 0 && number >= 1 && number + over <= percent;
 }
 
-/* A lower percentage of the program's own stays. What we said to its parent is not its own: the
- * limit may have been raised since. */
-static void say_percent(uint32_t percent) {
+/* A lower percentage that the program set itself is kept. A value that the shim set for the parent
+ * process is replaced, since the limit may have been raised. */
+static void set_percent(uint32_t percent) {
     const char *name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", *ours = "_GPUSHARE_MPS_SAID";
     const char *own = getenv(name), *said = getenv(ours);
     char text[16];
-    if (own && !(said && strcmp(own, said) == 0) && is_lower(own, percent))
+    if (own && !(said && strcmp(own, said) == 0) && is_within(own, percent))
         return;
     snprintf(text, sizeof(text), "%u", percent);
     setenv(name, text, 1);
     setenv(ours, text, 1);
 }
 
-static void say_memory(uint64_t bytes) {
+static void set_memory_limit(uint64_t bytes) {
     char text[40];
     uint64_t mib = bytes / (1 << 20) + (bytes % (1 << 20) != 0);
     snprintf(text, sizeof(text), "0=%lluM", (unsigned long long)(mib ? mib : 1));
@@ -95,33 +97,33 @@ static CUresult refuse(const char *why) {
 }
 
 CUresult gs_mps_enter(const struct gs_limits *limits) {
-    const struct gs_device_limit *device = device_of(limits);
+    const struct gs_device_limit *device = mps_device(limits);
     if (!device)
         return CUDA_SUCCESS;
     if (limits->mps_uid != ANY_UID && limits->mps_uid != geteuid())
         return refuse("it serves one user at a time, and this process is another's");
-    if (without)
+    if (no_daemon)
         return refuse("the driver has begun without it in this process");
     char pipe[128];
-    pipe_of(device, pipe, sizeof(pipe));
-    if (!(socket_inode = listening(pipe)))
+    format_pipe(device, pipe, sizeof(pipe));
+    if (!(socket_inode = listening_inode(pipe)))
         return refuse("its control daemon is gone");
     struct gs_limit_now now = gs_limit_stated(limits, limits->mps_device - 1);
     setenv("CUDA_MPS_PIPE_DIRECTORY", pipe, 1);
     setenv("CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING", "0", 1);
     if (now.percent < GS_NO_PERCENT)
-        say_percent(now.percent);
+        set_percent(now.percent);
     if (now.memory_bytes != GS_UNLIMITED)
-        say_memory(now.memory_bytes);
+        set_memory_limit(now.memory_bytes);
     return CUDA_SUCCESS;
 }
 
 CUresult gs_mps_entered(const struct gs_limits *limits) {
-    const struct gs_device_limit *device = device_of(limits);
+    const struct gs_device_limit *device = mps_device(limits);
     char pipe[128];
     if (!device)
         return CUDA_SUCCESS;
-    pipe_of(device, pipe, sizeof(pipe));
-    without = listening(pipe) != socket_inode;
-    return without ? refuse("its control daemon went meanwhile") : CUDA_SUCCESS;
+    format_pipe(device, pipe, sizeof(pipe));
+    no_daemon = listening_inode(pipe) != socket_inode;
+    return no_daemon ? refuse("its control daemon went meanwhile") : CUDA_SUCCESS;
 }

@@ -1,31 +1,32 @@
 /* The shared-memory ABI between the host (hook/gpushare/state/shm_abi.py) and the shim.
  *
- * Files, all little-endian, all of an exact size that the reader checks:
+ * All files are little-endian and have an exact size that the reader checks:
  *
  *   /usr/lib/gpushare/limits     written by the host only, mapped read-only by the shim.
- *                                Values may change in place while a container lives
- *                                (8-byte aligned stores); the layout never does. There are
- *                                two copies of what can change. The generation says which
- *                                one is in force, so one store changes all devices at once,
- *                                and who writes can be killed anywhere: the host writes the
- *                                copy that is not in force, adds one to the generation, and
- *                                does so again where that made it even. (A shim of before
- *                                there was a second copy reads the first one.)
+ *                                Values may change in place while a container runs
+ *                                (8-byte aligned stores); the layout never changes. There
+ *                                are two copies of the values that can change, and the
+ *                                generation selects the copy in force. So one store changes
+ *                                all devices at once, and the writer can be killed at any
+ *                                point: the host writes the copy that is not in force and
+ *                                increments the generation. If that makes it even, the host
+ *                                does both once more. (A shim from before the second copy
+ *                                existed reads the first one.)
  *   /usr/lib/gpushare/rw/usage   created by the host, written by the container's processes.
- *                                The host reads it with pread and believes nothing in it.
- *   /usr/lib/gpushare/pages/<uuid>  created by the host, written by the container's processes: what
- *                                they tell the others about their work on that device.
- *   /usr/lib/gpushare/peers/<uuid>/<number>  the same files of all containers on the device, our
- *                                own among them; read-only, read with pread (who owns one can
- *                                truncate it), not believed further than docs/compute.md says.
- *   /usr/lib/gpushare/peers/<uuid>/index     which numbers are in use, and what each of them was
- *                                granted; written by the host only.
+ *                                The host reads it with pread and does not trust its content.
+ *   /usr/lib/gpushare/pages/<uuid>  created by the host, written by the container's processes:
+ *                                the activity that they report to other containers on the device.
+ *   /usr/lib/gpushare/peers/<uuid>/<number>  the activity files of all containers on the device,
+ *                                this one's among them; mounted read-only and read with pread,
+ *                                since the owner can truncate its file. docs/compute.md says how
+ *                                far the content is trusted.
+ *   /usr/lib/gpushare/peers/<uuid>/index     the numbers in use, and the grant of each;
+ *                                written by the host only.
  *
  * A slot belongs to one process. `owner` is a robust futex word: the kernel itself sets
- * GS_OWNER_DIED and clears the thread id when the owner's parked thread is gone, however it
- * went. A slot counts only while (owner & GS_TID_MASK) != 0 and live == (owner & GS_TID_MASK);
- * a dead slot therefore counts as zero at once, and nobody has to clean it up.
- */
+ * GS_OWNER_DIED and clears the thread id when the owner's parked thread ends, for whatever reason.
+ * A slot counts only while (owner & GS_TID_MASK) != 0 and live == (owner & GS_TID_MASK). So the
+ * slot of a dead process counts as zero at once, without any clean-up. */
 #ifndef GPUSHARE_ABI_H
 #define GPUSHARE_ABI_H
 
@@ -50,11 +51,11 @@
 #define GS_OWNER_DIED 0x40000000u /* FUTEX_OWNER_DIED */
 
 enum gs_device_flag {
-    GS_DEVICE_COMPUTE_SOFT = 1u << 0, /* borrow compute that others leave idle */
+    GS_DEVICE_COMPUTE_SOFT = 1u << 0, /* borrow compute time that other containers leave idle */
     GS_DEVICE_OVERSUBSCRIBE =
-        1u << 1,                     /* memory_virtual_bytes counts, beyond the limit on the host */
-    GS_DEVICE_PAUSED = 1u << 2,      /* launches are held */
-    GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel holds the memory limit, too */
+        1u << 1,                /* memory_virtual_bytes applies, beyond the limit on the host */
+    GS_DEVICE_PAUSED = 1u << 2, /* launches wait */
+    GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel also enforces the memory limit */
 };
 
 /* One granted device. `uuid` is the raw 16 bytes of GPU-<uuid> or MIG-<uuid>. 192 bytes. */
@@ -62,7 +63,7 @@ struct gs_device_limit {
     uint8_t uuid[16];
     char uuid_text[64];            /* NUL-terminated, with its GPU-/MIG- prefix */
     uint64_t memory_limit_bytes;   /* GS_UNLIMITED = no limit */
-    uint64_t memory_total_bytes;   /* of the whole device; 0 = not known */
+    uint64_t memory_total_bytes;   /* of the whole device; 0 = unknown */
     uint64_t context_bytes;        /* charged for each process's context */
     uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
     uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE: limit and host part together; else 0 */
@@ -70,17 +71,17 @@ struct gs_device_limit {
     uint32_t priority;             /* 0 = normal, 1 = high */
     uint32_t weight;               /* soft sharing, 0 = by compute_percent */
     uint32_t flags;                /* enum gs_device_flag */
-    uint32_t page;                 /* our own number in peers/<uuid>/ */
-    uint32_t slice_ns;             /* the device's time slice; 0 = as usual (throttle.c) */
-    uint32_t switch_ns;            /* what it takes to switch contexts, in the mean; 0 = as usual */
-    uint32_t turn_mib; /* kept free of shares, for who has the turn (gs_turn); 0: none */
-    /* The second copy of what can change: in force while the generation is even. */
+    uint32_t page;                 /* this container's number in peers/<uuid>/ */
+    uint32_t slice_ns;             /* the device's time slice; 0 = default (throttle.c) */
+    uint32_t switch_ns;            /* mean cost of a context switch; 0 = default */
+    uint32_t turn_mib; /* device memory kept free for migration slices (gs_turn); 0: none */
+    /* The second copy of the values that can change: in force while the generation is even. */
     uint64_t next_memory_limit_bytes;
     uint32_t next_compute_percent;
     uint32_t next_priority;
     uint32_t next_weight;
     uint32_t next_flags;
-    uint64_t draining_bytes; /* for the host: what was held when the limit was lowered below it */
+    uint64_t draining_bytes; /* for the host: bytes in use when the limit was lowered below them */
     uint64_t next_memory_virtual_bytes;
 };
 
@@ -93,33 +94,33 @@ struct gs_limits {
     uint32_t flags;
     uint64_t nonce;      /* equals gs_usage.nonce: a usage file of another container is refused */
     uint64_t generation; /* odd: the first copy is in force, even: next_*; a futex for waiting */
-    uint64_t mps_token;  /* which MPS daemon this was granted; for the host (mps.py) */
-    uint32_t mps_uid;    /* whose processes that serves, as the container counts; -1: everybody's */
-    uint32_t mps_device; /* the slot whose compute MPS holds, plus one; 0: none */
-    uint32_t turn_us;    /* how long a turn is */
+    uint64_t mps_token;  /* the MPS daemon of this grant; for the host (mps.py) */
+    uint32_t mps_uid;    /* the uid in the container that the daemon serves; -1: every uid */
+    uint32_t mps_device; /* 1 + the slot of the device whose compute limit MPS enforces; 0: none */
+    uint32_t turn_us;    /* length of a migration slice */
     uint8_t reserved[4];
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
 
-/* Compute on one device, of all processes of the container together: the bucket of
- * docs/compute.md. Nanoseconds; times are CLOCK_MONOTONIC. 128 bytes. */
+/* Compute of all processes of the container on one device: the bucket of docs/compute.md.
+ * Nanoseconds; times are CLOCK_MONOTONIC. 128 bytes. */
 struct gs_bucket {
     _Atomic uint64_t tat_ns;      /* theoretical arrival time: a launch may go iff tat <= now */
-    _Atomic uint64_t done_ns;     /* when something of this container was last seen to complete */
-    _Atomic uint64_t admitted_ns; /* when a launch was last let through to avoid a deadlock */
+    _Atomic uint64_t done_ns;     /* when work of this container was last seen to complete */
+    _Atomic uint64_t admitted_ns; /* when a launch was last admitted to avoid a deadlock */
     /* Information only, for `list`, `inspect` and NVML: */
     _Atomic uint64_t waited_ns;  /* throttled time, summed over processes */
-    _Atomic uint64_t busy_ns;    /* device time charged so far, what was borrowed too */
+    _Atomic uint64_t busy_ns;    /* device time charged so far, borrowed time included */
     _Atomic uint64_t recent[10]; /* charged in each of the last windows: GS_RECENT_* */
-    _Atomic uint64_t launch_ns;  /* device time of a launch, lately: what a new function is paid */
+    _Atomic uint64_t launch_ns;  /* recent device time per launch: the payment for a new function */
 };
 /* recent[w % 10] belongs to window w = time / GS_RECENT_NS: (w << 40) | nanoseconds charged. */
 #define GS_RECENT 10u
 #define GS_RECENT_NS 125000000u
 #define GS_RECENT_MASK ((UINT64_C(1) << 40) - 1)
 
-/* With OVERSUBSCRIBE (at most GS_MAX_DEVICES / 2 devices) the part of a share that lies on the host
- * is counted as one more device, from the other end. */
+/* With OVERSUBSCRIBE (at most GS_MAX_DEVICES / 2 devices) the host part of a share is counted as
+ * one more device, numbered from the other end. */
 #define GS_HOST_PART(dev) (GS_MAX_DEVICES - 1 - (dev))
 
 /* One process. First cache line: identity, rarely written; then the charges. 192 bytes. */
@@ -129,14 +130,15 @@ struct gs_slot {
     uint32_t generation; /* grows by one with each new owner */
     uint32_t pid;        /* getpid() as the process sees itself; information only */
     uint64_t started_ns; /* CLOCK_MONOTONIC */
-    uint64_t bounds;     /* of bytes[], all devices: most of it is given back in a moment */
+    uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
     uint8_t reserved[32];
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
-/* Memory of one process that others may open: an export is a row, and so is each opening of it.
- * Claimed by its owner word; in use while id is not 0. A row of a process that is gone can be
- * claimed by anybody, unless it is an export that somebody alive still has open. */
+/* Memory of one process that other processes may open: each export has a row, and so has each
+ * opening of it. A row is claimed by its owner word and in use while id is not 0. Any process can
+ * claim a row of a process that has ended, unless it is an export that a living process still has
+ * open. */
 struct gs_share {
     uint64_t id;    /* of the memory, the same in all processes */
     uint64_t owner; /* slot index | GS_SHARE_* | the slot's generation << 32 */
@@ -144,9 +146,9 @@ struct gs_share {
 };
 #define GS_MAX_SHARES 160u
 #define GS_SHARE_IMPORT (1u << 30)
-#define GS_SHARE_ORPHAN (1u << 31) /* the exporter has freed it, somebody has it open */
+#define GS_SHARE_ORPHAN (1u << 31) /* the exporter has freed it, another process has it open */
 #define GS_SHARE_SLOT 0xffffu
-#define GS_SHARES_LOST 2u /* openings went unrecorded: all exports count as open */
+#define GS_SHARES_LOST 2u /* openings were not recorded: all exports count as open */
 
 struct gs_usage {
     uint64_t magic;
@@ -166,7 +168,7 @@ struct gs_usage {
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
-/* One stretch of a context on the device: `run_ns` of it was its own. */
+/* A period in which a context was on the device: `run_ns` of it was its own time. */
 struct gs_run {
     uint64_t start_ns;
     uint64_t end_ns;
@@ -174,22 +176,22 @@ struct gs_run {
 };
 #define GS_RUNS 47u
 
-/* What a context tells everybody else. */
+/* What a context reports to other contexts. */
 struct gs_activity {
-    uint64_t busy_from_ns;  /* work was queued at this time and is not known to be done; 0: idle */
-    uint64_t busy_until_ns; /* not believed after this */
-    uint64_t horizon_ns;    /* everything up to here is in `run` */
+    uint64_t busy_from_ns;  /* when work was queued that is not known to be complete; 0: idle */
+    uint64_t busy_until_ns; /* ignored after this time */
+    uint64_t horizon_ns;    /* everything up to this time is in `run` */
     uint32_t weight;
     uint32_t priority;
     uint32_t last; /* run[last] is the newest of n */
     uint32_t n;
-    uint64_t expects_ns; /* of the device, for what comes after the horizon until the next stamp */
-    uint64_t switch_ns;  /* what it found a switch to take */
-    uint64_t owes_ns; /* the most that is charged for it, when its process dies before it knows */
+    uint64_t expects_ns; /* expected device time from the horizon until the next timestamp */
+    uint64_t switch_ns;  /* the switch cost that it measured */
+    uint64_t owes_ns;    /* upper bound of the charge if its process dies before completion */
     struct gs_run run[GS_RUNS];
 };
 
-/* A writer can die in the middle, so it writes the other one and then turns the index. */
+/* A writer can be killed at any point, so it writes the other buffer and then changes the index. */
 struct gs_page {
     _Atomic uint32_t index;
     uint32_t reserved;
@@ -197,20 +199,21 @@ struct gs_page {
     uint8_t reserved2[40];
 };
 
-/* The turn on what is kept free of a device for the memory that oversubscribed containers have on
- * the host: one of them has its own there, all of its processes together. Each says what it does.
- * The low ten bits of held_until_ns and of brought_bytes are the number of the turn. */
+/* The state of one container's migration slice, by which oversubscribed containers share the device
+ * memory that is kept free for their memory on the host. One container at a time has its memory
+ * there, all of its processes together. Each container advertises its own state. The low ten bits
+ * of held_until_ns and of brought_bytes are the number of the slice. */
 struct gs_turn {
     _Atomic uint64_t held_from_ns;
-    _Atomic uint64_t held_until_ns; /* below 1024: it has none. Not believed longer than a turn */
-    _Atomic uint64_t used_ns;       /* when it last launched or waited for work in it */
+    _Atomic uint64_t held_until_ns; /* below 1024: none. Ignored beyond one slice from now */
+    _Atomic uint64_t used_ns;       /* when it last launched or waited for work in the slice */
     _Atomic uint64_t wants_from_ns;
-    _Atomic uint64_t wants_until_ns; /* not believed after this */
-    _Atomic uint64_t brought_bytes;  /* to the device in that turn */
+    _Atomic uint64_t wants_until_ns; /* ignored after this time */
+    _Atomic uint64_t brought_bytes;  /* moved to the device in that slice */
 };
 
-/* A container's file for one device: a page for each context that works on it. A page of a process
- * that is gone can be taken by any other of the container. */
+/* A container's activity file for one device, with a page for each context that works on it. Any
+ * other process of the container can take a page of a process that has ended. */
 #define GS_MAX_PAGES 32u
 #define GS_PAGE_OWNER(slot, generation) (((uint64_t)(slot) + 1) | (uint64_t)(generation) << 32)
 struct gs_pages {
@@ -220,16 +223,16 @@ struct gs_pages {
     uint32_t n_pages;
     _Atomic uint32_t high; /* no page at or above this number was ever used */
     uint8_t reserved[40];
-    _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: nobody */
+    _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: free */
     struct gs_turn turn;
     uint8_t reserved2[3728];
     struct gs_page page[GS_MAX_PAGES];
 };
 
-/* peers/<uuid>/index. Bit i of used[i / 64]: peers/<uuid>/<i> is somebody's, and granted[i] is what
- * he may have of the device, one word, so that it changes at once: compute_percent | flags (the
- * first eight of enum gs_device_flag) << 8 | priority << 16 | weight << 32. 0: a host of before
- * there was this word. */
+/* peers/<uuid>/index. Bit i of used[i / 64] means that the number i is in use, and granted[i] is
+ * what its container may use of the device. The grant is one word, so that it changes at once:
+ * compute_percent | flags (the first eight of enum gs_device_flag) << 8 | priority << 16 | weight
+ * << 32. 0: the host is older than this word. */
 #define GS_MAX_PEERS 128u
 #define GS_GRANTED_PERCENT(word) ((uint32_t)((word)&0xff))
 #define GS_GRANTED_FLAGS(word) ((uint32_t)((word) >> 8 & 0xff))
@@ -246,9 +249,9 @@ struct gs_peers {
 };
 
 enum gs_warning {
-    GS_WARN_UNKNOWN_PROC = 1u << 0, /* cuGetProcAddress gave a pointer that we do not know */
+    GS_WARN_UNKNOWN_PROC = 1u << 0, /* cuGetProcAddress returned an unknown pointer */
     GS_WARN_NO_SLOT = 1u << 1,      /* more than GS_MAX_SLOTS processes */
-    GS_WARN_UNGRANTED = 1u << 2,    /* the driver shows a device that was not granted */
+    GS_WARN_UNGRANTED = 1u << 2,    /* the driver lists a device that was not granted */
 };
 
 #define GS_AT(type, field, offset) \

@@ -1,6 +1,6 @@
-/* A launch that is not one of those that a thread remembers, or that is not paid for yet; and the
- * calls that block. The lock of the context is held while the law is asked, never while waiting nor
- * in the launch itself. */
+/* Launches that the thread does not remember, or that are not paid for yet, and calls that block.
+ * The context's lock is held while the rate limiter decides, never during a wait or during the
+ * launch itself. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,27 +9,27 @@
 #include "launch.h"
 #include "oversubscription/oversubscription.h"
 
-#define OVERLAP (4 * MS) /* so long launches that overlap go without a marker */
-#define UNMARKED 64u     /* a stream in which so many markers fail cannot be limited */
-#define MEMORIES 8u      /* contexts of which a thread remembers launches */
+#define OVERLAP (4 * MS) /* maximum time without a marker for launches that overlap */
+#define UNMARKED 64u     /* a stream with so many failed markers cannot be limited */
+#define MEMORIES 8u      /* number of contexts whose launches a thread remembers */
 
 struct gs_memory gs_no_memory; /* no launch has an epoch of 0; never written to */
 _Thread_local struct gs_memory *gs_memory_of_thread = &gs_no_memory;
 
 static pthread_key_t at_exit_of_thread;
-static _Atomic int key_state; /* 0: none yet, 1: being made, 2: there, 3: cannot be made */
+static _Atomic int key_state; /* 0: none yet, 1: being created, 2: created, 3: failed */
 
-/* ---- what a thread remembers ---------------------------------------------------------------- */
+/* ---- remembered launches -------------------------------------------------------------------- */
 
 static void thread_ends(void *first) {
-    gs_memory_of_thread = &gs_no_memory; /* destructors that run after this one may still launch */
+    gs_memory_of_thread = &gs_no_memory; /* later destructors of this thread may still launch */
     for (struct gs_memory *memory = first, *next; memory; memory = next) {
         next = memory->next;
         free(memory);
     }
 }
 
-static bool have_key(void) {
+static bool create_key(void) {
     int none = 0;
     if (atomic_compare_exchange_strong(&key_state, &none, 1))
         atomic_store(&key_state, pthread_key_create(&at_exit_of_thread, thread_ends) == 0 ? 2 : 3);
@@ -44,9 +44,10 @@ void gs_other_current(CUcontext context) {
     gs_memory_of_thread = memory ? memory : &gs_no_memory;
 }
 
-/* Makes one for `context`, which has none. Of many contexts, the oldest is forgotten. */
+/* Create the memory of launches for `context`, which has none. At MEMORIES contexts, reuse the
+ * oldest. */
 static bool make_memory(CUcontext context) {
-    if (!have_key())
+    if (!create_key())
         return false;
     struct gs_memory *first = pthread_getspecific(at_exit_of_thread), *fresh = NULL;
     unsigned n = 0;
@@ -71,13 +72,13 @@ static bool make_memory(CUcontext context) {
     return true;
 }
 
-static void remember(CUcontext context, const struct gs_remembered *what) {
+static void remember_launch(CUcontext context, const struct gs_remembered *what) {
     gs_now_current(context);
     if (context && (gs_memory_of_thread != &gs_no_memory || make_memory(context)))
         *gs_remembered_at(gs_memory_of_thread, what->function, what->grid.x) = *what;
 }
 
-/* ---- around the law ------------------------------------------------------------------------- */
+/* ---- around the rate limiter ---------------------------------------------------------------- */
 
 struct bracket {
     CUcontext before;
@@ -85,9 +86,10 @@ struct bracket {
     bool pushed, relaxed;
 };
 
-/* Our own calls are in `context`, and break no capture of the program's. False: the record is not
- * this context's any more, and another thread may have destroyed all that is in it; leave. */
-static bool enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
+/* Make `context` current and lock its record, so that the shim's own calls run in it and break no
+ * capture of the program. Return false if the record belongs to another context now; then another
+ * thread may have destroyed the context's streams and events, so only leave. */
+static bool enter_context(struct bracket *b, struct gs_compute *c, CUcontext context) {
     *b = (struct bracket){.mode = CU_STREAM_CAPTURE_MODE_RELAXED};
     __typeof__(&cuThreadExchangeStreamCaptureMode) exchange =
         GS_REAL(cuThreadExchangeStreamCaptureMode);
@@ -108,7 +110,7 @@ static bool enter(struct bracket *b, struct gs_compute *c, CUcontext context) {
     return atomic_load(&c->context) == context;
 }
 
-static void leave(struct bracket *b, struct gs_compute *c) {
+static void leave_context(struct bracket *b, struct gs_compute *c) {
     CUcontext popped;
     gs_unlock(c->lock);
     if (b->pushed)
@@ -119,7 +121,7 @@ static void leave(struct bracket *b, struct gs_compute *c) {
 
 /* ---- a launch ------------------------------------------------------------------------------- */
 
-struct wish {
+struct request {
     const void *function;
     struct gs_grid grid;
     CUstream stream;
@@ -129,21 +131,22 @@ struct wish {
     uint64_t generation;
     CUresult refused;
     bool counted;  /* as underway in its stream */
-    uint32_t turn; /* of the law, in which launches like this one count; 0: they do not */
+    uint32_t turn; /* epoch of the limiter in which launches like this one count; 0: they do not */
 };
 
-/* 0: go ahead, else when to ask again. */
-static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, bool *mark) {
+/* Return 0 to launch now, else when to ask again. */
+static uint64_t ask_limiter(struct gs_compute *c, CUcontext context, struct request *w,
+                            bool *mark) {
     struct bracket b;
-    bool there = enter(&b, c, context);
+    bool there = enter_context(&b, c, context);
     uint64_t until = 0;
     w->generation = c->limits_seen;
-    if (!there) { /* gone meanwhile: the driver will say so */
-        leave(&b, c);
+    if (!there) { /* the context was destroyed: the driver will report it */
+        leave_context(&b, c);
         return 0;
     }
     w->s = gs_compute_stream(c, w->stream);
-    if (!w->s) { /* all that are known have launches without a marker */
+    if (!w->s) { /* all known streams have launches without a marker */
         gs_throttle_launched(&c->law);
         w->s = gs_compute_stream(c, w->stream);
     }
@@ -158,14 +161,14 @@ static uint64_t ask(struct gs_compute *c, CUcontext context, struct wish *w, boo
             c->law.capturing = true;
         until = gs_throttle_slow(&c->law, &w->s->law, w->f);
         w->counted = !until;
-        /* Of several threads with streams of their own each marks its launches at once: nobody else
-         * can do it later. */
+        /* If several threads have per-thread streams, each thread marks its launches at once: no
+         * other thread can do it later. */
         *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
                                    !until && !c->law.capturing);
         if (gs_throttle_counts(&c->law, &w->s->law, w->f))
             w->turn = atomic_load(&c->law.turn);
     }
-    leave(&b, c);
+    leave_context(&b, c);
     return until;
 }
 
@@ -173,7 +176,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
                           CUstream stream, bool overlaps, bool again) {
     struct gs_here here;
     CUstream named = stream ? stream : CU_STREAM_LEGACY;
-    struct wish w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, false, 0};
+    struct request w = {function, grid, named, overlaps, NULL, NULL, 0, CUDA_SUCCESS, false, 0};
     uint64_t until;
     *a = (struct gs_admission){0};
     uint64_t epoch = atomic_load(&gs_compute_epoch);
@@ -182,19 +185,19 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
         return CUDA_SUCCESS;
     CUcontext current = NULL;
     if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
-        return CUDA_SUCCESS; /* the driver refuses it */
+        return CUDA_SUCCESS; /* the driver will refuse the launch */
     gs_now_current(current);
-    if (!captures && gs_turns(here.dev)) { /* each launch asks, so none is remembered */
+    if (!captures && gs_turns(here.dev)) { /* each launch must ask, so none is remembered */
         again = false;
         if (current == here.context)
             gs_slice_admit(&here, stream);
     }
     struct gs_compute *c = gs_compute_of(&here);
     if (!c && gs_compute_is_limited(here.dev))
-        return CUDA_ERROR_NOT_SUPPORTED; /* more contexts than can be kept apart */
+        return CUDA_ERROR_NOT_SUPPORTED; /* the process has more contexts than can be tracked */
     while (!c && gs_compute_is_paused(here.dev, &w.generation))
         gs_compute_wait(gs_compute_now() + 1000 * MS, w.generation);
-    while (c && (until = ask(c, here.context, &w, &a->mark)))
+    while (c && (until = ask_limiter(c, here.context, &w, &a->mark)))
         gs_compute_wait(until, w.generation);
     if (!c || w.refused != CUDA_SUCCESS)
         return w.refused;
@@ -205,23 +208,23 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
         a->f = w.f;
     }
     if (again && !captures && w.s)
-        remember(current, &(struct gs_remembered){function, stream, grid, w.turn, epoch, &c->law,
-                                                  &w.s->law, w.f});
+        remember_launch(current, &(struct gs_remembered){function, stream, grid, w.turn, epoch,
+                                                         &c->law, &w.s->law, w.f});
     return CUDA_SUCCESS;
 }
 
 void gs_compute_launched_marked(struct gs_admission *a, CUresult result) {
     struct gs_compute *c = a->compute;
     struct bracket b;
-    if (enter(&b, c, a->context)) {
+    if (enter_context(&b, c, a->context)) {
         uint32_t marked = c->law.marked;
         if (result != CUDA_SUCCESS)
             gs_throttle_refused(&c->law, a->f);
         gs_throttle_launched(&c->law);
-        if (c->law.marked == marked) /* not recorded: nothing will say what it took */
+        if (c->law.marked == marked) /* not recorded: the launch will not be measured */
             a->f->probing = false;
     }
-    leave(&b, c);
+    leave_context(&b, c);
 }
 
 /* ---- calls that block ----------------------------------------------------------------------- */
@@ -231,13 +234,13 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
     if (!gs_slot() || (!context && GS_REAL(cuCtxGetCurrent)(&context) != CUDA_SUCCESS))
         return NULL;
     struct gs_compute *c = gs_compute_find(context);
-    /* Without launches since the last marker there is nothing to do: most of a program's many
-     * synchronisations pay a look for it. */
+    /* Without launches since the last marker there is nothing to do. This check is all that most
+     * synchronisations of a program cost. */
     if (!c || !__atomic_load_n(&c->law.dirty, __ATOMIC_RELAXED))
         return c;
-    if (enter(&b, c, context))
+    if (enter_context(&b, c, context))
         gs_throttle_sync_begin(&c->law);
-    leave(&b, c);
+    leave_context(&b, c);
     return c;
 }
 
@@ -247,12 +250,12 @@ void gs_compute_sync_end_in(struct gs_compute *c) {
     if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
                         __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
         return;
-    if (enter(&b, c, context))
+    if (enter_context(&b, c, context))
         gs_throttle_sync_end(&c->law);
-    leave(&b, c);
+    leave_context(&b, c);
 }
 
-/* A stream that nothing was launched into yet is known from now on. */
+/* Record the stream, even if it has had no launch yet. */
 void gs_compute_waits_in(CUstream stream) {
     struct gs_here here;
     struct bracket b;
@@ -263,13 +266,14 @@ void gs_compute_waits_in(CUstream stream) {
     struct gs_compute *c = gs_compute_find(here.context);
     if (!c)
         return;
-    struct gs_known_stream *s = enter(&b, c, here.context) ? gs_compute_stream(c, named) : NULL;
+    struct gs_known_stream *s =
+        enter_context(&b, c, here.context) ? gs_compute_stream(c, named) : NULL;
     if (s)
         gs_throttle_waits(&c->law, &s->law);
-    leave(&b, c);
+    leave_context(&b, c);
 }
 
-/* ---- streams that go, functions that change ------------------------------------------------- */
+/* ---- streams that are destroyed -------------------------------------------------------------- */
 
 static void unlink_stream(struct gs_throttle *t, struct gs_throttle_stream *s) {
     struct gs_throttle_stream **at = &t->dirty;
@@ -289,13 +293,13 @@ void gs_compute_stream_goes(CUstream stream) {
     if (!c)
         return;
     struct gs_known_stream *s =
-        enter(&b, c, here.context) ? gs_compute_stream_if_known(c, stream) : NULL;
+        enter_context(&b, c, here.context) ? gs_compute_stream_if_known(c, stream) : NULL;
     if (s && s->law.dirty)
         gs_throttle_launched(&c->law);
     if (s && s->law.dirty)
         unlink_stream(&c->law, &s->law);
     if (s)
         s->handle = NULL;
-    leave(&b, c);
+    leave_context(&b, c);
     gs_compute_forget();
 }

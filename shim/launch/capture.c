@@ -1,12 +1,13 @@
-/* Captures: while one is open nothing is recorded or asked, since even a query in another thread
- * can break it. One ends when its first stream does not capture any more, however that came.
- * One that stays open would leave the launches of other streams without a limit. So that is for a
- * while only; then markers are recorded again, by threads in relaxed mode, which breaks none
- * (cuThreadExchangeStreamCaptureMode), but into no legacy stream that a capture could see. */
+/* Captures. While one is open, the shim records and queries no event, since even a query in another
+ * thread can invalidate it. A capture ends when its first stream stops capturing, for whatever
+ * reason. An open capture would leave launches of other streams without a limit. So the shim waits
+ * only for a limited time. Then it records markers again, in threads in relaxed mode, which does
+ * not invalidate captures (cuThreadExchangeStreamCaptureMode), but not in a legacy stream that a
+ * capture could see. */
 #include "accounting/compute_parts.h"
 #include "launch.h"
 
-/* first stream -> nothing */
+/* first stream of a capture -> entry with its context */
 static struct gs_map origins;
 static _Thread_local char this_thread;
 
@@ -15,7 +16,7 @@ static uint64_t key_of(CUstream stream) {
                                           : (uint64_t)(uintptr_t)stream;
 }
 
-static CUresult begun(CUresult result, CUstream stream) {
+static CUresult note_begin(CUresult result, CUstream stream) {
     struct gs_here here = {0};
     if (result != CUDA_SUCCESS || !gs_slot())
         return result;
@@ -27,7 +28,7 @@ static CUresult begun(CUresult result, CUstream stream) {
     return result;
 }
 
-static void ended(CUstream stream) {
+static void note_end(CUstream stream) {
     struct gs_entry entry;
     if (!gs_slot() || !gs_map_take(&origins, key_of(stream), &entry))
         return;
@@ -35,19 +36,19 @@ static void ended(CUstream stream) {
     gs_compute_forget();
 }
 
-/* Not every error ends a capture: the stream says. */
-static CUresult end(CUresult result, CUstream stream) {
+/* Some errors do not end a capture: ask whether the stream still captures. */
+static CUresult end_capture(CUresult result, CUstream stream) {
     if (result == CUDA_SUCCESS || !gs_compute_is_capturing(stream))
-        ended(stream);
+        note_end(stream);
     return result;
 }
 
 void gs_captures_stream_gone(CUstream stream) {
     if (atomic_load(&gs_captures))
-        ended(stream);
+        note_end(stream);
 }
 
-static bool is_in(uint64_t key, const struct gs_entry *entry, void *arg) {
+static bool is_in_context(uint64_t key, const struct gs_entry *entry, void *arg) {
     (void)key;
     return entry->context == (uint64_t)(uintptr_t)arg;
 }
@@ -60,28 +61,28 @@ static void dropped(uint64_t key, const struct gs_entry *entry, void *arg) {
 
 void gs_captures_context_gone(CUcontext context) {
     if (atomic_load(&gs_captures))
-        gs_map_take_all(&origins, is_in, dropped, context);
+        gs_map_take_all(&origins, is_in_context, dropped, context);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCapture(CUstream hStream) {
     GS_NEED(real, cuStreamBeginCapture);
-    return begun(real(hStream), hStream);
+    return note_begin(real(hStream), hStream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCapture_ptsz(CUstream hStream) {
     GS_NEED(real, cuStreamBeginCapture_ptsz);
-    return begun(real(hStream), gs_per_thread(hStream));
+    return note_begin(real(hStream), gs_per_thread(hStream));
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode mode) {
     GS_NEED(real, cuStreamBeginCapture_v2);
-    return begun(real(hStream, mode), hStream);
+    return note_begin(real(hStream, mode), hStream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCapture_v2_ptsz(CUstream hStream,
                                                         CUstreamCaptureMode mode) {
     GS_NEED(real, cuStreamBeginCapture_v2_ptsz);
-    return begun(real(hStream, mode), gs_per_thread(hStream));
+    return note_begin(real(hStream, mode), gs_per_thread(hStream));
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph graph,
@@ -89,7 +90,7 @@ GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph
                                                        const CUgraphEdgeData *edges, size_t n,
                                                        CUstreamCaptureMode mode) {
     GS_NEED(real, cuStreamBeginCaptureToGraph);
-    return begun(real(hStream, graph, after, edges, n, mode), hStream);
+    return note_begin(real(hStream, graph, after, edges, n, mode), hStream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CUgraph graph,
@@ -97,15 +98,15 @@ GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CU
                                                             const CUgraphEdgeData *edges, size_t n,
                                                             CUstreamCaptureMode mode) {
     GS_NEED(real, cuStreamBeginCaptureToGraph_ptsz);
-    return begun(real(hStream, graph, after, edges, n, mode), gs_per_thread(hStream));
+    return note_begin(real(hStream, graph, after, edges, n, mode), gs_per_thread(hStream));
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamEndCapture(CUstream hStream, CUgraph *phGraph) {
     GS_NEED(real, cuStreamEndCapture);
-    return end(real(hStream, phGraph), hStream);
+    return end_capture(real(hStream, phGraph), hStream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGraph) {
     GS_NEED(real, cuStreamEndCapture_ptsz);
-    return end(real(hStream, phGraph), gs_per_thread(hStream));
+    return end_capture(real(hStream, phGraph), gs_per_thread(hStream));
 }

@@ -1,5 +1,5 @@
-/* Copies that may block until what is in front of them is done: for compute they are like a
- * synchronisation. What they take themselves is not compute and is not charged. */
+/* Copies that may block until earlier work has completed: for the rate limiter they are
+ * synchronisations. The copies themselves are not compute and are not charged. */
 #include "launch.h"
 
 #define GS_COPY(name, parameters, ...) \
@@ -9,7 +9,7 @@
         return gs_compute_sync_end(compute, real(__VA_ARGS__)); \
     }
 
-/* The same with the default stream of the thread. */
+/* The same with the thread's default stream. */
 #define GS_COPIES(name, parameters, ...) \
     GS_COPY(name, parameters, __VA_ARGS__) \
     GS_COPY(name##_ptds, parameters, __VA_ARGS__)
@@ -29,7 +29,7 @@ GS_COPIES(cuMemcpy2DUnaligned_v2, (const CUDA_MEMCPY2D *copy), copy)
 GS_COPIES(cuMemcpy3D_v2, (const CUDA_MEMCPY3D *copy), copy)
 GS_COPIES(cuMemcpy3DPeer, (const CUDA_MEMCPY3D_PEER *copy), copy)
 
-/* Their first versions, with 32-bit addresses. */
+/* The first versions of these functions, with 32-bit addresses. */
 GS_COPY(cuMemcpyHtoD, (CUdeviceptr_v1 to, const void *from, unsigned int bytes), to, from, bytes)
 GS_COPY(cuMemcpyDtoH, (void *to, CUdeviceptr_v1 from, unsigned int bytes), to, from, bytes)
 GS_COPY(cuMemcpyHtoA, (CUarray to, unsigned int at, const void *from, unsigned int bytes), to, at,

@@ -1,7 +1,7 @@
-/* Memory that graphs allocate: taken when a graph first runs (or is uploaded), kept by the driver
- * in one place per device until it is trimmed. An executable graph is measured when it is
- * instantiated: its allocation nodes, those of its child graphs too, are the bound of what a launch
- * can take. */
+/* Memory that graphs allocate: the driver allocates it when a graph first runs or is uploaded, and
+ * keeps it in one pool per device until it is trimmed. An executable graph is measured when it is
+ * instantiated: its allocation nodes, with those of its child graphs, are the upper bound of what a
+ * launch allocates. */
 #include <stdlib.h>
 
 #include "code/code.h"
@@ -10,10 +10,10 @@
 
 _Static_assert(sizeof(CUgraphExec) == sizeof(uint64_t), "handles are keys");
 
-/* executable graph + n -> what it needs on its n-th device: bytes = the bound, extra = device.
- * Handles are addresses of the driver's objects, so there is room for n between two of them. */
+/* executable graph + n -> its memory on its n-th device: bytes = the bound, extra = device. Handles
+ * are addresses of the driver's objects, so there is room for n between two of them. */
 static struct gs_map executables;
-/* How many there are: launches of other programs skip the look-up. */
+/* Their number; while it is 0, launches skip the look-up. */
 static _Atomic uint64_t with_memory;
 
 #define MAX_DEPTH 64u
@@ -30,8 +30,8 @@ struct measured {
     } on[GS_MAX_DEVICES];
 };
 
-/* What cannot be measured is never granted. */
-static void add(struct measured *sum, CUdevice device, uint64_t bytes) {
+/* If the sum cannot be computed, make it so large that it is never granted. */
+static void add_bytes(struct measured *sum, CUdevice device, uint64_t bytes) {
     unsigned i = 0;
     while (i < sum->n && sum->on[i].device != device)
         i++;
@@ -55,7 +55,7 @@ static void measure_node(CUgraphNode node, struct measured *sum, unsigned depth)
         return;
     if (type == CU_GRAPH_NODE_TYPE_MEM_ALLOC &&
         GS_REAL(cuGraphMemAllocNodeGetParams)(node, &params) == CUDA_SUCCESS)
-        add(sum, params.poolProps.location.id, params.bytesize);
+        add_bytes(sum, params.poolProps.location.id, params.bytesize);
     if (type == CU_GRAPH_NODE_TYPE_GRAPH &&
         GS_REAL(cuGraphChildGraphNodeGetGraph)(node, &child) == CUDA_SUCCESS)
         measure(child, sum, depth + 1);
@@ -70,55 +70,55 @@ static void measure(CUgraph graph, struct measured *sum, unsigned depth) {
         return;
     CUgraphNode *nodes = depth < MAX_DEPTH ? calloc(n, sizeof(*nodes)) : NULL;
     if (!nodes)
-        add(sum, 0, GS_NO_BYTES);
+        add_bytes(sum, 0, GS_NO_BYTES);
     else if (get_nodes(graph, nodes, &n) == CUDA_SUCCESS)
         for (size_t i = 0; i < n; i++)
             measure_node(nodes[i], sum, depth);
     free(nodes);
 }
 
-/* ---- what is known of executable graphs ------------------------------------------------------ */
+/* ---- records of executable graphs ------------------------------------------------------------ */
 
-/* What ran last must not be taken for resident any more. */
-static void unsettle(CUdevice device) {
+/* Memory of the graph that ran last may not be resident any more. */
+static void forget_last_graph(CUdevice device) {
     struct gs_pool *pool = gs_pool_of_graphs(device);
     if (pool)
         atomic_store(&pool->last, 0);
 }
 
-static unsigned forget(CUgraphExec exec, struct measured *was) {
+static unsigned remove_record(CUgraphExec exec, struct measured *was) {
     struct gs_entry entry;
     unsigned n = 0;
     for (; n < GS_MAX_DEVICES && gs_map_take(&executables, key_of(exec) + n, &entry); n++) {
         was->on[n].device = (CUdevice)(uint32_t)entry.extra;
         was->on[n].bytes = entry.bytes;
-        unsettle(was->on[n].device);
+        forget_last_graph(was->on[n].device);
     }
     if (n)
         atomic_fetch_sub(&with_memory, 1);
     return was->n = n;
 }
 
-static bool know(CUgraphExec exec, const struct measured *sum) {
+static bool add_record(CUgraphExec exec, const struct measured *sum) {
     bool all = true;
     for (unsigned i = 0; i < sum->n && all; i++) {
         struct gs_entry entry = {.bytes = sum->on[i].bytes,
                                  .dev = gs_dev_of(sum->on[i].device),
                                  .extra = (uint32_t)sum->on[i].device};
         all = gs_map_put(&executables, key_of(exec) + i, &entry);
-        unsettle(sum->on[i].device);
+        forget_last_graph(sum->on[i].device);
     }
     if (sum->n)
         atomic_fetch_add(&with_memory, 1);
     return all;
 }
 
-static CUresult learn(CUgraphExec exec, const struct measured *sum) {
+static CUresult replace_record(CUgraphExec exec, const struct measured *sum) {
     struct measured stale;
-    forget(exec, &stale);
-    if (know(exec, sum))
+    remove_record(exec, &stale);
+    if (add_record(exec, sum))
         return CUDA_SUCCESS;
-    forget(exec, &stale);
+    remove_record(exec, &stale);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -127,20 +127,20 @@ static CUresult instantiated(CUresult result, const CUgraphExec *exec, CUgraph g
     if (result != CUDA_SUCCESS || !exec || !gs_slot())
         return result;
     measure(graph, &sum, 0);
-    result = learn(*exec, &sum);
+    result = replace_record(*exec, &sum);
     if (result != CUDA_SUCCESS)
         GS_REAL(cuGraphExecDestroy)(*exec);
     return result;
 }
 
-/* An update may bring other sizes: measured again. */
+/* An update may change sizes: measure again. */
 static CUresult updated(CUresult result, CUgraphExec exec, CUgraph graph) {
     struct measured sum = {0};
     gs_compute_changed(exec);
     if (result != CUDA_SUCCESS || !gs_slot())
         return result;
     measure(graph, &sum, 0);
-    return learn(exec, &sum);
+    return replace_record(exec, &sum);
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
@@ -174,8 +174,8 @@ static CUresult rooms_begin(struct rooms *rooms, const struct measured *sum, CUg
 
 typedef CUresult (*launch_fn)(CUgraphExec, CUstream);
 
-/* The graphs of a device share its graph memory, so that one ran before does not mean that it has
- * what it needs: room is made before each launch. */
+/* The graphs of a device share its graph memory, so an earlier launch does not mean that a graph's
+ * memory is still there: reserve room before each launch. */
 static CUresult launch_with_memory(launch_fn real, CUgraphExec exec, CUstream stream) {
     struct measured sum = {0};
     struct rooms rooms;
@@ -220,9 +220,10 @@ GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgrap
     return instantiated(real(exec, graph, flags), exec, graph);
 }
 
-/* With the flag UPLOAD this uploads at once, so what it takes is reserved around it. */
-static CUresult with_params(__typeof__(&cuGraphInstantiateWithParams) real, CUgraphExec *exec,
-                            CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
+/* With the flag UPLOAD the driver allocates now, so reserve room around the call. */
+static CUresult instantiate_with_params(__typeof__(&cuGraphInstantiateWithParams) real,
+                                        CUgraphExec *exec, CUgraph graph,
+                                        CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
     struct measured sum = {0};
     struct rooms rooms = {0};
     if (!gs_slot())
@@ -241,16 +242,16 @@ static CUresult with_params(__typeof__(&cuGraphInstantiateWithParams) real, CUgr
 GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithParams(CUgraphExec *exec, CUgraph graph,
                                                         CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
     GS_NEED(real, cuGraphInstantiateWithParams);
-    return with_params(real, exec, graph, params);
+    return instantiate_with_params(real, exec, graph, params);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphInstantiateWithParams_ptsz(
     CUgraphExec *exec, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params) {
     GS_NEED(real, cuGraphInstantiateWithParams_ptsz);
-    return with_params(real, exec, graph, params);
+    return instantiate_with_params(real, exec, graph, params);
 }
 
-static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream, CUstream named) {
+static CUresult launch_admitted(launch_fn real, CUgraphExec exec, CUstream stream, CUstream named) {
     struct gs_admission admission;
     CUresult result = gs_compute_admit(&admission, exec, (struct gs_grid){0}, named, false, true);
     if (result == CUDA_SUCCESS)
@@ -259,11 +260,11 @@ static CUresult launch_in_turn(launch_fn real, CUgraphExec exec, CUstream stream
     return result;
 }
 
-/* Exported as `name`. Like that of a kernel where no graph of this process has memory. */
+/* Exported as `name`. Like a kernel's wrapper if no graph of this process has memory. */
 #define GS_GRAPH_WRAPPER(name, key) \
     static GS_APART CUresult name##_slow(CUgraphExec exec, CUstream stream) { \
         GS_NEED(real, name); \
-        return launch_in_turn(real, exec, stream, key(stream)); \
+        return launch_admitted(real, exec, stream, key(stream)); \
     } \
     GS_EXPORT CUresult CUDAAPI name(CUgraphExec exec, CUstream stream) { \
         if (atomic_load_explicit(&with_memory, memory_order_relaxed) != 0 || \
@@ -292,10 +293,10 @@ GS_EXPORT CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec exec) {
     gs_compute_changed(exec);
     if (!gs_slot() || atomic_load(&with_memory) == 0)
         return real(exec);
-    forget(exec, &was);
+    remove_record(exec, &was);
     CUresult result = real(exec);
     if (result != CUDA_SUCCESS)
-        know(exec, &was);
+        add_record(exec, &was);
     for (unsigned i = 0; i < was.n; i++) {
         struct gs_pool *pool = gs_pool_of_graphs(was.on[i].device);
         if (pool)
@@ -320,7 +321,7 @@ GS_EXPORT CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device) {
     GS_NEED(real, cuDeviceGraphMemTrim);
     if (!gs_slot())
         return real(device);
-    unsettle(device);
+    forget_last_graph(device);
     CUresult result = real(device);
     struct gs_pool *pool = result == CUDA_SUCCESS ? gs_pool_of_graphs(device) : NULL;
     if (pool)
@@ -328,21 +329,20 @@ GS_EXPORT CUresult CUDAAPI cuDeviceGraphMemTrim(CUdevice device) {
     return result;
 }
 
-/* ---- executable graphs that change ------------------------------------------------------------
- */
+/* ---- changes of executable graphs ------------------------------------------------------------ */
 
-/* A child graph of an executable graph was replaced: what both need is the bound. */
-static CUresult changed(CUresult result, CUgraphExec exec, CUgraph child) {
+/* A child graph of an executable graph was replaced: the bound is the sum of both. */
+static CUresult child_changed(CUresult result, CUgraphExec exec, CUgraph child) {
     struct measured sum = {0}, was = {0};
     if (result != CUDA_SUCCESS || !gs_slot() || !child)
         return result;
     measure(child, &sum, 0);
     if (sum.n == 0)
         return result;
-    forget(exec, &was);
+    remove_record(exec, &was);
     for (unsigned i = 0; i < was.n; i++)
-        add(&sum, was.on[i].device, was.on[i].bytes);
-    return learn(exec, &sum);
+        add_bytes(&sum, was.on[i].device, was.on[i].bytes);
+    return replace_record(exec, &sum);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphExecNodeSetParams(CUgraphExec exec, CUgraphNode node,
@@ -350,12 +350,12 @@ GS_EXPORT CUresult CUDAAPI cuGraphExecNodeSetParams(CUgraphExec exec, CUgraphNod
     GS_NEED(real, cuGraphExecNodeSetParams);
     gs_compute_changed(exec);
     CUgraph child = params && params->type == CU_GRAPH_NODE_TYPE_GRAPH ? params->graph.graph : NULL;
-    return changed(real(exec, node, params), exec, child);
+    return child_changed(real(exec, node, params), exec, child);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphExecChildGraphNodeSetParams(CUgraphExec exec, CUgraphNode node,
                                                               CUgraph child) {
     GS_NEED(real, cuGraphExecChildGraphNodeSetParams);
     gs_compute_changed(exec);
-    return changed(real(exec, node, child), exec, child);
+    return child_changed(real(exec, node, child), exec, child);
 }

@@ -1,6 +1,6 @@
-/* Nodes of graphs. Building a graph takes nothing: these are here so that every way to name an
- * allocation is seen, that the code of a kernel is charged at its first use, and that the law hears
- * of another kernel in a graph that is launched. */
+/* Graph nodes. Building a graph allocates nothing. These wrappers exist so that every call that can
+ * name an allocation is seen, the code of a kernel is charged at its first use, and the rate
+ * limiter notices a changed kernel in an executable graph. */
 #include "code/code.h"
 #include "launch.h"
 
@@ -11,7 +11,7 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph gra
     return real(node, graph, after, n, params);
 }
 
-static CUresult use_kernel(const CUgraphNodeParams *params) {
+static CUresult begin_kernel_use(const CUgraphNodeParams *params) {
     if (!params || params->type != CU_GRAPH_NODE_TYPE_KERNEL)
         return CUDA_SUCCESS;
     return gs_function_launch(params->kernel.func ? (void *)params->kernel.func
@@ -22,7 +22,7 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddNode(CUgraphNode *node, CUgraph graph,
                                           const CUgraphNode *after, size_t n,
                                           CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode);
-    CUresult result = use_kernel(params);
+    CUresult result = begin_kernel_use(params);
     return result == CUDA_SUCCESS ? real(node, graph, after, n, params) : result;
 }
 
@@ -30,7 +30,7 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph,
                                              const CUgraphNode *after, const CUgraphEdgeData *edges,
                                              size_t n, CUgraphNodeParams *params) {
     GS_NEED(real, cuGraphAddNode_v2);
-    CUresult result = use_kernel(params);
+    CUresult result = begin_kernel_use(params);
     return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
 }
 

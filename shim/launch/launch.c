@@ -1,6 +1,7 @@
-/* Launches: a kernel of a library is loaded by its first launch in a context, and a launch waits
- * for its turn where compute is limited. A launch like those before it costs a comparison with what
- * its thread remembers (compute.h), and goes on to the driver with nothing on the stack. */
+/* Launches: the first launch of a library's kernel in a context loads it, and where compute is
+ * limited a launch waits until the rate limiter admits it. A launch like an earlier one costs a
+ * comparison with what its thread remembers (launch.h), and jumps to the driver without a stack
+ * frame of its own. */
 #include <string.h>
 
 #include "code/code.h"
@@ -8,7 +9,7 @@
 
 #define GS_SLOW static GS_APART CUresult
 
-static CUresult lacking(void) {
+static CUresult not_supported(void) {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
@@ -17,10 +18,10 @@ void gs_launches_ready(void) {
                                      GS_SYMBOL_cuLaunchKernelEx, GS_SYMBOL_cuLaunchKernelEx_ptsz,
                                      GS_SYMBOL_cuGraphLaunch,    GS_SYMBOL_cuGraphLaunch_ptsz};
     for (size_t i = 0; i < sizeof(quick) / sizeof(quick[0]); i++)
-        gs_real_or(quick[i], (void *)lacking);
+        gs_real_or(quick[i], (void *)not_supported);
 }
 
-/* `real` after it was admitted. */
+/* Call `real` after admission. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \
     struct gs_admission admission; \
     CUresult result = gs_function_launch(function); \
@@ -41,9 +42,9 @@ void gs_launches_ready(void) {
     CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, unsigned int bx, \
         unsigned int by, unsigned int bz, unsigned int shared, CUstream stream, void **params
 
-/* What follows `by` is on the stack already, and stays there for the driver: as separate
+/* Arguments after `by` are on the stack already and stay there for the driver: as separate
  * parameters, gcc would load and store each of them again. On x86-64 a structure that is passed by
- * value lies just as they do. */
+ * value has the same layout as they do. */
 #ifdef __x86_64__
 struct gs_on_stack {
     unsigned int bz, unused, shared, unused2;
@@ -62,7 +63,7 @@ struct gs_on_stack {
 typedef CUresult kernel_fn(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz,
                            unsigned int bx, unsigned int by, GS_REST);
 
-/* Exported as `name`; `key` is the stream as compute.h wants it. */
+/* Exported as `name`; `key` converts the stream as launch.h needs it. */
 #define GS_KERNEL_WRAPPER(name, key) \
     GS_SLOW name##_slow(CUfunction f, unsigned int gx, unsigned int gy, unsigned int gz, \
                         unsigned int bx, unsigned int by, GS_REST) { \
@@ -85,7 +86,7 @@ GS_KERNEL_WRAPPER(cuLaunchKernel_ptsz, gs_per_thread)
 
 /* ---- cuLaunchKernelEx ----------------------------------------------------------------------- */
 
-/* It may start before what is in front of it in its stream has ended. */
+/* Return whether the launch may start before earlier work in its stream has ended. */
 static bool overlaps(const CUlaunchConfig *c) {
     for (unsigned i = 0; c->attrs && i < c->numAttrs; i++)
         if ((c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
@@ -97,7 +98,7 @@ static bool overlaps(const CUlaunchConfig *c) {
 
 #define GS_EX_ARGUMENTS const CUlaunchConfig *config, CUfunction f, void **params, void **extra
 
-/* Two dimensions are compared at once: with a register for each there would be too few. */
+/* Compare two dimensions at once: there are too few registers for one each. */
 static inline __attribute__((always_inline)) bool passes_ex(const CUlaunchConfig *config,
                                                             CUfunction f, CUstream stream) {
     _Static_assert(offsetof(CUlaunchConfig, gridDimX) == 0 &&
@@ -111,7 +112,7 @@ static inline __attribute__((always_inline)) bool passes_ex(const CUlaunchConfig
            gs_remembered_passes(r, f, stream, false);
 }
 
-/* gcc would move arguments out of their registers and back for the driver. */
+/* Keep gcc from moving arguments out of their registers and back for the driver. */
 #define GS_STAYS(a, b, c, d) __asm__("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d))
 
 #define GS_EX_GRID ((struct gs_grid){config->gridDimX, config->gridDimY, config->gridDimZ})
@@ -158,7 +159,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernel_ptsz(GS_KERNEL_ARGUMENTS) {
                 params);
 }
 
-/* One launch on several devices, which run together: each part is admitted, then all go. */
+/* One launch on several devices at once: admit each part, then launch all. */
 GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *list,
                                                                 unsigned int n,
                                                                 unsigned int flags) {
@@ -181,7 +182,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     return result;
 }
 
-/* ---- the launches of CUDA 1 ----------------------------------------------------------------- */
+/* ---- launch functions of CUDA 1 ------------------------------------------------------------- */
 
 #define GS_LAUNCH_OLD(x, y, stream, ...) \
     GS_ADMITTED(f, ((struct gs_grid){(unsigned)(x), (unsigned)(y), 1}), stream, false, __VA_ARGS__)
@@ -201,7 +202,7 @@ GS_EXPORT CUresult CUDAAPI cuLaunchGridAsync(CUfunction f, int width, int height
     GS_LAUNCH_OLD(width, height, stream, f, width, height, stream);
 }
 
-/* ---- other users of a library's kernel ------------------------------------------------------ */
+/* ---- other calls that use a library's kernel ------------------------------------------------ */
 
 #define GS_WITH(function, ...) \
     CUresult result = gs_kernel_use(function); \

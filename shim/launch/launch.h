@@ -1,26 +1,27 @@
-/* Compute limits in the process: what a launch asks before it goes to the driver. The law itself is
- * throttle.h's; its contexts, streams, events and pages are in accounting/.
+/* Compute limits in the process: the check of a launch before it goes to the driver. The rate
+ * limiter itself is in limiter/throttle.h; contexts, streams, events and activity files are in
+ * accounting/.
  *
  *   a launch      gs_compute_passes (inline), else gs_compute_admit .. gs_compute_launched
  *   a sync        gs_compute_sync_begin .. gs_compute_sync_end
- *   a capture     gs_compute_captures
+ *   a capture     gs_capture_opened .. gs_capture_closed
  *
- * Each thread remembers its last launches in each context: an unchanged one that is paid for costs
- * neither a look-up nor a clock nor a call of the driver. What was remembered is void when
- * `gs_compute_epoch` has changed (a context, a stream, a library, a capture went or came) or the
- * law has begun a new segment. */
+ * Each thread remembers its last launches in each context: an unchanged launch that is paid for
+ * needs no look-up, no clock and no other call to the driver. The memory is void once
+ * `gs_compute_epoch` has changed (a context, stream, library or capture began or ended) or the rate
+ * limiter has begun a new interval. */
 #ifndef GPUSHARE_LAUNCH_H
 #define GPUSHARE_LAUNCH_H
 
 #include "accounting/compute.h"
 
-/* ---- the launches that a thread remembers --------------------------------------------------- */
+/* ---- remembered launches -------------------------------------------------------------------- */
 
 struct gs_remembered {
     const void *function;
-    CUstream stream; /* as it was given: NULL is the legacy stream */
+    CUstream stream; /* as the program passed it: NULL is the legacy stream */
     struct gs_grid grid;
-    uint32_t turn; /* of the law, in which it counts; 0: it does not */
+    uint32_t turn; /* epoch of the limiter in which it counts; 0: it does not */
     uint64_t epoch;
     struct gs_throttle *throttle;
     struct gs_throttle_stream *s;
@@ -31,16 +32,17 @@ _Static_assert(sizeof(struct gs_remembered) == 64, "one launch, one cache line")
 
 struct gs_memory {
     _Alignas(64) struct gs_remembered launch[GS_REMEMBERED];
-    CUcontext context;      /* they were launched while this one was current */
+    CUcontext context;      /* the context that was current at these launches */
     struct gs_memory *next; /* of the same thread */
 };
 
-/* That of the current context. One word of static TLS: there is little of it for a library that is
- * opened at run time. Never NULL: where nothing is known it is one that matches no launch. */
+/* The memory of the current context. It is one word of static TLS, since little of it is left for a
+ * library that is opened at run time. Never NULL: without a memory it points to one that matches no
+ * launch. */
 extern _Thread_local struct gs_memory *gs_memory_of_thread GS_HIDDEN;
 extern struct gs_memory gs_no_memory GS_HIDDEN;
 
-/* NULL: not known. */
+/* NULL: unknown. */
 void gs_other_current(CUcontext context);
 static inline void gs_now_current(CUcontext context) {
     if (gs_memory_of_thread->context != context)
@@ -53,8 +55,8 @@ static inline struct gs_remembered *gs_remembered_at(struct gs_memory *memory, c
     return &memory->launch[mixed >> 20 & (GS_REMEMBERED - 1)];
 }
 
-/* True: a launch like `r`, but for the grid that it was found by, may go to the driver at once, and
- * nothing is to be done after it. `crowded`: the caller has arguments in six registers. */
+/* Return true if a launch like `r` may go to the driver at once, with nothing to do after it. The
+ * caller has already compared the grid. `crowded`: the caller has arguments in six registers. */
 static inline __attribute__((always_inline)) bool
 gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream stream, bool crowded) {
     if (__builtin_expect(
@@ -63,9 +65,9 @@ gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream str
                 r->turn != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
             0))
         return false;
-    /* Then there are three others. To keep the law in one of them takes a fourth, and to save that
-     * is more than to read it again, so the compiler is told that `r` is another pointer from here
-     * on. */
+    /* Then only three registers are free. Keeping the limiter in one of them would need a fourth,
+     * and saving that one costs more than reading the limiter again. So tell the compiler that `r`
+     * is another pointer from here on. */
     int64_t had = gs_throttle_allowance(r->throttle), ns;
     if (crowded)
         __asm__("" : "+r"(r), "+r"(had));
@@ -84,34 +86,34 @@ gs_compute_passes(const void *function, uint32_t x, uint32_t y, uint32_t z, CUst
            gs_remembered_passes(r, function, stream, true);
 }
 
-/* No kernel has an empty grid, so that one word of it tells a graph. */
+/* No kernel has an empty grid, so one word of the grid identifies a graph. */
 static inline __attribute__((always_inline)) bool gs_compute_passes_graph(const void *exec,
                                                                           CUstream stream) {
     struct gs_remembered *r = gs_remembered_at(gs_memory_of_thread, exec, 0);
     return __builtin_expect(r->grid.x == 0, 1) && gs_remembered_passes(r, exec, stream, false);
 }
 
-/* Before anything is remembered: what one function launched, another may launch again, which then
- * goes to the driver's without looking it up. */
+/* Resolve the driver's launch functions before anything is remembered. One wrapper may pass a
+ * launch that another one remembered, and then calls the driver without a look-up. */
 void gs_launches_ready(void);
 
 /* ---- a launch ------------------------------------------------------------------------------- */
 
 struct gs_admission {
-    struct gs_compute *compute; /* NULL: nothing to do afterwards */
+    struct gs_compute *compute; /* NULL: nothing to do after the launch */
     CUcontext context;
     struct gs_predictor *f;
-    struct gs_throttle_stream *s; /* in which it is underway; NULL: it did not ask */
+    struct gs_throttle_stream *s; /* where the launch is underway; NULL: it is not limited */
     bool mark;
 };
 
-/* Waits until the launch may go. Not CUDA_SUCCESS: it must not, since it could not be held.
- * `function` may be an executable graph (with an empty grid). `overlaps`: it starts before what is
- * in front of it in the stream has ended, so no marker may come between. `remember`: the next one
- * like it needs no other look-up of the caller's. */
+/* Wait until the launch may go. Any result but CUDA_SUCCESS: it must not, since its limit could not
+ * be enforced. `function` may be an executable graph (with an empty grid). `overlaps`: it may start
+ * before earlier work in the stream has ended, so no marker may come between. `remember`: the next
+ * launch like it needs no other look-up of the caller. */
 CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct gs_grid grid,
                           CUstream stream, bool overlaps, bool remember);
-/* `result`: what the driver said. */
+/* `result`: what the driver returned. */
 void gs_compute_launched_marked(struct gs_admission *a, CUresult result);
 static inline void gs_compute_launched(struct gs_admission *a, CUresult result) {
     if (a->s)
@@ -119,12 +121,12 @@ static inline void gs_compute_launched(struct gs_admission *a, CUresult result) 
     if (a->mark)
         gs_compute_launched_marked(a, result);
 }
-/* An executable graph was changed: what it takes is learned anew. */
+/* An executable graph was changed: learn its duration again. */
 void gs_compute_changed(const void *function);
 
 /* ---- calls that block ----------------------------------------------------------------------- */
 
-/* The context of a stream; NULL: the current one. */
+/* Return the context of a stream; NULL: the current one. */
 static inline CUcontext gs_compute_context_of(CUstream stream) {
     struct gs_here here;
     return atomic_load_explicit(&gs_computes, memory_order_relaxed) &&
@@ -132,7 +134,7 @@ static inline CUcontext gs_compute_context_of(CUstream stream) {
                ? here.context
                : NULL;
 }
-/* `context` NULL: the current one. Gives NULL when there is nothing to end. */
+/* `context` NULL: the current one. Return NULL if there is nothing to do at the end. */
 struct gs_compute *gs_compute_sync_begin_in(CUcontext context);
 void gs_compute_sync_end_in(struct gs_compute *compute);
 static inline struct gs_compute *gs_compute_sync_begin(CUcontext context) {
@@ -146,19 +148,19 @@ static inline CUresult gs_compute_sync_end(struct gs_compute *compute, CUresult 
     return result;
 }
 
-/* What comes next in `stream` waits for something that is no work of its context. */
+/* The next work in `stream` waits for something other than work of its context. */
 void gs_compute_waits_in(CUstream stream);
 static inline void gs_compute_waits(CUstream stream) {
     if (atomic_load_explicit(&gs_computes, memory_order_relaxed))
         gs_compute_waits_in(stream);
 }
 
-/* ---- capture.c, and streams that go ---------------------------------------------------------- */
+/* ---- capture.c, and streams that are destroyed ----------------------------------------------- */
 
 void gs_captures_stream_gone(CUstream stream);
 void gs_captures_context_gone(CUcontext context);
 
-/* Before a stream goes. */
+/* Call before a stream is destroyed. */
 void gs_compute_stream_goes(CUstream stream);
 
 #endif

@@ -1,16 +1,17 @@
-/* Calls that block until work is done. A pool gives freed memory back to the driver when the
- * program synchronises, so that is when its charge goes down: otherwise the container's other
- * processes would be refused memory that is free. And what the work took is known then. Only after
- * a free out of a pool, or a launch where compute is limited: otherwise a call pays two loads. */
+/* Calls that block until work has completed. A pool returns freed memory to the driver when the
+ * program synchronises, so its charge is reduced then: otherwise other processes of the container
+ * would be refused memory that is free. Also, the duration of the work is known then. Both happen
+ * only after a free to a pool, or after a launch where compute is limited; otherwise a call costs
+ * two loads. */
 #include "launch.h"
 #include "memory/memory.h"
 
-static void waits(void) {
+static void begin_wait(void) {
     if (atomic_load_explicit(&gs_slice_held, memory_order_relaxed))
         gs_slice_waits(true);
 }
 
-static CUresult synced(CUresult result) {
+static CUresult end_wait(CUresult result) {
     if (atomic_load_explicit(&gs_slice_held, memory_order_relaxed))
         gs_slice_waits(false);
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_pools_freed, memory_order_relaxed) &&
@@ -20,16 +21,16 @@ static CUresult synced(CUresult result) {
 }
 
 #define GS_SYNC(context, ...) \
-    waits(); \
+    begin_wait(); \
     struct gs_compute *compute = gs_compute_sync_begin(context); \
-    return gs_compute_sync_end(compute, synced(real(__VA_ARGS__)))
+    return gs_compute_sync_end(compute, end_wait(real(__VA_ARGS__)))
 
 GS_EXPORT CUresult CUDAAPI cuCtxSynchronize(void) {
     GS_NEED(real, cuCtxSynchronize);
-    waits();
+    begin_wait();
     struct gs_compute *compute = gs_compute_sync_begin(NULL);
     uint64_t put_off = atomic_load_explicit(&gs_residency_put_off, memory_order_acquire);
-    CUresult result = synced(real());
+    CUresult result = end_wait(real());
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_virtual_later, memory_order_relaxed))
         gs_virtual_drain();
     if (result == CUDA_SUCCESS && atomic_load_explicit(&gs_residency_waiting, memory_order_relaxed))
@@ -52,13 +53,13 @@ GS_EXPORT CUresult CUDAAPI cuStreamSynchronize_ptsz(CUstream hStream) {
     GS_SYNC(gs_compute_context_of(hStream), hStream);
 }
 
-/* Its context cannot be asked for; most often it is the current one. */
+/* The event's context cannot be queried; most often it is the current one. */
 GS_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent hEvent) {
     GS_NEED(real, cuEventSynchronize);
     GS_SYNC(NULL, hEvent);
 }
 
-/* What is in it is timed before it goes. */
+/* Measure the work in the stream before it is destroyed. */
 #define GS_DESTROY_STREAM \
     gs_compute_stream_goes(hStream); \
     CUresult result = real(hStream); \

@@ -1,11 +1,12 @@
-/* What a stream waits for besides its own context's work: while it does the device may be idle, or
- * another's, and that is not charged. */
+/* Streams that wait for something other than work of their own context. During the wait the device
+ * may be idle or used by another context, and that time is not charged. */
 #include "launch.h"
 
-/* An event of another process was opened: an event may be one of those. */
+/* An event of another process was opened, so any event may be from another process. */
 static _Atomic bool foreign_events;
 
-/* With one context that launches, an event is in it, and what is waited for is charged anyway. */
+/* If only one context launches, an event belongs to it, and the work that is waited for is charged
+ * anyway. */
 static void waits_for_event(CUstream stream) {
     if (atomic_load_explicit(&gs_computes, memory_order_relaxed) > 1 ||
         atomic_load_explicit(&foreign_events, memory_order_relaxed))
@@ -33,7 +34,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcOpenEventHandle(CUevent *phEvent, CUipcEventHand
         waits(stream); \
         return real(__VA_ARGS__); \
     }
-/* And its variant for per-thread streams. */
+/* The function and its variant for per-thread streams. */
 #define GS_WAIT(name, parameters, waits, ...) \
     GS_ONE_WAIT(name, parameters, waits, stream, __VA_ARGS__) \
     GS_ONE_WAIT(name##_ptsz, parameters, waits, gs_per_thread(stream), __VA_ARGS__)

@@ -1,19 +1,22 @@
-/* No peer is believed to have had more of the device than the host granted to its container: that
- * is in the index of the pages, which containers only read. Who says more is not listened to; and
- * what is left to others of one's own time, by whatever they say, is bounded in the same way. */
+/* Check what peers report against what the host granted. The grants are in the index of the
+ * activity files, which containers can only read. Reports of a container that claims more than its
+ * grant are ignored. The device time that reports of all other containers together take away from
+ * this context's charge is bounded in the same way. */
 #include "throttle_parts.h"
 
-#define GIVEN (200 * (int64_t)MS) /* in excess, by what all others say: as long */
-#define CLAIM (100 * (int64_t)MS) /* in excess: long kernels, bursts, what came late */
+#define GIVEN (200 * (int64_t)MS) /* tolerated excess of all other containers together */
+#define CLAIM (100 * (int64_t)MS) /* tolerated excess of one: long kernels, bursts, delays */
 
-/* Of `ns` that have gone by, never more than there is; and more by one of `slack`, since all of
- * this is measured. */
-static int64_t part(uint64_t ppm, uint64_t ns, uint64_t slack) {
+/* Return the device time that a grant of `ppm` gives in `ns`, plus one part in `slack` for
+ * measurement errors, but never more than `ns`. */
+static int64_t granted_ns(uint64_t ppm, uint64_t ns, uint64_t slack) {
     return (int64_t)((double)ns * (double)min64(ppm + ppm / slack, 1000000) / 1e6);
 }
 
-/* What it says to have had in that time. What is older than its oldest run was as what it has. */
-static uint64_t said(const struct gs_activity *a, uint64_t longest, uint64_t from, uint64_t to) {
+/* Return the device time that a peer reports between `from` and `to`. For the time before its
+ * oldest run, extrapolate from the runs that it still lists. */
+static uint64_t reported_ns(const struct gs_activity *a, uint64_t longest, uint64_t from,
+                            uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     uint64_t sum = 0, all = 0, since = UINT64_MAX, until = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -51,17 +54,19 @@ void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigne
         uint64_t ppm = gs_throttle_may_have(&peer[i].granted);
         if (peer[i].container == t->container)
             continue;
-        claim->excess_ns += (int64_t)said(peer[i].activity, whole(t), from, to);
+        claim->excess_ns += (int64_t)reported_ns(peer[i].activity, whole(t), from, to);
         if (claim->at_ns < to) {
-            claim->excess_ns -= part(ppm, to - max64(claim->at_ns, from - min64(from, CLAIM)), 3);
+            claim->excess_ns -=
+                granted_ns(ppm, to - max64(claim->at_ns, from - min64(from, CLAIM)), 3);
             claim->excess_ns = claim->excess_ns > 0 ? claim->excess_ns : 0;
             claim->at_ns = to;
         }
-        bool lies = claim->excess_ns > (claim->lies ? 0 : CLAIM);
-        if (lies && !claim->lies) { /* what was learned from it is to be learned anew */
+        bool over_granted = claim->excess_ns > (claim->lies ? 0 : CLAIM);
+        /* The switch cost was learned with the help of these reports. */
+        if (over_granted && !claim->lies) {
             gs_throttle_find_again(t);
         }
-        claim->lies = lies;
+        claim->lies = over_granted;
         claim->excess_ns = (int64_t)min64((uint64_t)claim->excess_ns, 10 * CLAIM);
     }
 }
@@ -76,7 +81,7 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
 }
 
 int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now) {
-    t->given_ns -= part(t->others_ppm, now - min64(now, t->given_at_ns), 8);
+    t->given_ns -= granted_ns(t->others_ppm, now - min64(now, t->given_at_ns), 8);
     t->given_ns = t->given_ns > 0 ? t->given_ns : 0;
     t->given_at_ns = now;
     t->given_ns += busy > own ? busy - own : 0;

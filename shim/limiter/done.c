@@ -1,12 +1,13 @@
-/* What has finished, and what we tell the others of it. */
+/* Detect completed intervals, and publish this context's activity to its peers. */
 #include <string.h>
 
 #include "throttle_parts.h"
 
-/* ---- the page -------------------------------------------------------------------------- */
+/* ---- the activity file ----------------------------------------------------------------- */
 
-/* Two that follow each other and were all its own say as much as one. */
-static bool join(const struct gs_run *a, struct gs_run *b) {
+/* Merge run `a` into run `b` if `b` follows without a gap and the context had the device for all of
+ * both: one run then carries the same information. */
+static bool merge_runs(const struct gs_run *a, struct gs_run *b) {
     if (a->end_ns != b->start_ns || a->run_ns != a->end_ns - a->start_ns ||
         b->run_ns != b->end_ns - b->start_ns)
         return false;
@@ -15,17 +16,17 @@ static bool join(const struct gs_run *a, struct gs_run *b) {
     return true;
 }
 
-/* Where there is no more room, two of the older half become one: the later stamps stay, since the
- * others have not charged that time yet. Any process of the container may write to `a` meanwhile:
- * `n` is read once. */
-static void append(struct gs_activity *a, const struct gs_run *run) {
+/* Append a run. When the array is full, merge two adjacent runs of the older half: peers have not
+ * yet charged the time of the newer ones, so these timestamps must stay. Any process of the
+ * container may write to `a` concurrently, so `n` is read once. */
+static void append_run(struct gs_activity *a, const struct gs_run *run) {
     uint32_t n = __atomic_load_n(&a->n, __ATOMIC_RELAXED), i = 1;
     n = n < GS_RUNS ? n : GS_RUNS;
     if (n == GS_RUNS) {
         uint32_t most = n / 2;
-        while (i < most && !join(&a->run[i - 1], &a->run[i]))
+        while (i < most && !merge_runs(&a->run[i - 1], &a->run[i]))
             i++;
-        i = i < most ? i : 1; /* or the oldest goes */
+        i = i < most ? i : 1; /* none can be merged: drop the oldest */
         memmove(&a->run[i - 1], &a->run[i], (n - i) * sizeof(a->run[0]));
         n--;
     }
@@ -34,8 +35,9 @@ static void append(struct gs_activity *a, const struct gs_run *run) {
     a->n = n + 1;
 }
 
-/* Of what is not charged yet: what is expected of it, or much where nothing is known. */
-static int64_t owes(const struct gs_throttle *t) {
+/* The most that is charged for work in progress if the process dies: the expected work, or ORPHAN
+ * if an unknown launch is among it. */
+static int64_t owed_ns(const struct gs_throttle *t) {
     int64_t ns = t->open.launches ? t->open.hint_ns : 0;
     bool unknown = t->open.probe;
     for (uint32_t i = t->charged; i != t->marked; i++) {
@@ -51,7 +53,8 @@ void gs_throttle_inherit(struct gs_throttle *t, const struct gs_activity *a, uin
         return;
     uint64_t owed = min64(min64(now - from, a->owes_ns), DEBT);
     atomic_fetch_add(&t->bucket->busy_ns, owed);
-    if (owed > atomic_load(&t->bucket->launch_ns)) /* and the next unknown one pays more at once */
+    /* The next launch of an unknown function pays more in advance. */
+    if (owed > atomic_load(&t->bucket->launch_ns))
         atomic_store(&t->bucket->launch_ns, owed);
     gs_throttle_adjust(t, (int64_t)owed, now);
 }
@@ -71,18 +74,18 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
     a->expects_ns = next->probe ? 2 * (uint64_t)t->slice_ns
                                 : (uint64_t)gs_throttle_when_hit(
                                       next, next == &t->open ? next->hint_ns : next->work_ns);
-    a->owes_ns = (uint64_t)owes(t);
+    a->owes_ns = (uint64_t)owed_ns(t);
     a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;
     if (run && run->end_ns > run->start_ns)
-        append(a, run);
+        append_run(a, run);
     atomic_store(&t->page->index, index ^ 1);
 }
 
-/* ---- what has finished ----------------------------------------------------------------- */
+/* ---- completed intervals --------------------------------------------------------------- */
 
-/* True when the device has begun with it, or did so before. */
+/* Return whether the device has begun the interval. */
 bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment) {
     return segment->start_event < 0 || segment->start_ns ||
            t->env->done(t->env->arg, segment->start_event, &segment->start_ns);
@@ -100,7 +103,7 @@ bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment) 
     return gs_throttle_started(t, segment);
 }
 
-static void finish(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
+static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
     gs_throttle_waited(t, segment);
     segment->before_ns = t->covered_ns;
     segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
@@ -133,12 +136,12 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
         }
         news = true;
         gs_throttle_probed(t, now);
-        finish(t, &t->segment[t->finished % GS_SEGMENTS], now);
+        finish_interval(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
     bool begun = t->marked != t->finished &&
                  gs_throttle_started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
                  t->segment[t->finished % GS_SEGMENTS].start_ns > t->busy_from_ns;
-    if (begun) /* not when it was queued */
+    if (begun) /* use the start on the device, not the time when it was queued */
         t->busy_from_ns = t->segment[t->finished % GS_SEGMENTS].start_ns;
     if (begun || (t->marked != t->finished && t->told_until_ns < now + EXTEND))
         gs_throttle_publish(t, NULL, now);

@@ -1,27 +1,28 @@
-/* What the other contexts on the device say. Nothing of it is trusted further than bound() lets it.
- */
+/* Evaluate the activity that other contexts on the device report. It is trusted only within the
+ * bounds of apply_lower_bounds() in charge.c. */
 #include "throttle_parts.h"
 
-/* The last stamp of others before the start; `over`: it had no more work then. */
-static void last_stamp(struct company *c, uint64_t at, uint64_t start, bool over) {
+/* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */
+static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over) {
     if (at > start + EDGE || at <= c->before_ns)
         return;
     c->before_ns = at;
     c->over = over;
 }
 
-/* `wants`: it had work, whoever had the device. */
-static bool look(const struct gs_throttle *t, const struct gs_activity *a, uint64_t start,
-                 uint64_t end, struct company *c, bool *wants) {
+/* Set `wants` if the peer had work, whichever context was on the device. */
+static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity *a, uint64_t start,
+                          uint64_t end, struct company *c, bool *wants) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
-        if (run->start_ns >= run->end_ns) /* nonsense */
+        if (run->start_ns >= run->end_ns) /* invalid */
             continue;
-        last_stamp(c, run->start_ns, start, false);
-        last_stamp(c, run->end_ns, start, next > run->end_ns && run->run_ns != GS_CUT_OFF);
+        update_last_timestamp(c, run->start_ns, start, false);
+        update_last_timestamp(c, run->end_ns, start,
+                              next > run->end_ns && run->run_ns != GS_CUT_OFF);
         *wants |= run->run_ns == GS_CUT_OFF && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -45,7 +46,7 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
     struct company c = {0};
     for (unsigned i = 0; i < n; i++) {
         bool wants = false;
-        c.contexts += look(t, peer[i].activity, start, end, &c, &wants);
+        c.contexts += evaluate_peer(t, peer[i].activity, start, end, &c, &wants);
         if (wants && peer[i].container != t->container &&
             peer[i].granted.priority >= t->limit.priority)
             c.outranked = true;
@@ -53,11 +54,11 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
     return c;
 }
 
-/* What the limit means now, and how many contexts have work. */
+/* Compute the rate that the limit gives now, and count the contexts with work. */
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0, finders = 1;
+    uint32_t counted[MAX_PEERS], containers = 0, measured_by = 1;
     uint64_t found_ns = t->found_ns;
     uint64_t others = t->env->others_ppm(t->env->arg);
     bool ours = false;
@@ -69,10 +70,11 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
             continue;
         t->contexts++;
         ours |= seen;
-        if (a->switch_ns) { /* clocks differ: one's more is another's less */
+        /* Clock offsets cancel out: one container's error is the opposite of another's. */
+        if (a->switch_ns) {
             uint64_t least = t->found_ns - min64(EDGE, t->found_ns);
             found_ns += max64(least, min64(a->switch_ns, t->found_ns + EDGE));
-            finders++;
+            measured_by++;
         }
         for (uint32_t k = 0; k < containers && !seen; k++)
             seen = counted[k] == peer[i].container;
@@ -83,7 +85,7 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
     }
     t->others_ppm = (uint32_t)min64(others + (ours ? t->limit.ppm : 0), 1000000);
     if (t->finds >= FINDS)
-        t->switch_ns = (uint32_t)(found_ns / finders);
+        t->switch_ns = (uint32_t)(found_ns / measured_by);
     t->rate_ppm = t->limit.weight
                       ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))
                       : t->limit.ppm;

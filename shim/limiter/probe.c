@@ -1,51 +1,53 @@
-/* Looks: events in a stream of our own, in which nothing else is. One is done as soon as the device
- * is this context's, so a late one says when our turn began, whatever the others say of theirs.
- * What lies between the last sign of us and the next turn was somebody else's, but for the rest of
- * our own turn before it. */
+/* Probe events: timing events in a stream of the shim that has no other work. Such an event
+ * completes as soon as this context is on the device, so a late completion shows when this
+ * context was switched in, whatever peers report. The time from the last known activity of this
+ * context to that moment belonged to another context, except for the rest of this context's slice
+ * before it. */
 #include "throttle_parts.h"
 
-#define PROMPT (45 * US) /* a look on a device that is ours is done in less */
+#define PROMPT (45 * US) /* a probe event on a device that runs this context completes in less */
 #define SOON (200 * US)
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
-#define ALERT 64u /* looks, each one soon after the other */
+#define ALERT 64u /* number of probe events in quick succession */
 
-/* Without a sign of us for longer somebody may have come and gone. */
-static uint64_t blind(const struct gs_throttle *t) {
+/* How long this context may go without a known activity: in more time, another context may have run
+ * and stopped. */
+static uint64_t max_gap(const struct gs_throttle *t) {
     return t->contexts > 1 ? 700 * US : 3 * MS;
 }
 
-/* How long until the next look: seldom while nobody else seems to be there. */
-static uint64_t pace(const struct gs_throttle *t) {
+/* Return the time to the next probe event: long while no other context seems to be active. */
+static uint64_t probe_interval(const struct gs_throttle *t) {
     return t->contexts > 1 || t->alert ? SOON : SELDOM;
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
     if (t->capturing || t->marked == t->finished || !t->others_ppm || t->tiny ||
-        t->limit.mode == GS_THROTTLE_UNLIMITED) /* it has no time for that */
+        t->limit.mode == GS_THROTTLE_UNLIMITED) /* probe events would slow it down */
         return UINT64_MAX;
-    return max64(now, t->look_ns) + pace(t);
+    return max64(now, t->look_ns) + probe_interval(t);
 }
 
 void gs_throttle_probe(struct gs_throttle *t, uint64_t now) {
     if (t->look_event >= 0 || gs_throttle_next_probe(t, now) == UINT64_MAX ||
-        now < t->look_ns + pace(t) * 3 / 4)
+        now < t->look_ns + probe_interval(t) * 3 / 4)
         return;
     t->alert -= t->alert > 0;
     t->look_event = t->env->mark(t->env->arg, GS_LOOKS);
     t->look_ns = now;
 }
 
-/* The device was ours at `at`. */
-static void sign(struct gs_throttle *t, uint64_t at) {
-    if (at > t->sign_ns + blind(t))
+/* This context was on the device at `at`. */
+static void note_own_activity(struct gs_throttle *t, uint64_t at) {
+    if (at > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     t->sign_ns = max64(t->sign_ns, at);
 }
 
-/* Somebody else had it, from `from` on; our turn began at `at`. */
-static void interrupted(struct gs_throttle *t, struct gs_segment *segment, uint64_t from,
-                        uint64_t at, uint64_t now) {
+/* Another context had the device from `from`; this context was switched in at `at`. */
+static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, uint64_t from,
+                            uint64_t at, uint64_t now) {
     uint64_t start = max64(t->told_ns, segment->start_ns);
     struct gs_run run = {start, from, GS_CUT_OFF};
     t->alert = ALERT;
@@ -66,17 +68,18 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     if (t->finished == t->marked || !gs_throttle_started(t, segment) || segment->start_ns > at)
         return;
     if (segment->start_event >= 0)
-        sign(t, segment->start_ns);
-    if (t->look_ns > t->sign_ns + blind(t))
+        note_own_activity(t, segment->start_ns);
+    if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at > t->look_ns + PROMPT && t->look_ns > t->sign_ns)
-        interrupted(t, segment, (t->sign_ns + t->look_ns) / 2, at, now);
+        note_preemption(t, segment, (t->sign_ns + t->look_ns) / 2, at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }
 
-/* Late looks that are done just as work of ours is were behind that work: the driver put both into
- * one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS). They tell nothing. */
-static bool are_tied(struct gs_throttle *t, const struct gs_segment *segment) {
+/* Late probe events that complete together with other work of this context were queued behind it:
+ * the driver mapped both streams to one device queue (CUDA_DEVICE_MAX_CONNECTIONS). Such events
+ * carry no information. */
+static bool share_a_queue(struct gs_throttle *t, const struct gs_segment *segment) {
     uint64_t apart =
         segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns : t->late_ns - segment->end_ns;
     if (t->late_ns && apart < EDGE)
@@ -86,7 +89,7 @@ static bool are_tied(struct gs_throttle *t, const struct gs_segment *segment) {
 
 void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
-        sign(t, segment->start_ns);
-    sign(t, segment->end_ns);
-    segment->sighted = !are_tied(t, segment) && !t->tiny && t->sight_ns <= segment->start_ns;
+        note_own_activity(t, segment->start_ns);
+    note_own_activity(t, segment->end_ns);
+    segment->sighted = !share_a_queue(t, segment) && !t->tiny && t->sight_ns <= segment->start_ns;
 }

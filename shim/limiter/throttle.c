@@ -1,38 +1,40 @@
-/* The law of docs/compute.md: who may go. What has finished is in done.c, what it is
- * charged in charge.c, what others say they did in peers.c. */
+/* The rate limiter of docs/compute.md: decide which launch may go now. done.c detects completed
+ * intervals, charge.c charges them, peers.c evaluates the activity of other contexts. */
 #include <string.h>
 
 #include "throttle_parts.h"
 
 /* ---- the bucket ------------------------------------------------------------------------ */
 
-#define MOST_WALL 1e18 /* 30 years: hours of a millionth of the device are more than fits */
-static int64_t wall(const struct gs_throttle *t, int64_t device_ns) {
+#define MOST_WALL 1e18 /* 30 years: hours of device time at a rate of 1 ppm would overflow */
+static int64_t wall_ns(const struct gs_throttle *t, int64_t device_ns) {
     double ns = (double)device_ns * 1e6 / t->rate_ppm;
     return (int64_t)(ns > MOST_WALL ? MOST_WALL : ns < -MOST_WALL ? -MOST_WALL : ns);
 }
 
-/* Add to the arrival time what was wrong with the payment; never a debt longer than DEBT. */
+/* Move the arrival time by the difference between the charge and the advance payment; the debt is
+ * never longer than DEBT. */
 void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now) {
     uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
-    int64_t by = wall(t, device_ns);
+    int64_t by = wall_ns(t, device_ns);
     do {
         next = by < 0 && tat < (uint64_t)-by ? 0 : tat + (uint64_t)by;
         next = min64(next, now + DEBT);
     } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
 }
 
-/* Pay for `device_ns`. 0, or the time when it can be paid; `anyway` makes a debt. */
-static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_ns, uint64_t now,
-                     bool anyway) {
+/* Pay for `device_ns`. Return 0, or the time when it can be paid; with `anyway`, pay at once and
+ * make a debt. */
+static uint64_t pay_from_bucket(struct gs_throttle *t, int64_t device_ns, int64_t longest_ns,
+                                uint64_t now, bool anyway) {
     uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
     uint64_t burst = BURST + 2 * (uint64_t)longest_ns;
     do {
-        /* Later is nonsense, written by the container itself. */
+        /* A later time is invalid: a process of the container wrote it. */
         uint64_t from = tat > now + DEBT ? now : tat;
         if (from > now && !anyway)
             return from;
-        next = max64(from, now > burst ? now - burst : 0) + (uint64_t)wall(t, device_ns);
+        next = max64(from, now > burst ? now - burst : 0) + (uint64_t)wall_ns(t, device_ns);
         next = min64(next, now + DEBT);
     } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
     return 0;
@@ -40,14 +42,14 @@ static uint64_t take(struct gs_throttle *t, int64_t device_ns, int64_t longest_n
 
 /* ---- launches -------------------------------------------------------------------------- */
 
-static void renew(struct gs_throttle *t) {
+static void renew_open(struct gs_throttle *t) {
     memset(&t->open, 0, sizeof(t->open));
     t->open.start_event = -1;
     t->number = t->number + 1 ? t->number + 1 : 1;
 }
 
-/* No launch counts any more without asking. */
-static void next_turn(struct gs_throttle *t) {
+/* Start a new epoch: no launch counts any more without taking the slow path. */
+static void next_epoch(struct gs_throttle *t) {
     uint32_t next = atomic_load(&t->turn) + 1;
     atomic_store(&t->turn, next ? next : 1);
 }
@@ -56,8 +58,8 @@ static bool has_room(const struct gs_throttle *t) {
     return t->marked - t->charged < GS_SEGMENTS - 2;
 }
 
-/* A launch is on its way into the stream: a marker would be in front of it. One that takes longer
- * is stuck in the driver, or its thread has ended in there. */
+/* Return whether an admitted launch has not reached its stream yet; a marker would be recorded in
+ * front of it. After ON_ITS_WAY the launch is stuck in the driver, or its thread ended in there. */
 static bool is_underway(struct gs_throttle_stream *s, uint64_t now) {
     if (!atomic_load(&s->underway))
         return false;
@@ -69,14 +71,14 @@ static bool is_underway(struct gs_throttle_stream *s, uint64_t now) {
     return false;
 }
 
-/* Of at most GS_STREAMS streams; the others are left, and those with a launch that is not in them
- * yet. False: nothing could be recorded, so that the next marker is to say what the launches took.
- */
+/* Record markers in at most GS_STREAMS streams. Skip further streams, and streams with an admitted
+ * launch that has not reached them. Return false if no marker could be recorded; the launches are
+ * then measured by the next marker. */
 static bool mark_some(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *open = &t->open;
     struct gs_throttle_stream **at = &t->dirty, *s;
     bool underway = false;
-    next_turn(t);
+    next_epoch(t);
     while ((s = *at) && open->n_events < GS_STREAMS) {
         if (is_underway(s, now)) {
             underway = true;
@@ -104,13 +106,14 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
     SHOW(t->marked, t->marked + 1);
     t->in_flight_ns += open->work_ns;
     uint64_t opened_ns = open->opened_ns;
-    renew(t);
+    renew_open(t);
     t->open.launches = t->open.many = t->dirty != NULL;
     t->open.opened_ns = opened_ns;
     return true;
 }
 
-/* Without room for another segment the open one goes on. */
+/* Record markers and close the open interval. Without room for another interval the open one
+ * continues. */
 static void mark(struct gs_throttle *t, uint64_t now) {
     while (t->open.launches && !t->capturing && has_room(t) && mark_some(t, now))
         ;
@@ -122,9 +125,9 @@ static void not_single(struct gs_segment *segment) {
     segment->single = segment->probe = false;
 }
 
-static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
-                 int64_t ns) {
-    not_single(&t->open); /* the first of two that is still on its way */
+static void note_launch(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_predictor *f,
+                        int64_t ns) {
+    not_single(&t->open); /* the first of two launches may still be on its way to its stream */
     t->open.many |= t->open.launches && t->open.stream != s->id;
     t->open.stream = s->id;
     atomic_fetch_add(&s->underway, 1);
@@ -143,11 +146,14 @@ static void note(struct gs_throttle *t, struct gs_throttle_stream *s, struct gs_
     atomic_fetch_add(&s->work_ns, ns);
 }
 
-/* True when a launch that waits must be let through: it may be what the device waits for. */
-static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t *until) {
+/* Return whether a waiting launch must be admitted because work on the device may be waiting for
+ * it. */
+static bool must_admit_stuck(struct gs_throttle *t, uint32_t stream, uint64_t now,
+                             uint64_t *until) {
     uint64_t admitted = atomic_load(&t->bucket->admitted_ns);
     uint64_t since = max64(max64(atomic_load(&t->bucket->done_ns), admitted), t->waiting_since_ns);
-    for (uint32_t i = t->finished; i != t->marked; i++) { /* behind that it would wait anyway */
+    /* The launch would wait behind this interval anyway. */
+    for (uint32_t i = t->finished; i != t->marked; i++) {
         struct gs_segment *segment = &t->segment[i % GS_SEGMENTS];
         if (segment->single && segment->stream == stream &&
             (t->capturing || !gs_throttle_events_done(t, segment)))
@@ -162,7 +168,8 @@ static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t
         if (i == n)
             return false;
     }
-    /* Work that is expected to take long is no deadlock; what is in debt has had its part. */
+    /* Work that is expected to take long is no deadlock. A container in debt has already used its
+     * part. */
     uint64_t tat = atomic_load(&t->bucket->tat_ns);
     uint64_t patience = STUCK + (uint64_t)t->in_flight_ns * t->contexts * 3 / 2;
     patience = max64(patience, min64(tat > now ? (tat - now) / 4 : 0, 2000 * MS));
@@ -172,16 +179,17 @@ static bool stuck(struct gs_throttle *t, uint32_t stream, uint64_t now, uint64_t
     return false;
 }
 
-static bool alone(struct gs_throttle *t, uint64_t now) {
+static bool no_peer_outranks(struct gs_throttle *t, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
     unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS);
     struct company c = gs_throttle_company(t, peer, n, now - 2 * MS, now);
     return !c.outranked;
 }
 
-/* A launch of something unknown is not done soon: the next unknown one waits for what it was. In
- * another stream only for a while, since the one may wait for the other on the device. */
-static bool unsure(const struct gs_throttle *t, uint32_t stream, uint64_t now) {
+/* An unknown launch takes longer than PROBE: the next unknown launch waits until its duration is
+ * known. A launch in another stream waits only for STUCK / 2, since the first may wait for it on
+ * the device. */
+static bool unknown_is_slow(const struct gs_throttle *t, uint32_t stream, uint64_t now) {
     for (uint32_t i = t->charged; i != t->marked; i++) {
         const struct gs_segment *segment = &t->segment[i % GS_SEGMENTS];
         if (segment->probe && segment->marked_ns + PROBE < now &&
@@ -195,9 +203,9 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
                          bool known, int64_t *pay, uint64_t now) {
     uint64_t until = now + POLL;
     int64_t window = known ? gs_throttle_most(f, ns, WINDOW, now) : WINDOW;
-    /* While capturing nothing can be seen to finish: what is expected is paid for, no more, and so
-     * many launches go as were shown to be short. */
-    bool sure = known || (!f->probing && !unsure(t, stream, now));
+    /* While a capture is open, no launch can be seen to complete. Then pay only for the expected
+     * work, and admit only as many launches as the measured ones justify. */
+    bool sure = known || (!f->probing && !unknown_is_slow(t, stream, now));
     bool room = window < WINDOW && t->in_flight_ns > 0
                     ? t->in_flight_ns + *pay <= window
                     : t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1);
@@ -206,19 +214,19 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
     if (ready)
-        until = *pay <= 0 ? 0 : take(t, *pay, ns, now, false);
+        until = *pay <= 0 ? 0 : pay_from_bucket(t, *pay, ns, now, false);
     if (until == 0)
         return 0;
-    if (ready && t->limit.mode == GS_THROTTLE_SOFT && alone(t, now))
-        return take(t, *pay, ns, now, true);
+    if (ready && t->limit.mode == GS_THROTTLE_SOFT && no_peer_outranks(t, now))
+        return pay_from_bucket(t, *pay, ns, now, true);
     if (!t->waiting_since_ns)
         t->waiting_since_ns = now;
-    if (t->in_flight_ns > 0) /* the others wait to hear what it was */
+    if (t->in_flight_ns > 0) /* until it is known what that work took */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
     until = min64(until, gs_throttle_next_probe(t, now));
-    if (stuck(t, stream, now, &until)) {
-        *pay = ns - atomic_load(&t->allowance_ns); /* one launch, and no more */
-        return *pay > 0 ? take(t, *pay, ns, now, true) : 0;
+    if (must_admit_stuck(t, stream, now, &until)) {
+        *pay = ns - atomic_load(&t->allowance_ns); /* only this one launch */
+        return *pay > 0 ? pay_from_bucket(t, *pay, ns, now, true) : 0;
     }
     return until;
 }
@@ -236,7 +244,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         if (!unlimited)
             gs_throttle_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);
-        note(t, s, f, ns);
+        note_launch(t, s, f, ns);
         return 0;
     }
     uint64_t now = t->env->now(t->env->arg);
@@ -247,7 +255,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         gs_throttle_probe(t, now);
     }
     bool behind = t->marked == t->finished + 1 && t->marked != marked && t->markers == 1;
-    bool daring = known && !unlimited && gs_throttle_is_daring(f, ns, now);
+    bool outlier = known && !unlimited && gs_throttle_is_daring(f, ns, now);
     quantum = gs_throttle_quantum(t, f, ns, now);
     pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
     if (atomic_load(&t->allowance_ns) >= ns)
@@ -271,10 +279,10 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         t->open.opened_ns = now;
     t->open.blind |= t->capturing;
     atomic_fetch_add(&t->allowance_ns, (pay > 0 ? pay : 0) - ns);
-    note(t, s, f, ns);
+    note_launch(t, s, f, ns);
     bool single = t->open.launches == 1 && t->dirty == s && !s->next_dirty && has_room(t);
-    bool looked_at = t->sparse && (t->open.start_event >= 0 || (behind && !unlimited));
-    if (single && !t->capturing && (!known || daring || looked_at)) {
+    bool measure_single = t->sparse && (t->open.start_event >= 0 || (behind && !unlimited));
+    if (single && !t->capturing && (!known || outlier || measure_single)) {
         s->mark = t->open.single = true;
         t->open.probe = f->probing = !known;
     }
@@ -282,8 +290,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     return 0;
 }
 
-/* What was to be looked at alone says nothing of its function. Another thread may have marked it.
- */
+/* A launch that was marked alone was refused, so its interval measures nothing about its function.
+ * Another thread may have closed that interval already. */
 void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f) {
     struct gs_segment *segment = &t->open;
     for (uint32_t i = t->marked;
@@ -305,7 +313,7 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
     int64_t work = 0;
     for (const struct gs_throttle_stream *s = t->dirty; s; s = s->next_dirty)
         work += atomic_load(&((struct gs_throttle_stream *)s)->work_ns);
-    /* What is expected of irregular kernels wanders. */
+    /* The expectation of irregular kernels fluctuates, so mark them earlier. */
     if (t->capturing || !work ||
         (t->contexts == 1 && work < (gs_throttle_even(t->open.function[0]) ? TAIL : TAIL / 4)))
         return;
@@ -333,8 +341,8 @@ void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,
     t->marker_ns = (uint32_t)US;
     t->limit.ppm = t->rate_ppm = 1000000;
     t->contexts = t->random = 1;
-    next_turn(t);
-    renew(t);
+    next_epoch(t);
+    renew_open(t);
 }
 
 void gs_predictor_init(struct gs_predictor *f) {

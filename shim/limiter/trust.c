@@ -1,21 +1,22 @@
-/* How far what is expected of a function is relied on. It is a mean of what its launches took, and
- * a program can send others: the next ones take a thousand times as long. What is not known yet is
- * therefore bounded by the longest that one of them took lately, and by how many were timed. */
+/* How far the expected duration of a function is relied on. It is the mean of measured launches,
+ * and a program can send different launches next, for example ones that take a thousand times as
+ * long. So the work that may run unmeasured is bounded by the longest recent launch of the function
+ * and by the number of measured launches. */
 #include "throttle_parts.h"
 
-#define DARING 50            /* times as long as expected: no mean of such launches is relied on */
-#define FORGET (4000 * MS)   /* in which the longest one counts half */
+#define DARING 50            /* times the expected duration: above it the mean is not relied on */
+#define FORGET (4000 * MS)   /* half-life of the longest launch */
 #define SEEN_MOST (1u << 20) /* launches */
-#define FIRST_LAUNCHES 16    /* unmarked, of a function of which nothing was timed twice */
+#define FIRST_LAUNCHES 16    /* without a marker, of a function without repeated measurements */
 
-/* The longest that one launch took lately. */
-static int64_t longest(const struct gs_predictor *f, uint64_t now) {
+/* Return the longest duration of a recent launch. */
+static int64_t longest_recent(const struct gs_predictor *f, uint64_t now) {
     uint64_t halvings = now > f->longest_at_ns ? (now - f->longest_at_ns) / FORGET : 0;
     return halvings < 63 ? f->longest_ns >> halvings : 0;
 }
 
 bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now) {
-    return longest(f, now) > DARING * ns;
+    return longest_recent(f, now) > DARING * ns;
 }
 
 uint32_t gs_throttle_unmarked(const struct gs_predictor *f) {
@@ -23,7 +24,7 @@ uint32_t gs_throttle_unmarked(const struct gs_predictor *f) {
 }
 
 int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now) {
-    int64_t most = longest(f, now), seen = gs_throttle_unmarked(f);
+    int64_t most = longest_recent(f, now), seen = gs_throttle_unmarked(f);
     if (most > DARING * ns)
         quantum = (int64_t)((double)quantum * (double)(DARING * ns) / (double)most);
     if (seen < quantum / ns)
@@ -40,14 +41,14 @@ void gs_throttle_seen(const struct gs_segment *segment) {
 }
 
 void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at) {
-    if (!sure || took_ns <= longest(f, at))
+    if (!sure || took_ns <= longest_recent(f, at))
         return;
     f->longest_ns = took_ns;
     f->longest_at_ns = at;
 }
 
-/* What is paid for a launch of which nothing is known: what others took lately, so that several
- * processes do not begin with a debt of all of them. */
+/* The advance payment for a launch of an unknown function: the mean launch of the container's last
+ * charged interval, so that several processes do not all start with a debt. */
 int64_t gs_throttle_unknown(const struct gs_throttle *t) {
     uint64_t lately = atomic_load(&t->bucket->launch_ns);
     return lately ? (int64_t)max64(QUANTUM, min64(lately, BURST)) : WINDOW;
@@ -68,7 +69,7 @@ static uint32_t next_random(struct gs_throttle *t, uint64_t now) { /* xorshift32
     return t->random = x ^ x << 5;
 }
 
-/* Of what was launched in a capture, which is over, nothing is known yet. */
+/* Return whether launches of a capture that has ended are still unmeasured. */
 static bool is_blind(const struct gs_throttle *t) {
     bool blind = false;
     for (uint32_t i = t->charged; i != t->marked && !blind; i++)
@@ -82,7 +83,7 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
     if (t->limit.mode == GS_THROTTLE_UNLIMITED) /* its markers take a thousandth of its time */
         return (t->contexts > 1 ? 1000 : 4000) * (int64_t)t->marker_ns * (t->markers + 1);
     if (atomic_load(&f->ns) != GS_UNKNOWN) {
-        if (!gs_throttle_even(f)) /* more stamps, as less is known of each */
+        if (!gs_throttle_even(f)) /* more timestamps, since each one carries less information */
             quantum /= 2;
         quantum = is_blind(t) ? ns : gs_throttle_most(f, ns, quantum, now);
         gs_throttle_give_back(t, quantum, now);

@@ -1,6 +1,6 @@
-/* Streams that wait for somebody else: a function of the host, a value, another context. A marker
- * goes in front of the wait and another one behind it, so that the time between them is nobody's.
- */
+/* Streams that wait for something other than work of this context: a host function, a value in
+ * memory, another context. One marker goes before the wait and one after it, so that no container
+ * is charged for the time between them. */
 #include "throttle_parts.h"
 
 void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s) {
@@ -8,10 +8,10 @@ void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s) {
         return;
     if (s->dirty)
         gs_throttle_launched(t);
-    s->waited = !s->dirty; /* else the wait lies within a segment and counts as busy */
+    s->waited = !s->dirty; /* else the wait is within an interval and counts as busy */
 }
 
-/* Whether launches that came after `segment` may have run before it. */
+/* Return whether launches that came after `segment` may have run before it. */
 static bool overtook(struct gs_throttle *t, const struct gs_segment *segment,
                      struct gs_segment *later) {
     if (!later->many && later->stream == segment->stream)
@@ -21,9 +21,9 @@ static bool overtook(struct gs_throttle *t, const struct gs_segment *segment,
     return later->opened_ns < segment->start_ns;
 }
 
-/* Segments are charged in the order of their launches, each from where the one before it ended. So
- * what other streams did during the wait is in no other segment: all of it is busy, from when the
- * first of those launches went to the device. Before that it is we who held it back. */
+/* Intervals are charged in launch order, each from the end of the previous one. So work of other
+ * streams during the wait is in no other interval, and the whole wait counts as busy from the first
+ * of those launches on. Before that launch it was the limiter that delayed it. */
 void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment) {
     uint64_t first_ns = segment->many ? 0 : UINT64_MAX;
     if (!segment->waited)

@@ -1,10 +1,11 @@
-/* CUDA arrays and mipmapped arrays. They have no address: charged by what the driver says that they
- * need where it does (cuArrayGetMemoryRequirements), else by a bound from their shape. */
+/* CUDA arrays and mipmapped arrays. They have no address. The charge is the size that the driver
+ * reports (cuArrayGetMemoryRequirements); without a report it is an upper bound computed from the
+ * shape. */
 #include "memory.h"
 
 #define ROW_ALIGN 512u
 
-/* Bytes of one channel; formats that hold several samples per element: all of them. */
+/* Bytes of one channel; for formats with several samples per element, bytes of all of them. */
 static uint64_t format_bytes(CUarray_format format) {
     switch ((int)format) {
     case CU_AD_FORMAT_UNSIGNED_INT8:
@@ -36,7 +37,7 @@ static uint64_t product(uint64_t a, uint64_t b) {
 }
 
 /* With mipmaps each level is at most half of the one above, so all together at most twice. */
-static uint64_t bound(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned int levels) {
+static uint64_t bound_of_shape(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned int levels) {
     if (!d || d->Flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING))
         return 0; /* physical memory comes later, from cuMemCreate */
     uint64_t bytes =
@@ -45,14 +46,15 @@ static uint64_t bound(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned int levels) {
     return levels > 1 ? product(bytes, 2) : bytes;
 }
 
-static CUDA_ARRAY3D_DESCRIPTOR flat(size_t width, size_t height, size_t depth,
-                                    CUarray_format format, unsigned int channels,
-                                    unsigned int flags) {
+static CUDA_ARRAY3D_DESCRIPTOR shape_of(size_t width, size_t height, size_t depth,
+                                        CUarray_format format, unsigned int channels,
+                                        unsigned int flags) {
     return (CUDA_ARRAY3D_DESCRIPTOR){width, height, depth, format, channels, flags};
 }
 
-/* What the driver says, when it says so. */
-static uint64_t required(const struct gs_charge *charge, CUarray array, CUmipmappedArray mipmap) {
+/* Return the size that the driver reports, else the reserved bound. */
+static uint64_t reported_bytes(const struct gs_charge *charge, CUarray array,
+                               CUmipmappedArray mipmap) {
     __typeof__(&cuArrayGetMemoryRequirements) of_array = GS_REAL(cuArrayGetMemoryRequirements);
     __typeof__(&cuMipmappedArrayGetMemoryRequirements) of_mipmap =
         GS_REAL(cuMipmappedArrayGetMemoryRequirements);
@@ -68,7 +70,7 @@ static uint64_t required(const struct gs_charge *charge, CUarray array, CUmipmap
     return result == CUDA_SUCCESS && need.size ? need.size : charge->bytes;
 }
 
-static void undo(CUarray array, CUmipmappedArray mipmap) {
+static void destroy_array(CUarray array, CUmipmappedArray mipmap) {
     if (array)
         GS_REAL(cuArrayDestroy)(array);
     else
@@ -77,7 +79,7 @@ static void undo(CUarray array, CUmipmappedArray mipmap) {
 
 #define GS_CREATE(shape, levels, array, mipmap, handle, ...) \
     struct gs_charge charge; \
-    CUresult result = gs_charge_begin(&charge, bound(shape, levels)); \
+    CUresult result = gs_charge_begin(&charge, bound_of_shape(shape, levels)); \
     if (result != CUDA_SUCCESS) \
         return result; \
     result = real(__VA_ARGS__); \
@@ -86,16 +88,16 @@ static void undo(CUarray array, CUmipmappedArray mipmap) {
         return result; \
     } \
     result = gs_charge_object(&charge, &gs_objects, (uint64_t)(uintptr_t) * (handle), \
-                              required(&charge, array, mipmap)); \
+                              reported_bytes(&charge, array, mipmap)); \
     if (result != CUDA_SUCCESS) \
-        undo(array, mipmap); \
+        destroy_array(array, mipmap); \
     return result
 
 GS_EXPORT CUresult CUDAAPI cuArrayCreate_v2(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR *d) {
     GS_NEED(real, cuArrayCreate_v2);
     CUDA_ARRAY3D_DESCRIPTOR shape = {0};
     if (d)
-        shape = flat(d->Width, d->Height, 0, d->Format, d->NumChannels, 0);
+        shape = shape_of(d->Width, d->Height, 0, d->Format, d->NumChannels, 0);
     GS_CREATE(&shape, 1, *pHandle, NULL, pHandle, pHandle, d);
 }
 
@@ -103,7 +105,7 @@ GS_EXPORT CUresult CUDAAPI cuArrayCreate(CUarray *pHandle, const CUDA_ARRAY_DESC
     GS_NEED(real, cuArrayCreate);
     CUDA_ARRAY3D_DESCRIPTOR shape = {0};
     if (d)
-        shape = flat(d->Width, d->Height, 0, d->Format, d->NumChannels, 0);
+        shape = shape_of(d->Width, d->Height, 0, d->Format, d->NumChannels, 0);
     GS_CREATE(&shape, 1, *pHandle, NULL, pHandle, pHandle, d);
 }
 
@@ -116,7 +118,7 @@ GS_EXPORT CUresult CUDAAPI cuArray3DCreate(CUarray *pHandle, const CUDA_ARRAY3D_
     GS_NEED(real, cuArray3DCreate);
     CUDA_ARRAY3D_DESCRIPTOR shape = {0};
     if (d)
-        shape = flat(d->Width, d->Height, d->Depth, d->Format, d->NumChannels, d->Flags);
+        shape = shape_of(d->Width, d->Height, d->Depth, d->Format, d->NumChannels, d->Flags);
     GS_CREATE(&shape, 1, *pHandle, NULL, pHandle, pHandle, d);
 }
 

@@ -1,4 +1,5 @@
-/* An allocation's charge: reserved before the driver is called, corrected by what it gave. */
+/* The charge of an allocation: reserved before the call to the driver, corrected to what the driver
+ * allocated. */
 #include <stdlib.h>
 
 #include "memory.h"
@@ -6,9 +7,9 @@
 struct gs_map gs_objects;
 struct gs_map gs_loaded;
 
-/* Before a refusal, what our own pools hold unused goes back to the driver. What then goes to the
- * host (oversubscription/virtual.c) is no refusal. */
-static bool reserve(int dev, uint64_t bytes) {
+/* Before a refusal, return the unused memory of this process's pools to the driver. If the caller
+ * then allocates on the host (oversubscription/virtual.c), no refusal is counted. */
+static bool reserve_or_trim(int dev, uint64_t bytes) {
     if (gs_reserve(dev, bytes))
         return true;
     if (bytes <= gs_limit(dev)) {
@@ -32,7 +33,7 @@ CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
     charge->context = here.context;
     charge->dev = here.dev;
     charge->bytes = gs_round_up(bytes, GS_BLOCK);
-    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return reserve_or_trim(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes) {
@@ -46,7 +47,7 @@ CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t by
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     *charge = (struct gs_charge){.dev = gs_dev_of(device), .bytes = gs_round_up(bytes, GS_BLOCK)};
-    return reserve(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return reserve_or_trim(charge->dev, charge->bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes) {
@@ -66,8 +67,8 @@ CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t b
         return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t took = gs_blocks_take(address, bytes);
     if (took > charge->bytes && !gs_reserve(charge->dev, took - charge->bytes)) {
-        /* An address that is not aligned to a block can touch one more. Others may have come to
-         * rely on our count of a shared block meanwhile: what they need stays charged. */
+        /* An address that is not aligned to a block can touch one block more. Other allocations may
+         * have come to share a block that this one counted first: that block stays charged. */
         uint64_t keep = took - gs_blocks_give(address, bytes);
         if (keep > charge->bytes)
             gs_charge_anyway(charge->dev, keep - charge->bytes);
@@ -133,11 +134,11 @@ void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
     }
 }
 
-/* ---- a context goes, and all that lives in it ----------------------------------------------- */
+/* ---- a context ends, with everything allocated in it ---------------------------------------- */
 
 struct gs_dropped {
     CUcontext context;
-    struct gs_map *map; /* that is being walked */
+    struct gs_map *map; /* that is being walked now */
     size_t n, room;
     struct dropped_one {
         struct gs_map *map;
@@ -159,10 +160,10 @@ static bool of_context(uint64_t key, const struct gs_entry *entry, void *arg) {
         d->one = more;
         d->room = room;
     }
-    return more; /* without memory the entry stays, charged */
+    return more; /* if memory is short, the entry stays in the map and charged */
 }
 
-static void remember(uint64_t key, const struct gs_entry *entry, void *arg) {
+static void collect(uint64_t key, const struct gs_entry *entry, void *arg) {
     struct gs_dropped *d = arg;
     d->one[d->n++] = (struct dropped_one){.map = d->map, .key = key, .entry = *entry};
 }
@@ -176,7 +177,7 @@ struct gs_dropped *gs_drop_begin(CUcontext context) {
     gs_virtual_context_goes(context, true);
     for (size_t i = 0; i < sizeof(maps) / sizeof(maps[0]); i++) {
         dropped->map = maps[i];
-        gs_map_take_all(maps[i], of_context, remember, dropped);
+        gs_map_take_all(maps[i], of_context, collect, dropped);
     }
     return dropped;
 }

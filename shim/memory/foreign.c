@@ -1,6 +1,6 @@
-/* Memory that another process, or another API, allocated and this one only opens: charged where it
- * was allocated, as long as it is there (share.c). Freeing or closing it gives nothing back here.
- */
+/* Memory that another process or another API allocated and this process only opens. It is charged
+ * where it was allocated, as long as it exists (share.c). Freeing or closing it here releases
+ * nothing. */
 #include <sys/stat.h>
 
 #include "pool.h"
@@ -9,7 +9,7 @@ static struct gs_map exported; /* address of an allocation -> extra = row */
 static struct gs_map opened;   /* address here -> extra = row | times it was opened << 32 */
 static _Atomic uint64_t exports;
 
-/* ---- by IPC handle: names a whole allocation --------------------------------------------------
+/* ---- by IPC handle: it names a whole allocation ------------------------------------------------
  */
 
 GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr dptr) {
@@ -36,7 +36,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
         if (gs_map_put(&exported, base, &known))
             atomic_fetch_add(&exports, 1);
         else
-            result = CUDA_ERROR_OUT_OF_MEMORY; /* what cannot be followed is not shared */
+            result = CUDA_ERROR_OUT_OF_MEMORY; /* memory that cannot be tracked is not exported */
     }
     gs_unlock(&gs_self()->lock_vmm);
     return result;
@@ -54,8 +54,8 @@ bool gs_share_address_freed(uint64_t address) {
     return true;
 }
 
-static CUresult open_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, unsigned int),
-                            CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
+static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, unsigned int),
+                                CUdeviceptr *out, CUipcMemHandle handle, unsigned int flags) {
     struct gs_entry entry;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -71,7 +71,8 @@ static CUresult open_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, unsi
         entry.extra += UINT64_C(1) << 32;
     else
         entry = (struct gs_entry){.extra = (uint64_t)(unsigned)row | UINT64_C(1) << 32};
-    gs_map_put(&opened, *out, &entry); /* without memory the row stays until the process ends */
+    /* If memory is short, the row stays until the process ends. */
+    gs_map_put(&opened, *out, &entry);
     gs_unlock(&gs_self()->lock_vmm);
     if (again)
         gs_share_closed(row);
@@ -81,13 +82,13 @@ static CUresult open_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, unsi
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle);
-    return open_handle(real, pdptr, handle, flags);
+    return open_ipc_handle(real, pdptr, handle, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                                  unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle_v2);
-    return open_handle(real, pdptr, handle, flags);
+    return open_ipc_handle(real, pdptr, handle, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
@@ -108,8 +109,10 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
     return result;
 }
 
-/* ---- by descriptor: the same file in both processes. A driver whose descriptors are all one file
- * makes of them one class: what was freed counts until all of the class are closed ------------- */
+/* ---- by descriptor: both processes have the same file ---------------------------------------- */
+
+/* If all descriptors of a driver refer to one file, their memory forms one class: freed memory of
+ * the class counts until all of the class is closed. */
 
 uint64_t gs_share_id_of_file(int fd) {
     struct stat st;

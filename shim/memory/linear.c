@@ -1,27 +1,26 @@
 /* Plain, pitched and managed memory. */
 #include "memory.h"
 
-#define PITCH_ALIGN 512u /* no GPU so far wants more (textureAlignment) */
+#define PITCH_ALIGN 512u /* the largest textureAlignment of any GPU so far */
 
-/* After a successful call that gave `address`: charge it, or give it back. */
-static CUresult settle(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
+/* After a successful call that returned `address`: charge it, or free it again. */
+static CUresult charge_or_free(struct gs_charge *charge, uint64_t address, uint64_t bytes) {
     CUresult result = gs_charge_linear(charge, address, bytes);
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
         GS_REAL(cuMemFree_v2)((CUdeviceptr)address);
     return result;
 }
 
-/* For callers without memory on the host: those of the oldest forms, whose addresses have 32 bits.
- */
-static CUresult refuse(void) {
+/* For callers that cannot get host memory: the oldest functions, whose addresses have 32 bits. */
+static CUresult count_and_refuse(void) {
     struct gs_here here;
     if (gs_here(&here))
         gs_count_refusal(here.dev);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* `bound`: at most what the call takes; `got`: what it gave, valid when the call succeeded;
- * `instead`: what gives it where the share, or the device, has no room. */
+/* `bound`: upper bound of what the call allocates; `got`: what it did allocate, valid if the call
+ * succeeded; `instead`: the expression to return if the share or the device has no room. */
 #define GS_ALLOCATE(bound, out, got, instead, ...) \
     struct gs_charge charge; \
     CUresult result = gs_charge_try(&charge, bound); \
@@ -38,7 +37,7 @@ static CUresult refuse(void) {
         gs_charge_abort(&charge); \
         return result; \
     } \
-    if ((result = settle(&charge, *(out), got)) != CUDA_SUCCESS) \
+    if ((result = charge_or_free(&charge, *(out), got)) != CUDA_SUCCESS) \
         *(out) = 0; \
     return result
 
@@ -55,12 +54,12 @@ GS_EXPORT CUresult CUDAAPI cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize) {
 
 GS_EXPORT CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize) {
     GS_NEED(real, cuMemAlloc);
-    GS_ALLOCATE(bytesize, dptr, bytesize, refuse(), dptr, bytesize);
+    GS_ALLOCATE(bytesize, dptr, bytesize, count_and_refuse(), dptr, bytesize);
 }
 
-/* Rows as the driver lays them out. */
-static CUresult pitched(CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
-                        unsigned int element) {
+/* Allocate rows with the driver's pitch. */
+static CUresult alloc_pitched(CUdeviceptr *out, size_t *pitch, size_t width, size_t height,
+                              unsigned int element) {
     size_t row = gs_round_up(width, PITCH_ALIGN);
     if (!pitch || !width || !height || (element != 4 && element != 8 && element != 16))
         return CUDA_ERROR_INVALID_VALUE;
@@ -74,7 +73,7 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch,
                                               size_t height, unsigned int element) {
     GS_NEED(real, cuMemAllocPitch_v2);
     GS_ALLOCATE(product(gs_round_up(width, PITCH_ALIGN), height), dptr, product(*pPitch, height),
-                pitched(dptr, pPitch, width, height, element), dptr, pPitch, width, height,
+                alloc_pitched(dptr, pPitch, width, height, element), dptr, pPitch, width, height,
                 element);
 }
 
@@ -83,11 +82,11 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *p
                                            unsigned int element) {
     GS_NEED(real, cuMemAllocPitch);
     GS_ALLOCATE(product(gs_round_up(width, PITCH_ALIGN), height), dptr, product(*pPitch, height),
-                refuse(), dptr, pPitch, width, height, element);
+                count_and_refuse(), dptr, pPitch, width, height, element);
 }
 
-/* Charged in full, wherever its pages are: it may move to the device at any access. What the device
- * part of the share has no room for is kept on the host. */
+/* Charged in full, wherever its pages are, since any access may move them to the device. Memory
+ * beyond the device part of the share stays on the host. */
 GS_EXPORT CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize,
                                              unsigned int flags) {
     GS_NEED(real, cuMemAllocManaged);

@@ -1,5 +1,5 @@
-/* What the wrappers that allocate share. A wrapper decides nothing: it says how many bytes a call
- * may take, makes the call, and says what it took. */
+/* Common functions of the wrappers that allocate. A wrapper decides nothing: it reports an upper
+ * bound of what a call allocates, makes the call, and reports what it allocated. */
 #ifndef GPUSHARE_MEMORY_H
 #define GPUSHARE_MEMORY_H
 
@@ -11,38 +11,41 @@
 struct gs_charge {
     CUcontext context;
     int dev;
-    bool passed;    /* nothing known to charge: the driver refuses this itself, or it is undone */
+    /* Nothing known to charge: the driver refuses the call itself, or the call is undone. */
+    bool passed;
     uint64_t bytes; /* reserved */
 };
 
-/* Reserve for an allocation in the current context. CUDA_SUCCESS: go on and call the driver. */
+/* Reserve for an allocation in the current context. After CUDA_SUCCESS, call the driver. */
 CUresult gs_charge_begin(struct gs_charge *charge, uint64_t bytes);
-/* The same for a caller that goes on to gs_virtual_alloc: no refusal is counted. */
+/* The same for a caller that then tries gs_virtual_alloc: no refusal is counted. */
 CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes);
-/* The same on a named device, bound to no context. */
+/* The same on a given device, bound to no context. */
 CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
-/* The same for a caller that goes on elsewhere: no refusal is counted. */
+/* The same for a caller that then tries another place: no refusal is counted. */
 CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
 void gs_charge_abort(struct gs_charge *charge);
-/* The driver gave [address, +bytes). CUDA_ERROR_OUT_OF_MEMORY: it took more than there is; free it.
- */
+/* The driver allocated [address, +bytes). Returns CUDA_ERROR_OUT_OF_MEMORY if that exceeds the
+ * limit; then free it. */
 CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes);
-/* The driver gave an object that takes `bytes`. CUDA_ERROR_OUT_OF_MEMORY: destroy it. */
+/* The driver created an object of `bytes`. If this returns CUDA_ERROR_OUT_OF_MEMORY, destroy it. */
 CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t handle,
                           uint64_t bytes);
-/* Give up the charge of an entry that was taken out of its map. */
+/* Release the charge of an entry that was taken out of its map. */
 void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 
 extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules */
 extern struct gs_map gs_loaded;  /* code and local memory of contexts: code/code.c */
 
-/* Entries of a context that is about to go: out of the maps, then gone or put back. */
+/* Entries of a context that is about to be destroyed: taken out of the maps, then released, or put
+ * back if the context remains. */
 struct gs_dropped;
 struct gs_dropped *gs_drop_begin(CUcontext context);
 void gs_drop_end(struct gs_dropped *dropped, bool gone);
 
-/* Take out, call, uncharge or put back: the driver may give the address to another thread before
- * its free returns, so the entry must be out by then. `call` may look at `known_`. */
+/* Take the entry out, call, then release its charge or put it back. The driver may give the address
+ * to another thread before its free returns, so the entry must be out by then. `call` may read
+ * `known_`. */
 #define GS_FREE(map, key, call) \
     ({ \
         struct gs_entry entry_; \
@@ -55,23 +58,23 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
         result_; \
     })
 
-/* ---- foreign.c: memory that others may have open (share.c) ----------------------------- */
+/* ---- foreign.c: memory that other processes may have open (share.c) ----------------------- */
 
-/* False: nobody can tell when it is closed, so it stays charged. */
+/* Return false if it cannot be tracked when the memory is closed; it then stays charged. */
 bool gs_share_address_freed(uint64_t address);
-/* 0 when it is no file. */
+/* Return an id of the file, 0 if `fd` is none. */
 uint64_t gs_share_id_of_file(int fd);
 
 /* ---- pool.c --------------------------------------------------------------------------- */
 
-/* Ask the driver what this process's pools hold on a device, and charge that. */
+/* Ask the driver what this process's pools reserve on a device, and charge that. */
 void gs_pools_settle(int dev);
-/* The same after trimming them: what is reserved but not used goes back. */
+/* The same after trimming the pools: unused reserved memory is returned to the driver. */
 void gs_pools_trim(int dev);
-/* Something was freed out of a pool since the last time that all pools were settled. */
+/* Memory was freed to a pool since all pools were last settled. */
 extern _Atomic uint32_t gs_pools_freed;
 void gs_pools_synced(void);
-/* A pooled allocation is gone: settle its pool. */
+/* An allocation from a pool was freed: settle the pool. */
 void gs_pooled_freed(const struct gs_entry *entry);
 
 #endif

@@ -1,25 +1,25 @@
-/* Where managed memory lies is the program's to say, but not of what stands in for device memory on
- * the host (oversubscription/virtual.c): it would take more of the device than the share has. Such
- * advice is a hint, so a program is told that it was taken. */
+/* A program may place its own managed memory, but not the managed memory that replaces device
+ * memory on the host (oversubscription/virtual.c): it would use more of the device than the share
+ * has. Such advice is a hint, so the call returns success without effect. */
 #include "memory.h"
 
-static bool keeps(CUdeviceptr address) {
+static bool is_kept_on_host(CUdeviceptr address) {
     return gs_slot() && gs_virtual_holds(address);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemAdvise(CUdeviceptr ptr, size_t count, CUmem_advise advice,
                                        CUdevice device) {
     GS_NEED(real, cuMemAdvise);
-    return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, device);
+    return is_kept_on_host(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, device);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemAdvise_v2(CUdeviceptr ptr, size_t count, CUmem_advise advice,
                                           CUmemLocation location) {
     GS_NEED(real, cuMemAdvise_v2);
-    return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, location);
+    return is_kept_on_host(ptr) ? CUDA_SUCCESS : real(ptr, count, advice, location);
 }
 
-/* Prefetches are followed as far as the share has room (oversubscription/residency.c). */
+/* Prefetches are served as far as the share has room (oversubscription/residency.c). */
 #define GS_PREFETCH(fn) \
     GS_EXPORT CUresult CUDAAPI fn(CUdeviceptr ptr, size_t count, CUdevice device, \
                                   CUstream stream) { \
@@ -41,15 +41,16 @@ GS_PREFETCH(cuMemPrefetchAsync_ptsz)
             location.type == CU_MEM_LOCATION_TYPE_DEVICE ? location.id : (CUdevice)CU_DEVICE_CPU; \
         if (!flags && gs_slot() && GS_REAL(older) && gs_virtual_of(ptr, &ours)) \
             return gs_residency_prefetch(&ours, ptr, count, device, stream, GS_REAL(older)); \
-        return keeps(ptr) ? CUDA_SUCCESS : real(ptr, count, location, flags, stream); \
+        return is_kept_on_host(ptr) ? CUDA_SUCCESS : real(ptr, count, location, flags, stream); \
     }
 GS_PREFETCH_V2(cuMemPrefetchAsync_v2, cuMemPrefetchAsync)
 GS_PREFETCH_V2(cuMemPrefetchAsync_v2_ptsz, cuMemPrefetchAsync_ptsz)
 
-/* All of a batch or nothing: a list of ours would have to outlive the call. */
-static bool keeps_any(const CUdeviceptr *ptrs, size_t count) {
+/* A batch with such memory is ignored as a whole: a list without it would have to outlive the
+ * call. */
+static bool any_kept_on_host(const CUdeviceptr *ptrs, size_t count) {
     for (size_t i = 0; ptrs && i < count; i++)
-        if (keeps(ptrs[i]))
+        if (is_kept_on_host(ptrs[i]))
             return true;
     return false;
 }
@@ -59,7 +60,7 @@ static bool keeps_any(const CUdeviceptr *ptrs, size_t count) {
                                   CUmemLocation *places, size_t *indices, size_t n_places, \
                                   unsigned long long flags, CUstream stream) { \
         GS_NEED(real, fn); \
-        if (keeps_any(ptrs, count)) \
+        if (any_kept_on_host(ptrs, count)) \
             return CUDA_SUCCESS; \
         return real(ptrs, sizes, count, places, indices, n_places, flags, stream); \
     }

@@ -1,12 +1,14 @@
-/* Memory pools are charged what they reserve, not what is handed out from them.
+/* Memory pools are charged for what they reserve, not for what is allocated from them.
  *
  * A pool's charge and a version share one word. After each call that can change a pool, the caller
- * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1};
- * when somebody else got in between, it asks again. So whoever settles last has asked last, without
- * a lock. The graph memory of a device is one more pool, which the driver keeps itself.
+ * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1}. If
+ * another thread changed the word meanwhile, it asks again. So the thread that settles last has
+ * asked last, without a lock. The graph memory of a device is one more pool, which the driver
+ * itself keeps.
  *
- * The table only grows by pools that exist at one time; walking it (before a refusal, in
- * cuMemGetInfo) holds lock_pool, as destroying a pool does: a destroyed handle is never asked. */
+ * The table grows to the number of pools that exist at one time. Walking it (before a refusal, in
+ * cuMemGetInfo) holds lock_pool, and so does destroying a pool: a destroyed handle is never
+ * queried. */
 #include "pool.h"
 
 #define UNIT_SHIFT 12u /* charges are kept in pages: 40 bits of them, 24 bits of version */
@@ -17,11 +19,11 @@ static struct gs_map passing; /* pools on the host and imported ones */
 static struct gs_pool pools[GS_MAX_POOLS];
 static _Atomic uint32_t pools_high;
 
-static uint64_t charged(uint64_t word) {
+static uint64_t charged_bytes(uint64_t word) {
     return word >> 24 << UNIT_SHIFT;
 }
 
-static bool reserved(const struct gs_pool *pool, uint64_t *bytes) {
+static bool get_reserved(const struct gs_pool *pool, uint64_t *bytes) {
     cuuint64_t value = 0;
     CUresult result;
     if (pool->graph) {
@@ -42,7 +44,7 @@ bool gs_pool_ask(const struct gs_pool *pool, struct gs_pool_state_now *now) {
     int reuses = 1;
     __typeof__(&cuMemPoolGetAttribute) get = GS_REAL(cuMemPoolGetAttribute);
     __typeof__(&cuDeviceGetGraphMemAttribute) get_graph = GS_REAL(cuDeviceGetGraphMemAttribute);
-    if (!reserved(pool, &now->reserved))
+    if (!get_reserved(pool, &now->reserved))
         return false;
     CUresult result = pool->graph
                           ? get_graph(pool->device, CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT, &used)
@@ -64,7 +66,7 @@ bool gs_pool_passes(CUmemoryPool handle) {
     return gs_map_get(&passing, (uint64_t)(uintptr_t)handle, &entry);
 }
 
-static void apply(struct gs_pool *pool, uint64_t before, uint64_t after) {
+static void apply_change(struct gs_pool *pool, uint64_t before, uint64_t after) {
     if (after > before)
         gs_charge_anyway(pool->dev, after - before);
     else
@@ -75,27 +77,27 @@ uint64_t gs_pool_settle(struct gs_pool *pool) {
     uint64_t word, bytes;
     do {
         word = atomic_load(&pool->word);
-        if (atomic_load(&pool->state) != GS_POOL_OPEN || !reserved(pool, &bytes))
+        if (atomic_load(&pool->state) != GS_POOL_OPEN || !get_reserved(pool, &bytes))
             return 0;
         bytes = gs_round_up(bytes, UINT64_C(1) << UNIT_SHIFT);
     } while (!atomic_compare_exchange_strong(
         &pool->word, &word, bytes >> UNIT_SHIFT << 24 | ((word + 1) & VERSION_MASK)));
-    apply(pool, charged(word), bytes);
-    return bytes > charged(word) ? bytes - charged(word) : 0;
+    apply_change(pool, charged_bytes(word), bytes);
+    return bytes > charged_bytes(word) ? bytes - charged_bytes(word) : 0;
 }
 
 static void settle(struct gs_pool *pool) {
     gs_pool_settle(pool);
 }
 
-/* The pool is no more, and neither is its memory. */
+/* The pool and its memory no longer exist. */
 static void close_pool(struct gs_pool *pool) {
     uint64_t word = atomic_exchange(&pool->word, 0);
-    apply(pool, charged(word), 0);
+    apply_change(pool, charged_bytes(word), 0);
     atomic_store(&pool->state, GS_POOL_NONE);
 }
 
-static struct gs_pool *claim(void) {
+static struct gs_pool *claim_entry(void) {
     for (uint32_t i = 0; i < GS_MAX_POOLS; i++) {
         uint32_t none = GS_POOL_NONE;
         if (!atomic_compare_exchange_strong(&pools[i].state, &none, GS_POOL_CLAIMED))
@@ -108,8 +110,8 @@ static struct gs_pool *claim(void) {
     return NULL;
 }
 
-static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph) {
-    struct gs_pool *pool = claim();
+static struct gs_pool *add_pool(CUmemoryPool handle, CUdevice device, bool graph) {
+    struct gs_pool *pool = claim_entry();
     if (!pool)
         return NULL;
     pool->handle = handle;
@@ -123,7 +125,7 @@ static struct gs_pool *learn(CUmemoryPool handle, CUdevice device, bool graph) {
     return pool;
 }
 
-static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool graph) {
+static struct gs_pool *find_or_add(CUmemoryPool handle, CUdevice device, bool graph) {
     uint64_t key = graph ? (uint64_t)(uint32_t)device + 1 : (uint64_t)(uintptr_t)handle;
     struct gs_pool *pool = NULL;
     struct gs_entry entry;
@@ -132,7 +134,7 @@ static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool 
     gs_lock(&gs_self()->lock_pool);
     if (gs_map_get(&numbers, key, &entry)) {
         pool = &pools[entry.extra];
-    } else if ((pool = learn(handle, device, graph))) {
+    } else if ((pool = add_pool(handle, device, graph))) {
         entry = (struct gs_entry){.extra = (uint64_t)(pool - pools), .dev = pool->dev};
         if (!gs_map_put(&numbers, key, &entry)) {
             close_pool(pool);
@@ -144,7 +146,7 @@ static struct gs_pool *find_or_learn(CUmemoryPool handle, CUdevice device, bool 
 }
 
 struct gs_pool *gs_pool_of(CUmemoryPool handle, CUdevice device) {
-    return find_or_learn(handle, device, false);
+    return find_or_add(handle, device, false);
 }
 
 struct gs_pool *gs_pool_known(CUmemoryPool handle) {
@@ -157,7 +159,7 @@ uint64_t gs_pool_number(const struct gs_pool *pool) {
 }
 
 struct gs_pool *gs_pool_of_graphs(CUdevice device) {
-    return find_or_learn(NULL, device, true);
+    return find_or_add(NULL, device, true);
 }
 
 struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
@@ -168,8 +170,8 @@ struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
     return gs_pool_of(handle, here->device);
 }
 
-/* Managed memory counts in full wherever its pages are, as with cuMemAllocManaged: without a device
- * of its own it counts on the current one. Host memory of other kinds never comes to a device. */
+/* Managed memory counts in full wherever its pages are, as with cuMemAllocManaged. Without a device
+ * of its own it counts on the current one. Other host memory never moves to a device. */
 bool gs_pool_met(CUmemoryPool handle, const CUmemLocation *location, CUmemAllocationType type) {
     struct gs_here here = {.device = 0};
     if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
@@ -182,7 +184,7 @@ bool gs_pool_met(CUmemoryPool handle, const CUmemLocation *location, CUmemAlloca
     return gs_pool_of(handle, here.device);
 }
 
-static void each_of(int dev, void (*act)(struct gs_pool *pool)) {
+static void for_each_pool(int dev, void (*act)(struct gs_pool *pool)) {
     if (dev < 0 || atomic_load_explicit(&pools_high, memory_order_acquire) == 0)
         return;
     gs_lock(&gs_self()->lock_pool);
@@ -206,11 +208,11 @@ static void trim(struct gs_pool *pool) {
 }
 
 void gs_pools_settle(int dev) {
-    each_of(dev, settle);
+    for_each_pool(dev, settle);
 }
 
 void gs_pools_trim(int dev) {
-    each_of(dev, trim);
+    for_each_pool(dev, trim);
 }
 
 _Atomic uint32_t gs_pools_freed;
@@ -221,7 +223,7 @@ void gs_pools_synced(void) {
             gs_pools_settle(dev);
 }
 
-/* A destroyed pool lives on until its last allocation is freed; its charge stays until then. */
+/* A destroyed pool exists until its last allocation is freed; its charge stays until then. */
 void gs_pooled_freed(const struct gs_entry *entry) {
     struct gs_pool *pool = &pools[entry->extra];
     if (atomic_fetch_sub(&pool->live, 1) == 1 && atomic_load(&pool->state) == GS_POOL_GHOST) {
@@ -262,7 +264,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
     gs_lock(&gs_self()->lock_pool);
     bool known = gs_map_take(&numbers, (uint64_t)(uintptr_t)handle, &entry);
     struct gs_pool *pool = known ? &pools[entry.extra] : NULL;
-    if (pool) { /* what it holds unused goes with the call; what is in use stays charged */
+    if (pool) { /* the call frees its unused memory; memory in use stays charged */
         trim(pool);
         atomic_store(&pool->state, GS_POOL_GHOST);
     }
@@ -298,7 +300,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_at
     return result;
 }
 
-/* The pools that a device's streams will use from now on: known before the first allocation. */
+/* The pool that a device's streams will use from now on: record it before the first allocation. */
 GS_EXPORT CUresult CUDAAPI cuDeviceSetMemPool(CUdevice dev, CUmemoryPool pool) {
     GS_NEED(real, cuDeviceSetMemPool);
     CUresult result = real(dev, pool);

@@ -1,23 +1,23 @@
-/* Room for what an allocation may add to a pool, reserved before the driver is called.
+/* Room for what an allocation may add to a pool, reserved before the call to the driver.
  *
- * A pool grows by steps that are larger than most requests, so the bound of an allocation is its
- * size rounded up to the step. Near the limit there may be no room for a step while the pool holds
- * plenty unused. Then the allocation goes ahead with nothing reserved if the pool cannot grow: it
- * has at most one gap per live allocation and one per growth, so the largest gap is at least the
- * unused bytes divided by their number (the pigeonhole principle); a request that is not larger
- * fits. That holds only while nobody else allocates from the pool: such a call is alone in it. */
+ * A pool grows in steps that are larger than most requests, so the bound of an allocation is its
+ * size rounded up to the step. Near the limit there may be no room for a step although the pool has
+ * enough unused memory. Then the allocation proceeds with nothing reserved if the pool cannot grow.
+ * The pool has at most one gap per live allocation and one per growth, so the largest gap is at
+ * least the unused bytes divided by their number (the pigeonhole principle), and a request that is
+ * not larger fits. This holds only while no other thread allocates from the pool, so such a call
+ * has the pool to itself. */
 #include <sched.h>
 #include <time.h>
 
 #include "pool.h"
 
 #define ALONE \
-    UINT32_C(0x80000000) /* in busy: somebody is, or is about to be, alone in the pool \
-                          */
-#define STEP_MIN (UINT64_C(32) << 20) /* what drivers are known to grow by */
+    UINT32_C(0x80000000) /* in busy: a call has, or is about to have, the pool to itself */
+#define STEP_MIN (UINT64_C(32) << 20) /* the smallest growth step of known drivers */
 #define STEP_MAX (UINT64_C(512) << 20)
 #define SMALLEST 512u  /* sizes are rounded up to this within a pool */
-#define PATIENCE 2000u /* times 50 us: a driver that blocks must not make others wait forever */
+#define PATIENCE 2000u /* times 50 us: a blocking driver must not make other calls wait forever */
 #define SPINS 200u
 
 /* The largest step seen on a device; 0 while no pool has grown there yet. */
@@ -63,24 +63,24 @@ static void leave(struct gs_room *room) {
         atomic_fetch_sub(&room->pool->busy, 1);
 }
 
-static bool reserve(struct gs_room *room, uint64_t bytes) {
+static bool reserve_bound(struct gs_room *room, uint64_t bytes) {
     room->bound = gs_bound(room->pool->dev, bytes);
     if (room->bound)
         room->bytes = bytes;
     return room->bound;
 }
 
-/* While the step is not known, as much room as there is: whatever the driver takes then is seen,
- * and it stays within the limit. */
+/* While the step is unknown, reserve as much as there is room for: whatever the driver then
+ * reserves is seen, and stays within the limit. */
 static bool reserve_step(struct gs_room *room) {
     int dev = room->pool->dev;
     if (dev < 0)
         return false;
     if (room->pool->graph)
-        return reserve(room, gs_round_up(room->asked, GS_BLOCK));
+        return reserve_bound(room, gs_round_up(room->asked, GS_BLOCK));
     uint64_t known = atomic_load_explicit(&step_of[dev], memory_order_relaxed);
     for (uint64_t step = known ? known : STEP_MAX; step >= STEP_MIN; step /= 2) {
-        if (reserve(room, gs_round_up(room->asked, step)))
+        if (reserve_bound(room, gs_round_up(room->asked, step)))
             return true;
         if (known)
             break;
@@ -88,22 +88,22 @@ static bool reserve_step(struct gs_room *room) {
     return false;
 }
 
-static bool fits_unused(const struct gs_room *room) {
+static bool fits_in_unused(const struct gs_room *room) {
     const struct gs_pool *pool = room->pool;
     struct gs_pool_state_now now;
     if (!gs_pool_ask(pool, &now) || now.used > now.reserved)
         return false;
     uint64_t unused = now.reserved - now.used;
-    if (pool->graph) /* mapped where it is wanted, so gaps do not matter */
+    if (pool->graph) /* mapped wherever it is needed, so gaps do not matter */
         return (room->exec && atomic_load(&pool->last) == room->exec) || room->asked <= unused;
     uint64_t grown = atomic_load(&pool->growths), most = now.reserved / GS_BLOCK;
     uint64_t gaps = atomic_load(&pool->live) + (grown < most ? grown : most);
     return now.reuses && gaps && gs_round_up(room->asked, SMALLEST) <= unused / gaps;
 }
 
-/* Over a limit that was lowered, what a pool holds unused is given back, not used again. */
+/* Above a limit that was lowered, unused memory of a pool is returned to the driver, not reused. */
 static bool make_room(struct gs_room *room) {
-    if (!(gs_limits_changed() && gs_over_lastingly(room->pool->dev)) && fits_unused(room))
+    if (!(gs_limits_changed() && gs_over_lastingly(room->pool->dev)) && fits_in_unused(room))
         return true;
     if (room->asked > gs_limit(room->pool->dev))
         return false;
@@ -131,7 +131,7 @@ CUresult gs_room_begin(struct gs_room *room, struct gs_pool *pool, uint64_t byte
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* The smallest power of two that explains a growth. */
+/* Learn the smallest power of two that explains a growth. */
 static void learn_step(const struct gs_room *room, uint64_t grown) {
     _Atomic uint64_t *known = &step_of[room->pool->dev];
     uint64_t step = atomic_load(known), seen = step;
@@ -143,8 +143,8 @@ static void learn_step(const struct gs_room *room, uint64_t grown) {
         atomic_compare_exchange_strong(known, &seen, step);
 }
 
-/* Settle before the bound is released, so that there is no moment with neither. Each call that is
- * in the pool has grown it once at most, so as many gaps have come at most. */
+/* Settle before the bound is released, so that the bytes are counted at any time. Each call in the
+ * pool has grown it at most once, so it has at most as many new gaps. */
 bool gs_room_end(struct gs_room *room) {
     struct gs_pool *pool = room->pool;
     uint64_t grown = gs_pool_settle(pool);

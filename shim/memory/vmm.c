@@ -1,6 +1,6 @@
-/* Virtual memory management: physical memory lives until every reference AND every mapping of it is
- * gone, so a record counts both. Rare calls with a lot to look up: bookkeeping under one lock,
- * which is never held while the driver is called. */
+/* Virtual memory management: physical memory exists until every reference and every mapping of it
+ * is gone, so a record counts both. These calls are rare and need many look-ups, so one lock
+ * protects the records. It is never held during a call to the driver. */
 #include <stdlib.h>
 
 #include "vmm.h"
@@ -9,16 +9,15 @@ struct physical {
     uint64_t bytes;
     int dev;
     uint32_t uses; /* handles not released + mappings + bindings */
-    uint32_t refs; /* handles only: 0 = the driver may give its number to another */
-    int row;       /* in share.c */
+    uint32_t refs; /* handles only; 0 = the driver may reuse the handle for other memory */
+    int row;       /* in share.c; -1: none */
     bool exported; /* without a row it stays charged */
-    bool foreign;  /* another process's */
+    bool foreign;  /* memory of another process */
     bool moved;    /* to the host, from the device `asked` (vmm_host.c) */
     CUdevice asked;
 };
 
-/* A mapping, a sparse tile or a multicast binding: a use of memory that has no handle of its own.
- */
+/* A mapping, a sparse tile or a multicast binding: a use of memory without a handle of its own. */
 struct use {
     uint64_t space; /* 0 = addresses; else a sparse array or multicast object */
     uint64_t from, bytes;
@@ -38,7 +37,7 @@ static void unlock(void) {
     gs_unlock(&gs_self()->lock_vmm);
 }
 
-static struct physical *of_handle(CUmemGenericAllocationHandle handle) {
+static struct physical *find_record(CUmemGenericAllocationHandle handle) {
     struct gs_entry entry;
     return gs_map_get(&handles, handle, &entry) ? (struct physical *)(uintptr_t)entry.extra : NULL;
 }
@@ -59,18 +58,18 @@ static struct use **bucket(uint64_t space, uint64_t from) {
     return &uses[((from >> GS_BLOCK_SHIFT) ^ (space >> 4)) % BUCKETS];
 }
 
-/* Before the driver is called, so that the memory cannot lose its record in between. */
+/* Call before the driver, so that the memory cannot lose its record in between. */
 static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space, uint64_t from,
                              uint64_t bytes) {
     struct use *use = gs_slot() ? calloc(1, sizeof(*use)) : NULL;
     if (!use)
         return NULL;
     lock();
-    struct physical *memory = of_handle(handle);
+    struct physical *memory = find_record(handle);
     if (memory)
         memory->uses++;
     unlock();
-    if (!memory) { /* imported: not ours */
+    if (!memory) { /* imported memory without a record */
         free(use);
         return NULL;
     }
@@ -94,7 +93,7 @@ static CUresult use_end(struct use *use, CUresult result) {
     return result;
 }
 
-/* Take the use that starts at `from` out; the caller holds the lock. */
+/* Take out the use that starts at `from`; the caller holds the lock. */
 static struct use *take_use(uint64_t space, uint64_t from) {
     for (struct use **at = bucket(space, from); *at; at = &(*at)->next)
         if ((*at)->space == space && (*at)->from == from) {
@@ -105,8 +104,8 @@ static struct use *take_use(uint64_t space, uint64_t from) {
     return NULL;
 }
 
-/* All uses in a range, chained: one as a rule, else whatever lies in it (whole mappings only, as
- * the driver wants it). */
+/* Take out all uses in a range, as a list: normally one, else every use within it (the driver
+ * accepts whole mappings only). */
 static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes) {
     if (!gs_slot())
         return NULL;
@@ -129,7 +128,7 @@ static struct use *take_range(uint64_t space, uint64_t from, uint64_t bytes) {
     return list;
 }
 
-static CUresult range_gone(struct use *list, CUresult result) {
+static CUresult end_range(struct use *list, CUresult result) {
     if (!list)
         return result;
     lock();
@@ -150,7 +149,7 @@ static CUresult range_gone(struct use *list, CUresult result) {
 
 bool gs_vmm_asked(CUmemGenericAllocationHandle handle, CUdevice *device) {
     lock();
-    struct physical *memory = of_handle(handle);
+    struct physical *memory = find_record(handle);
     bool moved = memory && memory->moved;
     if (moved)
         *device = memory->asked;
@@ -158,13 +157,13 @@ bool gs_vmm_asked(CUmemGenericAllocationHandle handle, CUdevice *device) {
     return moved;
 }
 
-static CUresult created(struct gs_charge *charge, CUresult result,
-                        const CUmemGenericAllocationHandle *handle, bool moved, CUdevice asked) {
+static CUresult add_record(struct gs_charge *charge, CUresult result,
+                           const CUmemGenericAllocationHandle *handle, bool moved, CUdevice asked) {
     struct physical *memory = result == CUDA_SUCCESS && handle ? malloc(sizeof(*memory)) : NULL;
     if (!memory) {
         if (result != CUDA_SUCCESS)
             gs_charge_abort(charge);
-        return result; /* without memory for a record the charge stays */
+        return result; /* without memory for a record, the charge stays */
     }
     *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false, moved, asked};
     struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = charge->dev};
@@ -174,8 +173,8 @@ static CUresult created(struct gs_charge *charge, CUresult result,
     return result;
 }
 
-/* On the device that it names, or beyond it where the share is oversubscribed; what the program
- * itself wants on the host costs the device nothing. */
+/* Allocate on the given device, or on the host if the share is oversubscribed. Memory that the
+ * program itself requests on the host uses no device memory. */
 GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
                                        const CUmemAllocationProp *prop, unsigned long long flags) {
     GS_NEED(real, cuMemCreate);
@@ -189,12 +188,12 @@ GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, siz
     if (result == CUDA_SUCCESS) {
         result = real(handle, size, prop, flags);
         if (result != CUDA_ERROR_OUT_OF_MEMORY || !gs_virtual_has(charge.dev))
-            return created(&charge, result, handle, false, asked);
+            return add_record(&charge, result, handle, false, asked);
         gs_charge_abort(&charge);
     }
     if (result == CUDA_ERROR_OUT_OF_MEMORY && !flags)
         result = gs_vmm_on_host(handle, size, prop, &charge);
-    return result == CUDA_SUCCESS ? created(&charge, result, handle, true, asked) : result;
+    return result == CUDA_SUCCESS ? add_record(&charge, result, handle, true, asked) : result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
@@ -203,7 +202,7 @@ GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
     if (!gs_slot())
         return real(handle);
     lock();
-    struct physical *memory = of_handle(handle);
+    struct physical *memory = find_record(handle);
     bool last = memory && --memory->refs == 0 && gs_map_take(&handles, handle, &entry);
     unlock();
     CUresult result = real(handle);
@@ -232,7 +231,7 @@ GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
         return result;
     uint64_t id = gs_share_id_of_file(*(int *)out);
     lock();
-    struct physical *memory = of_handle(handle);
+    struct physical *memory = find_record(handle);
     if (memory && !memory->foreign && !memory->exported) {
         memory->row = gs_share_add(id, false, memory->dev, memory->bytes);
         memory->exported = true;
@@ -241,7 +240,7 @@ GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
     return result;
 }
 
-/* An import is followed as one's own memory is, with a charge of 0: until handles and mappings are
+/* An import has a record like own memory, with a charge of 0, until its handles and mappings are
  * gone. */
 GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
                                                           void *osHandle,
@@ -258,8 +257,9 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
     if (fresh)
         result = real(handle, osHandle, type);
     lock();
-    struct physical *memory = result == CUDA_SUCCESS && handle ? of_handle(*handle) : NULL;
-    if (memory) { /* imported before, or exported here: the same handle again */
+    struct physical *memory = result == CUDA_SUCCESS && handle ? find_record(*handle) : NULL;
+    /* Imported before, or exported by this process: the driver returned the same handle. */
+    if (memory) {
         memory->refs++;
         memory->uses++;
     } else if (result == CUDA_SUCCESS && handle && id) {
@@ -275,8 +275,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
     return result;
 }
 
-/* The driver gives back the handle that was mapped, also when every reference to it was released.
- */
+/* The driver returns the handle that was mapped, even if every reference to it was released. */
 GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
                                                        void *addr) {
     GS_NEED(real, cuMemRetainAllocationHandle);
@@ -285,7 +284,7 @@ GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHan
     if (result != CUDA_SUCCESS || !handle || !gs_slot())
         return result;
     lock();
-    struct physical *memory = of_handle(*handle);
+    struct physical *memory = find_record(*handle);
     for (unsigned i = 0; i < BUCKETS && !memory; i++)
         for (struct use *use = uses[i]; use && !memory; use = use->next)
             if (use->space == 0 && at - use->from < use->bytes) {
@@ -311,17 +310,16 @@ GS_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 GS_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
     GS_NEED(real, cuMemUnmap);
     struct use *list = take_range(0, ptr, size);
-    return range_gone(list, real(ptr, size));
+    return end_range(list, real(ptr, size));
 }
 
-/* ---- sparse arrays and multicast objects: other places that hold memory -----------------------
- */
+/* ---- sparse arrays and multicast objects: other uses of memory ------------------------------- */
 
 static uint64_t tile_space(const CUarrayMapInfo *info) {
     return (uint64_t)(uintptr_t)info->resource.array;
 }
 
-static uint64_t tile(const CUarrayMapInfo *info) {
+static uint64_t tile_key(const CUarrayMapInfo *info) {
     uint64_t sparse = info->subresourceType == CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL;
     uint64_t where = sparse ? info->subresource.sparseLevel.offsetX * UINT64_C(31) +
                                   info->subresource.sparseLevel.offsetY * UINT64_C(1009) +
@@ -339,11 +337,11 @@ static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *
     for (unsigned i = 0; use && i < count; i++)
         if (info[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
             use[i] =
-                use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile(&info[i]), 1);
+                use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile_key(&info[i]), 1);
     CUresult result = real(info, count, stream);
     for (unsigned i = 0; use && i < count; i++) {
         if (result == CUDA_SUCCESS) /* a new mapping of a tile replaces the old one */
-            range_gone(take_range(tile_space(&info[i]), tile(&info[i]), 1), result);
+            end_range(take_range(tile_space(&info[i]), tile_key(&info[i]), 1), result);
         use_end(use[i], result);
     }
     free(use);
@@ -370,7 +368,7 @@ GS_EXPORT CUresult CUDAAPI cuMulticastBindMem(CUmemGenericAllocationHandle mc, s
     return use_end(use, real(mc, mcOffset, mem, memOffset, size, flags));
 }
 
-/* Memory that is named by its address is mapped there, and stays charged by that mapping. */
+/* Memory given by its address is mapped there, and that mapping keeps it charged. */
 GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, size_t mcOffset,
                                                CUdeviceptr ptr, size_t size,
                                                unsigned long long flags) {
@@ -391,5 +389,5 @@ GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CU
                                              size_t mcOffset, size_t size) {
     GS_NEED(real, cuMulticastUnbind);
     struct use *list = take_range(mc, mcOffset, size);
-    return range_gone(list, real(mc, dev, mcOffset, size));
+    return end_range(list, real(mc, dev, mcOffset, size));
 }

@@ -1,14 +1,16 @@
-/* What vmm.c and vmm_host.c have of each other. */
+/* Functions that vmm.c and vmm_host.c share. */
 #ifndef GPUSHARE_VMM_H
 #define GPUSHARE_VMM_H
 
 #include "memory.h"
 
-/* The same memory on the host, for what the device that `charge` names has no room for; `charge` is
- * then its. CUDA_ERROR_OUT_OF_MEMORY, counted: there is none, and nothing is charged. */
+/* Allocate the memory on the host if the device of `charge` has no room; `charge` is then that of
+ * the host part. CUDA_ERROR_OUT_OF_MEMORY, which is counted, if there is no room there either;
+ * nothing is charged then. */
 CUresult gs_vmm_on_host(CUmemGenericAllocationHandle *handle, size_t size,
                         const CUmemAllocationProp *prop, struct gs_charge *charge);
-/* True for memory that lies on the host instead of a device; `device`: which one. */
+/* Return whether the memory was allocated on the host instead of a device; `device`: the one that
+ * was requested. */
 bool gs_vmm_asked(CUmemGenericAllocationHandle handle, CUdevice *device);
 
 #endif

@@ -1,22 +1,23 @@
-/* Physical memory (cuMemCreate) beyond the device part of an oversubscribed share. It lies on the
- * host's NUMA node nearest to the device, where drivers from 12.2 on make such memory and map it
- * for a device like its own. Unlike managed memory (oversubscription/virtual.c) it is in one piece,
- * so it fits into the host part or is refused, and it does not move, so it has no turns.
+/* Physical memory (cuMemCreate) beyond the device part of an oversubscribed share. It is on the
+ * host's NUMA node nearest to the device, where drivers from 12.2 on can allocate it and map it for
+ * a device like device memory. Unlike managed memory (oversubscription/virtual.c) it cannot be
+ * divided, so it fits into the host part or is refused. It does not move, so it takes no part in
+ * migration slices.
  *
- * What must lie on the device stays refused: tiles of sparse arrays, memory that other PCI devices
- * reach, and handles of the fabric. */
+ * Memory that must be on the device is still refused: tiles of sparse arrays, memory that other PCI
+ * devices access, and fabric handles. */
 #include "vmm.h"
 
 enum { UNKNOWN, READS_HOST, READS_NONE };
-static _Atomic int kind[GS_MAX_DEVICES]; /* of each device, found out with the first such memory */
+static _Atomic int kind[GS_MAX_DEVICES]; /* of each device, determined with the first such memory */
 
-static bool may_move(const CUmemAllocationProp *prop) {
+static bool may_be_on_host(const CUmemAllocationProp *prop) {
     return prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && !prop->allocFlags.usage &&
            !prop->allocFlags.gpuDirectRDMACapable &&
            !(prop->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 }
 
-/* 0 where the machine, or the driver, knows no nodes. */
+/* Return 0 if the machine or the driver does not report a node. */
 static int node_of(CUdevice device) {
     __typeof__(&cuDeviceGetAttribute) get = GS_REAL(cuDeviceGetAttribute);
     int node = -1;
@@ -25,15 +26,15 @@ static int node_of(CUdevice device) {
     return node < 0 ? 0 : node;
 }
 
-/* Programs lay such memory out in the device's own blocks. */
-static bool has_our_blocks(const CUmemAllocationProp *prop) {
+/* Programs arrange such memory in blocks of the device's granularity. */
+static bool granularity_fits(const CUmemAllocationProp *prop) {
     __typeof__(&cuMemGetAllocationGranularity) ask = GS_REAL(cuMemGetAllocationGranularity);
     size_t unit = 0;
     return ask && ask(&unit, prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM) == CUDA_SUCCESS && unit &&
            GS_BLOCK % unit == 0;
 }
 
-/* A program that is given a handle and cannot map it is worse off than one that is refused. */
+/* Check now, since a program handles a refusal better than a handle that it cannot map. */
 static bool can_be_mapped(CUmemGenericAllocationHandle handle, size_t size, CUdevice device) {
     CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
                               .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
@@ -51,7 +52,8 @@ static bool can_be_mapped(CUmemGenericAllocationHandle handle, size_t size, CUde
     return can;
 }
 
-static bool is_of_use(int dev, CUmemGenericAllocationHandle handle, size_t size, CUdevice device) {
+static bool can_device_map(int dev, CUmemGenericAllocationHandle handle, size_t size,
+                           CUdevice device) {
     if (atomic_load(&kind[dev]) == UNKNOWN)
         atomic_store(&kind[dev], can_be_mapped(handle, size, device) ? READS_HOST : READS_NONE);
     return atomic_load(&kind[dev]) == READS_HOST;
@@ -70,10 +72,10 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size,
     CUmemAllocationProp there = *prop;
     there.location.type = CU_MEM_LOCATION_TYPE_HOST_NUMA;
     there.location.id = node_of(prop->location.id);
-    there.allocFlags.compressionType = CU_MEM_ALLOCATION_COMP_NONE; /* a wish, not a condition */
-    if (!has_our_blocks(&there) || GS_REAL(cuMemCreate)(handle, size, &there, 0) != CUDA_SUCCESS)
+    there.allocFlags.compressionType = CU_MEM_ALLOCATION_COMP_NONE; /* compression is optional */
+    if (!granularity_fits(&there) || GS_REAL(cuMemCreate)(handle, size, &there, 0) != CUDA_SUCCESS)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    if (is_of_use(dev, *handle, size, prop->location.id))
+    if (can_device_map(dev, *handle, size, prop->location.id))
         return CUDA_SUCCESS;
     gs_log("oversubscription", "this device cannot map memory of the host");
     GS_REAL(cuMemRelease)(*handle);
@@ -85,7 +87,7 @@ CUresult gs_vmm_on_host(CUmemGenericAllocationHandle *handle, size_t size,
                         const CUmemAllocationProp *prop, struct gs_charge *charge) {
     int dev = charge->dev, part = gs_host_part(dev);
     uint64_t bytes = gs_round_up(size, GS_BLOCK);
-    bool may = gs_virtual_has(dev) && handle && may_move(prop) &&
+    bool may = gs_virtual_has(dev) && handle && may_be_on_host(prop) &&
                atomic_load(&kind[dev]) != READS_NONE && reserve_on_host(part, bytes);
     if (may) {
         *charge = (struct gs_charge){.dev = part, .bytes = bytes};
@@ -97,7 +99,7 @@ CUresult gs_vmm_on_host(CUmemGenericAllocationHandle *handle, size_t size,
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* A program is told that its memory is where it asked for it. */
+/* Report the device that the program requested as the location of its memory. */
 GS_EXPORT CUresult CUDAAPI cuMemGetAllocationPropertiesFromHandle(
     CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
     GS_NEED(real, cuMemGetAllocationPropertiesFromHandle);

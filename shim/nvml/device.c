@@ -1,12 +1,12 @@
-/* Which slot of the limits file an NVML handle means, remembered without a lock. */
+/* The slot of the limits file for an NVML handle, cached without a lock. */
 #include <string.h>
 
 #include "nvml_shim.h"
 
 _Thread_local unsigned gs_nvml_depth;
 
-/* One cell per handle, never removed. `answer` = epoch << 8 | slot + 1; an answer of an older epoch
- * is none. */
+/* One cell per handle, never removed. `answer` = epoch << 8 | slot + 1; it is void if its epoch is
+ * older. */
 #define CELLS 256u
 static struct {
     _Atomic(nvmlDevice_t) device;
@@ -18,7 +18,7 @@ void gs_nvml_forget(void) {
     atomic_fetch_add(&epoch, 1);
 }
 
-/* The cell of a handle; CELLS when all are taken. */
+/* Return the cell of a handle; CELLS if all are taken. */
 static unsigned find_cell(nvmlDevice_t device) {
     unsigned start = (unsigned)(((uint64_t)(uintptr_t)device * UINT64_C(0x9e3779b97f4a7c15)) >> 56);
     for (unsigned i = 0; i < CELLS; i++) {
@@ -41,7 +41,7 @@ static int slot_of_text(const char *uuid) {
     return GS_NO_DEV;
 }
 
-static nvmlReturn_t answer(int found, int *dev) {
+static nvmlReturn_t permission_of(int found, int *dev) {
     *dev = found;
     return found == GS_NO_DEV ? NVML_ERROR_NO_PERMISSION : NVML_SUCCESS;
 }
@@ -53,7 +53,7 @@ nvmlReturn_t gs_nvml_dev(nvmlDevice_t device, int *dev) {
     unsigned at = find_cell(device);
     uint64_t known = at < CELLS ? atomic_load_explicit(&cell[at].answer, memory_order_relaxed) : 0;
     if (known >> 8 == now)
-        return answer((int)(known & 0xff) - 1, dev);
+        return permission_of((int)(known & 0xff) - 1, dev);
     if (!get_uuid)
         return NVML_ERROR_FUNCTION_NOT_FOUND;
     nvmlReturn_t result = GS_NVML_CALL(get_uuid, device, uuid, sizeof(uuid));
@@ -65,5 +65,5 @@ nvmlReturn_t gs_nvml_dev(nvmlDevice_t device, int *dev) {
     if (at < CELLS)
         atomic_store_explicit(&cell[at].answer, now << 8 | (uint64_t)(found + 1),
                               memory_order_relaxed);
-    return answer(found, dev);
+    return permission_of(found, dev);
 }

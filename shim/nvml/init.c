@@ -1,4 +1,4 @@
-/* Starting NVML: as with cuInit, no limits file means no GPU. */
+/* Initialise NVML: as with cuInit, there is no GPU without a limits file. */
 #include "nvml_shim.h"
 
 static bool refused(void) {

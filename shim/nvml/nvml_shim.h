@@ -1,4 +1,4 @@
-/* What the NVML wrappers share. */
+/* Common declarations of the NVML wrappers. */
 #ifndef GPUSHARE_NVML_SHIM_H
 #define GPUSHARE_NVML_SHIM_H
 
@@ -8,19 +8,20 @@
 #include "core/gs.h"
 #include "core/real.h"
 
-/* How deep this thread is inside the driver through one of our wrappers. */
+/* How many wrapper calls into the driver this thread is in. */
 extern _Thread_local unsigned gs_nvml_depth;
 
-/* NVML calls itself through its PLT, and so reaches us. True for such a call: it wants the driver's
- * own answer. The depth tells when the outer call came through a wrapper, the return address when
- * it came through a function that we pass. A tail call out of a passed function is taken for the
- * program's, which it is: what we answer goes straight to it. */
+/* NVML calls its own functions through its PLT, which resolves to the shim. Return whether this is
+ * such a call: it must get the driver's own result. The depth shows it if the outer call came
+ * through a wrapper, the return address if it came through a function without one. A tail call from
+ * a function without a wrapper counts as the program's own call, which is right: the result goes
+ * directly to the program. */
 static inline bool gs_nvml_inside(const void *return_address) {
     return gs_nvml_depth > 0 || gs_real_contains(return_address);
 }
 
-/* `real` = the driver's own function. Without one, and for a call out of the driver, the wrapper
- * ends here. */
+/* `real` = the driver's own function. The wrapper returns here if there is none, or for a call from
+ * the driver itself. */
 #define GS_NVML_ENTER(real, fn, ...) \
     __typeof__(&fn) real = GS_REAL(fn); \
     if (!real) \
@@ -37,10 +38,10 @@ static inline bool gs_nvml_inside(const void *return_address) {
         result_; \
     })
 
-/* The slot of a device in the limits file. NVML_ERROR_NO_PERMISSION for one that was not granted:
- * it has no limit to report and its real numbers are nobody's business here. */
+/* Return the slot of a device in the limits file. NVML_ERROR_NO_PERMISSION for a device that was
+ * not granted: it has no limit to report, and its real numbers must not be visible here. */
 nvmlReturn_t gs_nvml_dev(nvmlDevice_t device, int *dev);
-/* Handles may mean other devices after the next start of NVML. */
+/* Forget all handles: after NVML is initialised again they may mean other devices. */
 void gs_nvml_forget(void);
 
 #endif

@@ -1,19 +1,19 @@
-/* Process lists: the container's own processes, with their pids and bytes as the container has
- * them. The driver is asked for its errors only. All of them are compute processes; the lists of
+/* Process lists: the container's own processes, with the pids and bytes that the container sees.
+ * The driver is called for its errors only. All processes are compute processes; the lists of
  * graphics and MPS clients are empty. */
 #include "nvml_shim.h"
 
-#define NO_INSTANCE 0xffffffffu /* what NVML says outside MIG */
+#define NO_INSTANCE 0xffffffffu /* what NVML reports outside MIG */
 
 struct list {
-    unsigned room, n; /* n counts on when there is no room left */
+    unsigned room, n; /* n counts further when there is no room left */
     unsigned gpu_instance, compute_instance;
-    nvmlProcessInfo_v1_t *v1; /* one of the three */
+    nvmlProcessInfo_v1_t *v1; /* one of the three is set */
     nvmlProcessInfo_v2_t *v2;
     nvmlProcessDetail_v1_t *detail;
 };
 
-static void add(uint32_t pid, uint64_t bytes, void *arg) {
+static void add_process(uint32_t pid, uint64_t bytes, void *arg) {
     struct list *list = arg;
     unsigned i = list->n++;
     if (i >= list->room)
@@ -28,7 +28,7 @@ static void add(uint32_t pid, uint64_t bytes, void *arg) {
             (nvmlProcessDetail_v1_t){pid, bytes, list->gpu_instance, list->compute_instance, 0};
 }
 
-static void learn_instances(nvmlDevice_t device, struct list *list) {
+static void set_instances(nvmlDevice_t device, struct list *list) {
     __typeof__(&nvmlDeviceGetGpuInstanceId) gpu = GS_REAL(nvmlDeviceGetGpuInstanceId);
     __typeof__(&nvmlDeviceGetComputeInstanceId) compute = GS_REAL(nvmlDeviceGetComputeInstanceId);
     if (!gpu || GS_NVML_CALL(gpu, device, &list->gpu_instance) != NVML_SUCCESS)
@@ -37,9 +37,11 @@ static void learn_instances(nvmlDevice_t device, struct list *list) {
         list->compute_instance = NO_INSTANCE;
 }
 
-/* NVML's protocol: `*count` is the room on entry and what there is on return; too little room is
- * NVML_ERROR_INSUFFICIENT_SIZE, also for a caller that only asks (no room). */
-static nvmlReturn_t fill(nvmlDevice_t device, bool compute, unsigned *count, struct list *list) {
+/* NVML's protocol: `*count` is the room on entry and the number of processes on return. If there is
+ * too little room, return NVML_ERROR_INSUFFICIENT_SIZE, also to a caller that passes no room to get
+ * the number. */
+static nvmlReturn_t fill_list(nvmlDevice_t device, bool compute, unsigned *count,
+                              struct list *list) {
     int dev;
     nvmlReturn_t result = gs_nvml_dev(device, &dev);
     if (result != NVML_SUCCESS)
@@ -48,15 +50,15 @@ static nvmlReturn_t fill(nvmlDevice_t device, bool compute, unsigned *count, str
     if (list->room && !list->v1 && !list->v2 && !list->detail)
         return NVML_ERROR_INVALID_ARGUMENT;
     if (compute) {
-        learn_instances(device, list);
-        gs_processes(dev, add, list);
+        set_instances(device, list);
+        gs_processes(dev, add_process, list);
     }
     *count = list->n;
     return list->n > list->room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* What the driver says to a caller without room: anything but these two is its own error. */
-static bool fine(nvmlReturn_t result) {
+/* The driver's results for a caller without room; any other result is an error of the driver. */
+static bool is_expected(nvmlReturn_t result) {
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
 }
 
@@ -65,9 +67,9 @@ static bool fine(nvmlReturn_t result) {
         GS_NVML_ENTER(real, fn, device, infoCount, infos); \
         unsigned none = 0; \
         nvmlReturn_t result = GS_NVML_CALL(real, device, infoCount ? &none : NULL, NULL); \
-        if (!fine(result) || !infoCount) \
+        if (!is_expected(result) || !infoCount) \
             return result; \
-        return fill(device, compute, infoCount, &(struct list){.member = infos}); \
+        return fill_list(device, compute, infoCount, &(struct list){.member = infos}); \
     }
 
 GS_LIST(nvmlDeviceGetComputeRunningProcesses, true, nvmlProcessInfo_v1_t, v1)
@@ -87,9 +89,9 @@ GS_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device
     if (plist)
         none = (nvmlProcessDetailList_t){.version = plist->version, .mode = plist->mode};
     nvmlReturn_t result = GS_NVML_CALL(real, device, plist ? &none : NULL);
-    if (!fine(result) || !plist)
+    if (!is_expected(result) || !plist)
         return result;
     bool compute = plist->mode == 0; /* 0 compute, 1 graphics, 2 MPS */
-    return fill(device, compute, &plist->numProcArrayEntries,
-                &(struct list){.detail = plist->procArray});
+    return fill_list(device, compute, &plist->numProcArrayEntries,
+                     &(struct list){.detail = plist->procArray});
 }

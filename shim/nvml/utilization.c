@@ -1,16 +1,16 @@
-/* Utilisation. Of the device: the container's own part of its time in the last second, which is
- * what its compute limit is about; what others do is theirs. By process: the driver's samples,
- * those of this container's processes only. The driver names processes by pid as far as it can see
- * into this pid namespace; a sample of a pid that is none of ours is left out. */
+/* Utilisation. For a device: the container's own part of its time in the last second, which its
+ * compute limit refers to; the time of other containers is not included. For processes: the
+ * driver's samples of this container's processes only. The driver reports pids as far as it can see
+ * into this pid namespace; samples of other pids are left out. */
 #include <stdio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "nvml_shim.h"
 
-#define WINDOWS UINT64_C(8) /* a second */
+#define WINDOWS UINT64_C(8) /* one second in total */
 
-/* Its processes account for their time only where they have pages. */
+/* Processes account for their time only on devices with activity files. */
 static bool is_accounted(int dev) {
     static _Atomic uint32_t known, asked;
     uint32_t bit = UINT32_C(1) << dev;
@@ -26,7 +26,7 @@ static bool is_accounted(int dev) {
     return atomic_load(&known) & bit;
 }
 
-/* Percent of the device's time in the last complete windows, of all processes together. */
+/* Percent of the device's time in the last complete windows, for all processes together. */
 static unsigned own_percent(int dev) {
     const struct gs_bucket *bucket = &gs_region()->usage->bucket[dev];
     struct timespec t;
@@ -51,7 +51,7 @@ GS_EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
         (result = gs_nvml_dev(device, &dev)) != NVML_SUCCESS || !is_accounted(dev))
         return result;
     utilization->gpu = own_percent(dev);
-    if (utilization->memory > utilization->gpu) /* of the time: no more than it worked */
+    if (utilization->memory > utilization->gpu) /* memory time is never more than busy time */
         utilization->memory = utilization->gpu;
     return NVML_SUCCESS;
 }
@@ -61,22 +61,22 @@ struct own {
     uint32_t pid[GS_MAX_SLOTS];
 };
 
-static void add(uint32_t pid, uint64_t bytes, void *arg) {
+static void add_pid(uint32_t pid, uint64_t bytes, void *arg) {
     struct own *own = arg;
     (void)bytes;
     if (own->n < GS_MAX_SLOTS)
         own->pid[own->n++] = pid;
 }
 
-static bool has(const struct own *own, uint32_t pid) {
+static bool has_pid(const struct own *own, uint32_t pid) {
     for (unsigned i = 0; i < own->n; i++)
         if (own->pid[i] == pid)
             return true;
     return false;
 }
 
-/* Keep the samples of own processes, in place; none left is NVML_ERROR_NOT_FOUND, as NVML has it.
- */
+/* Keep the samples of own processes, in place; if none is left, return NVML_ERROR_NOT_FOUND, as
+ * NVML does. */
 #define GS_KEEP_OWN(device, samples, count) \
     ({ \
         int dev_; \
@@ -84,9 +84,9 @@ static bool has(const struct own *own, uint32_t pid) {
         struct own own_ = {.n = 0}; \
         nvmlReturn_t checked_ = gs_nvml_dev(device, &dev_); \
         if (checked_ == NVML_SUCCESS) { \
-            gs_processes(dev_, add, &own_); \
+            gs_processes(dev_, add_pid, &own_); \
             for (unsigned i_ = 0; i_ < (count); i_++) \
-                if (has(&own_, (samples)[i_].pid)) \
+                if (has_pid(&own_, (samples)[i_].pid)) \
                     (samples)[kept_++] = (samples)[i_]; \
         } \
         for (unsigned i_ = kept_; i_ < (count); i_++) \

@@ -1,19 +1,19 @@
-/* Memory beyond the device: what of a share lies on the host, and when it moves. */
+/* Memory beyond the device: what part of a share is on the host, and when it moves. */
 #ifndef GPUSHARE_OVERSUBSCRIPTION_H
 #define GPUSHARE_OVERSUBSCRIPTION_H
 
 #include "core/context.h"
 
-/* ---- virtual.c: the part of a share that lies on the host ------------------------------ */
+/* ---- virtual.c: the host part of a share ----------------------------------------------- */
 
-/* Managed memory for what the device has no room for, in the current context; `flags` as
- * cuMemAllocManaged has them. CUDA_ERROR_OUT_OF_MEMORY, counted: beyond both parts together, or the
- * share has none on the host. */
+/* Allocate managed memory for what the device has no room for, in the current context; `flags` as
+ * in cuMemAllocManaged. CUDA_ERROR_OUT_OF_MEMORY, which is counted: the allocation exceeds both
+ * parts together, or the share has no host part. */
 CUresult gs_virtual_alloc(CUdeviceptr *out, uint64_t bytes, unsigned int flags);
 bool gs_virtual_has(int dev);
-/* `address` is such memory. */
+/* Return whether `address` is the start of such memory. */
 bool gs_virtual_is(CUdeviceptr address);
-/* The same of one that may lie within it. */
+/* Return whether `address` is within such memory. */
 bool gs_virtual_holds(CUdeviceptr address);
 struct gs_virtual {
     CUdeviceptr base;
@@ -21,45 +21,46 @@ struct gs_virtual {
     struct gs_entry entry;
 };
 bool gs_virtual_of(CUdeviceptr address, struct gs_virtual *out);
-/* Where these bytes belong: on the device, or on the host, where `device` reads them. */
+/* Set where these bytes belong: on the device, or on the host, where `device` reads them. */
 CUresult gs_virtual_advise(CUdeviceptr address, uint64_t bytes, bool to_device, CUdevice device);
-/* Free it when the stream has come so far. False: it could not be put off. */
+/* Free the memory once the stream has reached this point. Return false if that cannot be deferred.
+ */
 bool gs_virtual_free_later(CUdeviceptr address, CUstream stream);
-/* Free what was put off, as far as the streams have come. */
+/* Free the deferred memory whose streams have reached the point of the free. */
 void gs_virtual_drain(void);
 extern _Atomic uint32_t gs_virtual_later;
-/* Before a context is destroyed, and after it was not: of what was put off, nobody asks its events
- * or frees its memory meanwhile. */
+/* Call before a context is destroyed, and again if it was not: meanwhile no thread queries the
+ * events of its deferred frees or frees their memory. */
 void gs_virtual_context_goes(CUcontext context, bool goes);
 void gs_virtual_freed(uint64_t address, const struct gs_entry *entry);
-/* This process has some on the host of a device. */
+/* Return whether this process has memory in the host part of a device. */
 bool gs_virtual_lives(void);
-/* Move what lies on the host to the device, as far as there is room for each allocation, or back.
- */
+/* Move the memory of the host part to the device, as far as `room_for` grants room to each
+ * allocation, or back. */
 typedef uint64_t (*gs_room_fn)(int dev, uint64_t bytes);
 void gs_virtual_move(const struct gs_here *here, CUstream stream, gs_room_fn room_for);
 
 /* ---- residency.c: how much of such memory is on the device ------------------------------- */
 
-/* A prefetch of the program, of memory that gs_virtual_of found, by `real` in its stream. */
+/* Serve a prefetch by the program of memory that gs_virtual_of found, with `real` in its stream. */
 typedef CUresult (*gs_prefetch_fn)(CUdeviceptr, size_t, CUdevice, CUstream);
 CUresult gs_residency_prefetch(const struct gs_virtual *memory, CUdeviceptr from, size_t bytes,
                                CUdevice to, CUstream stream, gs_prefetch_fn real);
-/* Nothing of it is given back that was to be. */
+/* Cancel the deferred move of this memory back to the host. */
 void gs_residency_stays(CUdeviceptr base);
-/* The context was waited for: what was put off until then, by the count of before, is given back.
- */
+/* The program has synchronised with the context: move the residency boundary of deferred rows up to
+ * number `put_off` back to the host part. */
 void gs_residency_synced(uint64_t put_off);
-extern _Atomic uint64_t gs_residency_put_off; /* how often anything was, so far */
-extern _Atomic uint32_t gs_residency_waiting; /* of that how much still waits */
+extern _Atomic uint64_t gs_residency_put_off; /* number of deferred moves so far */
+extern _Atomic uint32_t gs_residency_waiting; /* number of deferred moves that still wait */
 
-/* ---- turn.c: whose memory on the host is on the device just now ------------------------ */
+/* ---- migration_slice.c: which container has its host memory on the device ---------------- */
 
-/* Launches on this device are to ask. */
+/* Return whether launches on this device need a migration slice. */
 bool gs_turns(int dev);
-/* Before a launch: waits for the turn, but not for ever. */
+/* Call before a launch: wait for the migration slice, for a bounded time. */
 void gs_slice_admit(const struct gs_here *here, CUstream stream);
-/* Around calls that wait for the device: who waits is not idle. */
+/* Call around calls that wait for the device: a container that waits is not idle. */
 extern _Atomic uint32_t gs_slice_held;
 void gs_slice_waits(bool begins);
 

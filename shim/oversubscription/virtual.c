@@ -1,18 +1,18 @@
-/* The part of a share that lies on the host. What a program allocates beyond the device part, or
- * when the device is full for others' doing, is managed memory: its pages are told to stay on the
- * host, and the device reads them there, so that it takes nothing of the device however it is used.
+/* The host part of a share. Memory that a program allocates beyond the device part, or when other
+ * users fill the device, is managed memory. Its pages are advised to stay on the host, where the
+ * device reads them, so it needs no device memory, however it is used.
  *
- * The host part has a limit of its own, counted as one more device (gs_host_part). An allocation
- * that fits in neither part alone is divided: the first pages of it may come to the device, and
- * count there, the rest stays on the host. So whatever fits in both together is given. */
+ * The host part has its own limit, counted as one more device (gs_host_part). An allocation that
+ * fits in neither part alone is divided: its first pages may move to the device and count there,
+ * the rest stays on the host. So every request that fits in both parts together succeeds. */
 #include "accounting/compute.h"
 #include "oversubscription.h"
 
 #define ATTEMPTS 8
 #define MOST_LATER 1024u
 
-_Atomic uint32_t gs_virtual_later; /* frees that were put off */
-static _Atomic uint32_t live;      /* allocations of this kind; 0: there is nothing to look for */
+_Atomic uint32_t gs_virtual_later; /* deferred frees */
+static _Atomic uint32_t live;      /* allocations of this kind; 0: nothing to look up */
 
 bool gs_virtual_has(int dev) {
     return gs_limit(gs_host_part(dev)) != 0;
@@ -46,13 +46,14 @@ struct parts {
     uint64_t device, host;
 };
 
-static void release(int dev, struct parts parts) {
+static void release_parts(int dev, struct parts parts) {
     gs_release(dev, parts.device);
     gs_release(gs_host_part(dev), parts.host);
 }
 
-/* On the host as much as there is room for, the rest on the device. Others may come in between. */
-static bool reserve(int dev, uint64_t bytes, struct parts *parts) {
+/* Reserve as much as possible in the host part, and the rest in the device part. Other processes
+ * may reserve concurrently. */
+static bool reserve_parts(int dev, uint64_t bytes, struct parts *parts) {
     int host = gs_host_part(dev);
     for (unsigned attempt = 0; attempt < ATTEMPTS; attempt++) {
         uint64_t limit = gs_limit(host), used = gs_used(host);
@@ -83,8 +84,9 @@ CUresult gs_virtual_advise(CUdeviceptr address, uint64_t bytes, bool to_device, 
     return result;
 }
 
-/* The start may come to the device; whoever reads the rest does so from there. */
-static CUresult advise(CUdeviceptr address, uint64_t bytes, struct parts parts, CUdevice device) {
+/* The start may migrate to the device; any reader of the rest reads it from the host. */
+static CUresult advise_parts(CUdeviceptr address, uint64_t bytes, struct parts parts,
+                             CUdevice device) {
     uint64_t from = parts.device < bytes ? parts.device : bytes;
     CUresult result = gs_virtual_advise(address, from, true, device);
     if (result == CUDA_SUCCESS)
@@ -92,8 +94,8 @@ static CUresult advise(CUdeviceptr address, uint64_t bytes, struct parts parts, 
     return result;
 }
 
-static CUresult take(CUdeviceptr *out, uint64_t bytes, unsigned int flags, struct parts parts,
-                     const struct gs_here *here) {
+static CUresult alloc_managed(CUdeviceptr *out, uint64_t bytes, unsigned int flags,
+                              struct parts parts, const struct gs_here *here) {
     __typeof__(&cuMemAllocManaged) real = GS_REAL(cuMemAllocManaged);
     CUresult result = real ? real(out, bytes, flags) : CUDA_ERROR_OUT_OF_MEMORY;
     if (result != CUDA_SUCCESS)
@@ -103,13 +105,14 @@ static CUresult take(CUdeviceptr *out, uint64_t bytes, unsigned int flags, struc
                              .context = (uint64_t)(uintptr_t)here->context,
                              .dev = here->dev,
                              .kind = GS_KIND_VIRTUAL};
-    if (advise(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
+    if (advise_parts(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
         gs_log("oversubscription", "this device cannot use memory that stays on the host");
     } else {
-        gs_residency_stays(*out); /* what is put off was another's, of this address */
+        /* A deferred move belongs to an earlier allocation at this address. */
+        gs_residency_stays(*out);
         atomic_fetch_add(&live, 1);
         if (gs_map_put(&gs_memory, *out, &entry)) {
-            gs_compute_forget(); /* launches that are remembered ask for no turn */
+            gs_compute_forget(); /* launches that threads remember skip the migration slice */
             return CUDA_SUCCESS;
         }
         atomic_fetch_sub(&live, 1);
@@ -125,55 +128,55 @@ CUresult gs_virtual_alloc(CUdeviceptr *out, uint64_t bytes, unsigned int flags) 
     if (!gs_here(&here))
         return CUDA_ERROR_OUT_OF_MEMORY;
     uint64_t rounded = gs_round_up(bytes, GS_BLOCK);
-    bool fits = gs_virtual_has(here.dev) && reserve(here.dev, rounded, &parts);
+    bool fits = gs_virtual_has(here.dev) && reserve_parts(here.dev, rounded, &parts);
     if (!fits && gs_virtual_has(here.dev) && atomic_load(&gs_virtual_later)) {
         gs_virtual_drain();
-        fits = reserve(here.dev, rounded, &parts);
+        fits = reserve_parts(here.dev, rounded, &parts);
     }
     if (!fits) {
         gs_count_refusal(here.dev);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    CUresult result = take(out, bytes, flags, parts, &here);
+    CUresult result = alloc_managed(out, bytes, flags, parts, &here);
     if (result != CUDA_SUCCESS)
-        release(here.dev, parts);
+        release_parts(here.dev, parts);
     return result;
 }
 
 /* ---- giving back ---------------------------------------------------------------------------- */
 
-/* The driver frees such memory at once only, and waits for the device before that. A free in a
- * stream must not: the work in it may wait for what this thread does next. */
-static struct later {
+/* The driver can free such memory only at once, and waits for the device before it does. A free in
+ * a stream must not wait: the work in the stream may depend on what this thread does next. */
+static struct deferred {
     CUdeviceptr address;
-    CUevent event;     /* NULL: its context is gone, and what was in front of the free with it */
-    CUcontext context; /* of the event */
-    bool leaves;       /* with its own context, which is being destroyed */
-} later[MOST_LATER];   /* behind lock_virtual; the first gs_virtual_later are in use */
+    CUevent event;      /* NULL: its context has ended, and with it the work before the free */
+    CUcontext context;  /* of the event */
+    bool leaves;        /* its own context is being destroyed */
+} deferred[MOST_LATER]; /* behind lock_virtual; the first gs_virtual_later are in use */
 
-static bool put(CUdeviceptr address, CUevent event, CUcontext context) {
+static bool defer_free(CUdeviceptr address, CUevent event, CUcontext context) {
     gs_lock(&gs_self()->lock_virtual);
     uint32_t n = atomic_load(&gs_virtual_later);
     bool room = n < MOST_LATER;
     if (room) {
-        later[n] = (struct later){address, event, context, false};
+        deferred[n] = (struct deferred){address, event, context, false};
         atomic_store(&gs_virtual_later, n + 1);
     }
     gs_unlock(&gs_self()->lock_virtual);
     return room;
 }
 
-/* Take out one for which `want` is true. */
-static bool pick(bool (*want)(const struct later *one, uint64_t arg), uint64_t arg,
-                 struct later *out) {
+/* Remove one entry for which `want` is true. */
+static bool remove_one(bool (*want)(const struct deferred *one, uint64_t arg), uint64_t arg,
+                       struct deferred *out) {
     bool found = false;
     gs_lock(&gs_self()->lock_virtual);
     uint32_t n = atomic_load(&gs_virtual_later);
     for (uint32_t i = 0; i < n && !found; i++) {
-        if (!want(&later[i], arg))
+        if (!want(&deferred[i], arg))
             continue;
-        *out = later[i];
-        later[i] = later[n - 1];
+        *out = deferred[i];
+        deferred[i] = deferred[n - 1];
         atomic_store(&gs_virtual_later, n - 1);
         found = true;
     }
@@ -190,22 +193,22 @@ bool gs_virtual_free_later(CUdeviceptr address, CUstream stream) {
     if (!create || !record || !destroy || !GS_REAL(cuEventQuery) || !gs_here(&here) ||
         create(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
         return false;
-    if (record(event, stream) == CUDA_SUCCESS && put(address, event, here.context))
+    if (record(event, stream) == CUDA_SUCCESS && defer_free(address, event, here.context))
         return true;
     destroy(event);
     return false;
 }
 
-static bool is_reached(const struct later *one, uint64_t arg) {
+static bool is_reached(const struct deferred *one, uint64_t arg) {
     (void)arg;
     return !one->leaves && (!one->event || GS_REAL(cuEventQuery)(one->event) == CUDA_SUCCESS);
 }
 
-/* What is not in the map any more goes with its context, in another thread: its address may be
- * somebody else's by now. */
+/* An address that is no longer in the map is being freed with its context in another thread, and
+ * may already belong to another allocation. */
 void gs_virtual_drain(void) {
-    struct later one;
-    while (pick(is_reached, 0, &one)) {
+    struct deferred one;
+    while (remove_one(is_reached, 0, &one)) {
         if (one.event)
             GS_REAL(cuEventDestroy_v2)(one.event);
         struct gs_entry entry;
@@ -224,7 +227,7 @@ void gs_virtual_context_goes(CUcontext context, bool goes) {
         return;
     gs_lock(&gs_self()->lock_virtual);
     for (uint32_t i = 0; i < atomic_load(&gs_virtual_later); i++) {
-        struct later *one = &later[i];
+        struct deferred *one = &deferred[i];
         if (goes && one->event && one->context == context) {
             GS_REAL(cuEventDestroy_v2)(one->event);
             one->event = NULL;
@@ -236,29 +239,29 @@ void gs_virtual_context_goes(CUcontext context, bool goes) {
     gs_unlock(&gs_self()->lock_virtual);
 }
 
-static bool is_at(const struct later *one, uint64_t address) {
+static bool is_at(const struct deferred *one, uint64_t address) {
     return one->address == address;
 }
 
-/* Also when its context goes: the address may soon be another allocation's. */
+/* Also called when its context ends: the address may soon belong to another allocation. */
 void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
-    struct later one = {.event = NULL};
-    if (atomic_load(&gs_virtual_later) && pick(is_at, address, &one) && one.event)
+    struct deferred one = {.event = NULL};
+    if (atomic_load(&gs_virtual_later) && remove_one(is_at, address, &one) && one.event)
         GS_REAL(cuEventDestroy_v2)(one.event);
     gs_residency_stays(address);
     atomic_fetch_sub(&live, 1);
-    release(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});
+    release_parts(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});
 }
 
-/* ---- moving, for turns ---------------------------------------------------------------------- */
+/* ---- moving, for migration slices ----------------------------------------------------------- */
 
 struct move {
     const struct gs_here *here;
     CUstream stream;
-    gs_room_fn room_for; /* on the device; NULL: to the host */
+    gs_room_fn room_for; /* grants room on the device; NULL: move to the host */
 };
 
-/* Asked of every entry, of which none is wanted. */
+/* Called for every entry; returns false so that none is taken. */
 static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) {
     const struct move *m = arg;
     CUdeviceptr base;
@@ -276,12 +279,12 @@ static bool move_one(uint64_t address, const struct gs_entry *entry, void *arg) 
     return false;
 }
 
-static void taken(uint64_t address, const struct gs_entry *entry, void *arg) {
+static void never_taken(uint64_t address, const struct gs_entry *entry, void *arg) {
     (void)address, (void)entry, (void)arg;
 }
 
 void gs_virtual_move(const struct gs_here *here, CUstream stream, gs_room_fn room_for) {
     struct move move = {here, stream, room_for};
     if (gs_virtual_lives() && GS_REAL(cuMemPrefetchAsync) && GS_REAL(cuMemGetAddressRange_v2))
-        gs_map_take_all(&gs_memory, move_one, taken, &move);
+        gs_map_take_all(&gs_memory, move_one, never_taken, &move);
 }

@@ -73,7 +73,8 @@ def fat(*entries):
     parts = b""
     for kind, arch, body in entries:
         body += bytes(-len(body) % 8)
-        parts += struct.pack("<HHIQIIHHIIIQQQ", kind, 1, 72, len(body), 0, 0, 0, 0, arch, 0, 0, 0, 0, 0) + bytes(8) + body
+        head = struct.pack("<HHIQIIHHIIIQQQ", kind, 1, 72, len(body), 0, 0, 0, 0, arch, 0, 0, 0, 0, 0)
+        parts += head + bytes(8) + body
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(parts)) + parts
 
 def function(module, name):
@@ -193,7 +194,8 @@ def test_full_container_keeps_its_compressed_library() -> None:
     """Neither a neighbour's allocations nor the limit changes what a library is charged, and handles stay valid."""
     program = """
         start()
-        image = cubin([(".text.k", 6, 20 * MIB), (".text.other", 6, 60 * MIB), (".nv.global", 3, 10 * MIB)], ["k", "other"])
+        sections = [(".text.k", 6, 20 * MIB), (".text.other", 6, 60 * MIB), (".nv.global", 3, 10 * MIB)]
+        image = cubin(sections, ["k", "other"])
         image = fatbin(2, zstd(image), ZSTD, len(image))
         library, kernel, again = c_void_p(), c_void_p(), c_void_p()
         ok(cuda.cuLibraryLoadData(byref(library), image, None, None, 0, None, None, 0))
@@ -234,14 +236,18 @@ def test_a_busy_neighbour_is_not_charged() -> None:
             ok(function(loaded(image), b"k")[0])
         print((before - info()[0]) // MIB)
     """
-    with Box([1 * GIB]) as box, Box([4 * GIB], simhost=box.simhost) as other:
-        with other.popen(["python3", "-c", PRELUDE + textwrap.dedent(neighbour)], stdout=subprocess.PIPE) as busy:
-            assert busy.stdout
-            assert busy.stdout.readline()
-            try:
-                assert run(box, program, helpers=IMAGES) == ["2"]
-            finally:
-                busy.kill()
+    command = ["python3", "-c", PRELUDE + textwrap.dedent(neighbour)]
+    with (
+        Box([1 * GIB]) as box,
+        Box([4 * GIB], simhost=box.simhost) as other,
+        other.popen(command, stdout=subprocess.PIPE) as busy,
+    ):
+        assert busy.stdout
+        assert busy.stdout.readline()
+        try:
+            assert run(box, program, helpers=IMAGES) == ["2"]
+        finally:
+            busy.kill()
 
 
 def test_entry_that_cannot_be_decompressed_is_charged_as_its_header_states() -> None:
@@ -282,8 +288,10 @@ def test_local_memory_is_charged_at_the_first_launch() -> None:
     """The room is for all threads that the device holds at once, and stays as large as the largest kernel needed."""
     program = """
         start()
-        attribute = lambda which: (lambda value: (ok(cuda.cuDeviceGetAttribute(byref(value), which, 0)), value.value)[1])(c_int())
-        threads = attribute(16) * attribute(39)
+        processors, each = c_int(), c_int()
+        ok(cuda.cuDeviceGetAttribute(byref(processors), 16, 0))
+        ok(cuda.cuDeviceGetAttribute(byref(each), 39, 0))
+        threads = processors.value * each.value
         module = loaded(b"SIMMOD globals=0 code=4096\\n")
         small, large, huge = (function(module, b"k_local_%d" % n)[1] for n in (2048, 4096, 65536))
         launch = lambda which: cuda.cuLaunchKernel(which, 1, 1, 1, 1, 1, 1, 0, None, None, None)
