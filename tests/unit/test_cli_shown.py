@@ -245,7 +245,8 @@ def test_inspect_accepts_unique_prefix(cli: Callable[..., Any], start: Callable[
     assert json.loads(cli("inspect", "web-12", "--format", "json")[1])["id"] == "web-12"
     assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # an exact id precedes a prefix
     assert json.loads(cli("inspect", "ref", "--format", "json")[1])["state"] == "refused"
-    assert cli("inspect", "web") == (64, "", 'gpushare: ID prefix "web" is ambiguous (2 matches): web-1, web-12; type more characters\n')
+    ambiguous = 'gpushare: ID prefix "web" is ambiguous (2 matches): web-1, web-12; type more characters\n'
+    assert cli("inspect", "web") == (64, "", ambiguous)
     code, _, error = cli("inspect", "db")
     assert code == 64 and error.startswith('gpushare: no container "db"; ')
     assert cli("inspect", "")[0] == 64
