@@ -167,7 +167,7 @@ def test_empty_rootless_list_points_to_root(cli: Callable[..., Any], monkeypatch
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli("list") == (0, "no container has a share of a GPU\n", "")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
-    assert cli("list") == (0, "you have no share of a GPU; root sees those of others\n", "")
+    assert cli("list") == (0, "you have no share of a GPU; root sees the shares of all users\n", "")
 
 
 def test_narrow_terminal_drops_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

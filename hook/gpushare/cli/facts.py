@@ -159,7 +159,7 @@ def find(state_dir: str, text: str) -> str:
 
 def none() -> str:
     """The message for a terminal when there is no container to show."""
-    return "you have no share of a GPU; root sees those of others" if rootless.is_rootless() else NONE
+    return "you have no share of a GPU; root sees the shares of all users" if rootless.is_rootless() else NONE
 
 
 def host(paths: Paths) -> Node:

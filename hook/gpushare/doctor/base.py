@@ -53,4 +53,4 @@ def failed(error: GpushareError) -> Result:
 
 def no_driver(machine: Machine) -> Result:
     """SKIP of a check that needs a configuration or a driver; another check reports that it is missing."""
-    return Result(SKIP, "not without a configuration" if machine.config is None else "not without a driver")
+    return Result(SKIP, "needs a configuration" if machine.config is None else "needs a driver")

@@ -53,7 +53,7 @@ def programs(machine: Machine) -> Result:
 def runtime(machine: Machine) -> Result:
     """Whether the low-level runtime, which gpushare-runtime executes, is installed and runs."""
     if machine.config is None:
-        return Result("skip", "not without a configuration")
+        return Result("skip", "needs a configuration")
     path = oci_runtime.find(machine.config)
     try:
         done = subprocess.run(

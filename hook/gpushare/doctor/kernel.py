@@ -69,7 +69,7 @@ def file_leases(machine: Machine) -> Result:
     """Whether each file system whose files are mounted into containers can hide their owner, so that containers cannot
     lease them; see idmap.py."""
     if machine.config is None or rootless.is_rootless():
-        return Result(SKIP, "not without a configuration, and root's rights over mounts")
+        return Result(SKIP, "needs a configuration and root's rights over mounts")
     paths = [machine.config.shim_dir]
     if machine.inventory is not None:
         paths.append(driverfiles.cuda_library(machine.inventory.root, machine.inventory.driver_version))

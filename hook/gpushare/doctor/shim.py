@@ -37,7 +37,7 @@ LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 def files(machine: Machine) -> Result:
     """Whether gpushare's libraries exist, are complete, and are for this CPU architecture."""
     if machine.config is None:
-        return Result(SKIP, "not without a configuration")
+        return Result(SKIP, "needs a configuration")
     folder = machine.config.shim_dir
     for name in LIBRARIES:
         path = os.path.join(folder, name)
@@ -63,7 +63,7 @@ def loads(machine: Machine) -> Result:
     if os.path.lexists(constants.LIMITS):
         return Result(SKIP, "this runs in a share of a GPU")
     if not machine.node.inventory.devices:
-        return Result(SKIP, "not without a device")
+        return Result(SKIP, "needs a device")
     with tempfile.TemporaryDirectory(prefix="gpushare-doctor-") as directory:
         answer = _ask(machine.node, directory)
     return judged(answer)
