@@ -1,6 +1,6 @@
 """`make demo`: two containers at the same time under runc, through the hook, on one simulated 16 GiB GPU.
 
-Exit code 0 when both limits were kept and reached, as the simulated GPU itself counted; 1 when not.
+Exit code 0 if the simulated GPU counted that both containers reached their limit and neither exceeded it; else 1.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ ASKED = {"alice": ("4Gi", 4 * GIB), "bob": ("25%", GPU_BYTES // 4)}
 
 
 def interrupted(number: int, _: Any) -> None:
-    """SIGTERM and SIGHUP end the demo as Ctrl-C does: through every cleanup."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that every cleanup runs."""
     raise KeyboardInterrupt
 
 
 def context_bytes(seen: dict[str, Any]) -> int:
-    """What the program had before its first allocation."""
+    """The memory that the program used before its first allocation."""
     taken: int = seen["cuda_total_bytes"] - seen["cuda_free_bytes"]
     return taken
 
 
 def judged(name: str, full: dict[str, Any], seen: dict[str, Any], ledger_bytes: int) -> show.Row:
-    """Over the limit is a miss, and so is more than one block under what was free at the start."""
+    """The row of one container, with a verdict if it exceeded its limit, could not allocate all memory that was free at
+    the start (up to one block), or did not see its limit."""
     asked, limit_bytes = ASKED[name]
     verdict = ""
     if ledger_bytes > limit_bytes:

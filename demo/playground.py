@@ -1,14 +1,14 @@
-"""A place to try gpushare in, without a GPU: `make playground` opens a shell in it.
+"""An environment to try gpushare without a GPU: `make playground` opens a shell in it.
 
     python -m demo.playground [--no-docker] [COMMAND...]      default: an interactive bash
 
-One simulated GPU of 16 GiB, `gpushare` in PATH, /etc/gpushare/config.yaml that names both, a docker daemon and its
-image `demo` with two CUDA programs: `probe` takes memory until it is refused, `busy` keeps the GPU busy. podman
-works too where it is installed, with images of its own.
+It has a simulated GPU of 16 GiB, `gpushare` in PATH, /etc/gpushare/config.yaml for both, and a docker daemon. The image
+`demo` has two CUDA programs: `probe` allocates memory until an allocation fails, `busy` keeps the GPU busy. If podman
+is installed, it works too, with its own images.
 
-All of it is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files, /run
-is empty. There is no network but loopback. What is written there, containers and programs go when COMMAND ends, whose
-exit code is ours.
+The playground is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files,
+and /run is empty. The only network is loopback. When COMMAND ends, its files, containers and programs are removed. The
+exit code is that of COMMAND.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _CLONE_NEWNET, _SIOCSIFFLAGS, _IFF_UP = 0x40000000, 0x8914, 1  # <sched.h>, <lin
 IMAGE = "demo"
 CONFIG = Path("/etc/gpushare/config.yaml")
 WELCOME = "A simulated GPU, gpushare and docker (image: demo). docs/tour.md has a tour; `exit` leaves nothing behind."
-# There is no systemd in here: this knows the one thing that docs say to it
+# The playground has no systemd. This script supports `systemctl reload docker`, the only call in the docs
 SYSTEMCTL = """\
 #!/bin/sh
 [ "$*" = "reload docker" ] || {
-    echo "systemctl: no systemd in here, only docker can be reloaded; the next playground begins anew" >&2
+    echo "systemctl: no systemd in here, only docker can be reloaded; a new playground starts from scratch" >&2
     exit 1
 }
 kill -HUP PID
@@ -67,12 +67,12 @@ runroot = "/run/containers/storage"
 
 
 def interrupted(number: int, _: Any) -> None:
-    """SIGTERM and SIGHUP end it as its command's end does: through every cleanup."""
+    """Handle SIGTERM and SIGHUP so that every cleanup runs, as after the end of the command."""
     raise KeyboardInterrupt
 
 
 def own_network() -> None:
-    """Loopback only. Docker warns of a host that forwards nothing, so this one would."""
+    """Enter a network namespace with loopback only. Enable IP forwarding, because Docker warns if it is disabled."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWNET) != 0:
         raise RuntimeError("unshare CLONE_NEWNET: not permitted")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -82,7 +82,7 @@ def own_network() -> None:
 
 
 def own_view(directory: Path) -> None:
-    """/etc, /var/lib and /run of a host on which nobody has installed gpushare or docker."""
+    """Mount /etc, /var/lib and /run as on a host without gpushare and docker."""
     mount_tmpfs(directory, "size=256m,mode=711")
     for place in ("/etc", "/var/lib"):
         upper, work = directory / f"upper{place}", directory / f"work{place}"
@@ -97,14 +97,15 @@ def own_view(directory: Path) -> None:
 
 
 def image(root: Path) -> Path:
-    """Its root file system."""
+    """Make the root file system of the image `demo`."""
     make_root(root)
     shutil.copy2(busy.build(), root / "usr/bin")
     return root
 
 
 def start_docker(directory: Path, image_root: Path, cleanup: contextlib.ExitStack) -> dict[str, str]:
-    """A daemon that reads /etc/docker/daemon.json, as those of distributions do -> environment of its client."""
+    """Start a daemon that reads /etc/docker/daemon.json, like those of distributions. Returns variables for its
+    client."""
     daemon = Dockerd(directory)
     daemon.config_file = Path("/etc/docker/daemon.json")
     daemon.config_file.parent.mkdir()
@@ -113,12 +114,12 @@ def start_docker(directory: Path, image_root: Path, cleanup: contextlib.ExitStac
     daemon.start()
     daemon.must("import", str(make_tar(image_root, directory / "image.tar")), IMAGE)
     (directory / "client").mkdir(exist_ok=True)
-    (directory / "client" / "config.json").write_text("{}\n")  # podman reads it too, and wants it to be there
+    (directory / "client" / "config.json").write_text("{}\n")  # podman reads it too, and fails if it does not exist
     return {"DOCKER_HOST": f"unix://{directory / 'socket'}", "DOCKER_CONFIG": str(directory / "client")}
 
 
 def prepare_podman(directory: Path) -> None:
-    """Storage and settings of its own; its locks are in /dev/shm, where other podmans of this machine have theirs."""
+    """Give podman its own storage and settings, and its own /dev/shm, where podman's locks are."""
     mount_tmpfs(Path("/dev/shm"), "mode=1777")
     for name, text in PODMAN.items():
         path = Path("/etc/containers", name)
@@ -127,11 +128,12 @@ def prepare_podman(directory: Path) -> None:
 
 
 def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dict[str, str]:
-    """-> environment of the command. `directory` has a short name: sockets are in it."""
+    """Set the playground up and return the command's environment. `directory` must have a short path, because it
+    contains sockets."""
     own_view(directory)
     node = host.Node(directory / "node", make_simhost(directory / "host", gpus=1, memory_bytes=16 << 30))
     node.move(str(CONFIG), "/run/gpushare")
-    lines = yaml.safe_dump(yaml.safe_load(CONFIG.read_text()), sort_keys=False)  # not JSON, so that one can add to it
+    lines = yaml.safe_dump(yaml.safe_load(CONFIG.read_text()), sort_keys=False)  # as YAML blocks, which users can edit
     CONFIG.write_text(lines)
     image_root = image(directory / "image")
     tools = directory / "bin"
@@ -150,11 +152,11 @@ def prepare(directory: Path, docker: bool, cleanup: contextlib.ExitStack) -> dic
 
 
 def end_all() -> None:
-    """What the command has left running: it came to us."""
+    """Kill the processes that the command left running. This process is a subreaper, so they are its children."""
     while left := processes.children():
         for pid in left:
             processes.kill_and_reap(pid)
-    subprocess.run([host.BIN / "gpushare", "prune"], stdout=subprocess.DEVNULL)  # cgroups of `gpushare run`
+    subprocess.run([host.BIN / "gpushare", "prune"], stdout=subprocess.DEVNULL)  # removes cgroups of `gpushare run`
 
 
 def main(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""How the demo looks: plain text, coloured only on a terminal."""
+"""Print the demo's output: text, with colour on a terminal."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 class Row(NamedTuple):
-    """What one container asked for and what came of it, in bytes."""
+    """One container's request and results, in bytes."""
 
     name: str
     asked: str
     limit_bytes: int
     context_bytes: int  # taken before the first allocation
-    got_bytes: int
-    ledger_bytes: int
-    verdict: str  # "" when the limit was kept and reached
+    got_bytes: int  # successfully allocated by the program
+    ledger_bytes: int  # peak that the simulated GPU counted
+    verdict: str  # "" if the limit was reached and not exceeded
 
 
 def size(count: int) -> str:
-    """As gpushare shows it: 1024-based, exact when whole; a few bytes stay bytes, since they can decide."""
+    """A size in GiB or MiB, like in gpushare's output. Less than 1 MiB is shown in bytes, because even a few bytes over
+    the limit count."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if count >= unit:
             return f"{count // unit} {name}" if count % unit == 0 else f"{count / unit:.2f} {name}"

@@ -1,10 +1,10 @@
-"""What runs in each container of the demo: an ordinary CUDA program that knows nothing of gpushare.
+"""The program in each container of the demo: an ordinary CUDA program without any code for gpushare.
 
-It looks at the GPU through NVML (nvidia-ml-py) and the driver API (cuda-bindings), takes memory until it is refused,
-holds it until it is told to stop, and gives it back. It speaks to its audience through two FIFOs:
+It queries the GPU through NVML (nvidia-ml-py) and the driver API (cuda-bindings), allocates memory until an allocation
+fails, and frees it when the demo tells it to. It communicates with the demo through two FIFOs:
 
-    events   one line of JSON for each thing done: seen, full, freed
-    go       a line arrives when the host has looked
+    events   one line of JSON after each step: seen, full, freed
+    go       the demo writes a line to start the next step
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cuda.bindings import driver as cuda
 
 MIB = 1 << 20
 FIRST_BYTES = 256 * MIB  # the size of the first requests; halved at each refusal
-LAST_BYTES = 2 * MIB  # the driver's own block
+LAST_BYTES = 2 * MIB  # the driver's allocation granularity
 
 
 def call(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned beside its error code; RuntimeError on any error."""
+    """The values that a driver call returned after its error code. Raises RuntimeError on an error."""
     error, *values = result
     if error != cuda.CUresult.CUDA_SUCCESS:
         raise RuntimeError(error.name)
@@ -31,7 +31,7 @@ def call(result: tuple[Any, ...]) -> Any:
 
 
 def seen() -> dict[str, Any]:
-    """The GPU as both libraries describe it."""
+    """The GPU's name and sizes, as reported by NVML and the driver API."""
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -47,7 +47,7 @@ def seen() -> dict[str, Any]:
 
 
 def allocate_until_refused() -> tuple[list[Any], int, str]:
-    """(pointers, bytes, the name of the last error)."""
+    """Allocate memory until even LAST_BYTES are refused. Returns (pointers, bytes, name of the last error)."""
     pointers, got_bytes, size_bytes, refusal = [], 0, FIRST_BYTES, ""
     while size_bytes >= LAST_BYTES:
         error, pointer = cuda.cuMemAlloc(size_bytes)

@@ -1,11 +1,11 @@
-# The bundle for hosts without Python: build/dist/gpushare, and the same as a tar archive with its checksum.
+# The bundle for hosts without Python: build/dist/gpushare, and a tar archive of it with its checksum.
 
 DIST := build/dist/gpushare
 DIST_VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 DIST_NAME = gpushare-$(DIST_VERSION)-linux-x86_64
 DIST_SOURCES := $(shell find hook/gpushare -name '*.py') $(wildcard config/*.*) packaging/gpushare.spec
 
-# Everything that is dated has the time of the last commit: two builds of one commit are the same bytes.
+# All timestamps are the time of the last commit, so that two builds of one commit are identical.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
 
 build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
@@ -13,24 +13,25 @@ build/dist/boot: hook/launcher/boot.c hook/launcher/launcher.mk | $(SETUP)
 	$(LAUNCHER_CC) $(LAUNCHER_CFLAGS) $(LAUNCHER_LDFLAGS) -o $@.new $<
 	@mv $@.new $@
 
-build/.setup-dist: $(SETUP) packaging/bootstrap README.md # which is in the metadata of what is installed
+build/.setup-dist: $(SETUP) packaging/bootstrap README.md # README.md is part of the installed metadata
 	@packaging/bootstrap dist
 	@packaging/venv "$(PYTHON)" package
 	@touch $@
 
-# What no file's time tells: these are written when they would say something else than before, and only then.
-SAYS = mkdir -p $(@D); [ -f $@ ] && [ "$$(cat $@)" = "$(1)" ] || echo "$(1)" >$@
-# WITH=kubernetes: also what gpushare k8s-plugin needs. The bundle of the plugin's image has it in any case.
+# Prerequisites that are no files (variables, a list of names): each is stored in a file, which is written only when its
+# content changes.
+STORE = mkdir -p $(@D); [ -f $@ ] && [ "$$(cat $@)" = "$(1)" ] || echo "$(1)" >$@
+# WITH=kubernetes: include what gpushare k8s-plugin needs. The bundle of the plugin's image always includes it.
 export WITH ?=
 build/dist/.with: .FORCE
-	@$(call SAYS,$(WITH))
-# The date in archives and packages; the bundle has none in it
+	@$(call STORE,$(WITH))
+# The date in archives and packages; the bundle contains no date
 DATED := build/dist/.dated
 $(DATED): .FORCE
-	@$(call SAYS,$(SOURCE_DATE_EPOCH))
-# Which modules there are: one that was removed is newer than nothing
+	@$(call STORE,$(SOURCE_DATE_EPOCH))
+# The list of modules: make would not notice that a module was removed
 build/dist/.names: .FORCE
-	@$(call SAYS,$(sort $(DIST_SOURCES)))
+	@$(call STORE,$(sort $(DIST_SOURCES)))
 .PHONY: .FORCE
 
 IN_DIST := build/.setup-dist build/dist/boot $(LAUNCHERS) $(SNAPSHOT_MADE) $(SHIM_RELEASE_x86_64) build/man/.complete $(DIST_SOURCES) build/dist/.names packaging/dist.mk packaging/licences LICENSE
@@ -39,7 +40,7 @@ $(DIST)/.complete: $(IN_DIST) build/dist/.with
 	build/venv/bin/pyinstaller --noconfirm --log-level WARN --distpath build/dist --workpath build/dist/work packaging/gpushare.spec
 	@touch $@
 
-# Its files have one owner, one order, one time and modes that no umask decides.
+# Owner, order, time and modes of its files are fixed, so that the archive is reproducible.
 ARCHIVE := build/dist/$(DIST_NAME).tar.gz
 $(ARCHIVE): $(DIST)/.complete $(DATED)
 	@rm -f build/dist/gpushare-*.tar.gz*

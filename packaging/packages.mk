@@ -1,5 +1,5 @@
-# What is handed out, in build/packages: the archive, wheels, .deb, .rpm, the shim for other machines, and the contexts of
-# two images for a cluster: one installs gpushare on its nodes, one is the device plugin.
+# The released files, in build/packages: the archive, wheels, .deb, .rpm, and the contexts of two images for a cluster
+# (installer and device plugin).
 
 PACKAGES := build/packages
 STAGE := build/stage
@@ -8,7 +8,7 @@ WHEELS := $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/.complete)
 .PHONY: packages test-packages
 packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, .rpm, images for Kubernetes
 
-# The launchers of a wheel have their Python beside them, under another name.
+# The launchers of a wheel start gpushare-hook.py and gpushare-runtime.py beside them.
 WHEEL_CFLAGS := $(LAUNCHER_CFLAGS) '-DPYTHON_PROGRAM="%s/%s.py"' '-DSNAPSHOT="%s/../libexec/gpushare/snapshot"'
 WHEEL_CC_x86_64 = $(LAUNCHER_CC)
 WHEEL_CC_aarch64 = $(SHIM_ZIG) -target aarch64-linux-musl
@@ -34,7 +34,7 @@ $(STAGE)/.complete: $(DIST)/.complete $(DATED) packaging/stage packaging/config.
 	@packaging/stage $(DIST) $(STAGE)
 	@touch $@
 
-# One owner, one order, one time, and modes that no umask decides
+# Owner, order, time and modes of files are fixed, so that archives are reproducible
 TAR := tar --sort=name --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --mtime="@$$SOURCE_DATE_EPOCH" --exclude=.complete
 INSTALLER := packaging/kubernetes/installer
 PLUGIN_IMAGE := packaging/kubernetes/plugin
@@ -56,8 +56,8 @@ $(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)
 	@packaging/bootstrap packages
 	@touch $@
 
-# The simulated driver for aarch64, and the program that takes and gives memory by it. stress is linked to a later C
-# library, that of the Debian whose programs make test-packages starts.
+# The simulated driver for aarch64, and the test program that allocates and frees memory with it. `stress` is linked
+# with the newer C library of the Debian release in which make test-packages runs programs.
 AARCH64 := build/aarch64
 AARCH64_CC = $(SHIM_ZIG) -target aarch64-linux-gnu.2.36
 $(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard simulator/*.[ch] simulator/*/*.[ch]) build/.setup-dist
@@ -70,7 +70,7 @@ $(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard simul
 $(AARCH64)/stress: tests/shim/stress.c tests/shim/families.h tests/packages/robust.c $(AARCH64)/sim/libcuda.so.1
 	$(AARCH64_CC) -O2 -rdynamic -Wall -Wextra -Werror -I$(CUDA_INCLUDE) -o $@ $(filter %.c %.so.1,$^) -ldl
 
-# Packages of 0.1.0, for the upgrade from them: from a clone of this repository, kept
+# Packages of 0.1.0, to test the upgrade from them. They are built from a clone of this repository, which is kept.
 FIRST_VERSION := 461939a
 build/before/build/packages/.$(FIRST_VERSION):
 	rm -rf build/before

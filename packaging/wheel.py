@@ -1,13 +1,13 @@
-"""What a wheel has besides the modules: shim and programs of one machine (run by hatchling, for `make packages`).
+"""Add the shim and the programs for one CPU architecture to a wheel. hatchling runs this for `make packages`.
 
-Below the prefix, which is a virtual environment's directory or /usr/local:
+Files below the prefix, which is a virtual environment's directory or /usr/local:
 
 bin/gpushare-hook, gpushare-runtime   the launchers
-bin/gpushare-runtime-cri              the second under another name: a wheel has no links
-libexec/gpushare/snapshot             what the launchers start (docs/internals/snapshot.md)
-bin/gpushare-hook.py, gpushare-runtime.py   what they start without it; pip puts its Python into the first line
-libexec/gpushare/shim/                the library that stands in containers
-libexec/gpushare/licenses/            of what the static programs contain
+bin/gpushare-runtime-cri              a copy of gpushare-runtime, because a wheel cannot contain links
+libexec/gpushare/snapshot             the program that the launchers start (docs/internals/snapshot.md)
+bin/gpushare-hook.py, gpushare-runtime.py   the programs that they start without a snapshot; pip sets their Python
+libexec/gpushare/shim/                the library for containers
+libexec/gpushare/licenses/            licences of code in the static programs
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 MACHINE = "GPUSHARE_WHEEL_MACHINE"
-HOME = "libexec/gpushare"  # as installed.py and the launchers have it
+HOME = "libexec/gpushare"  # the same path as in installed.py and the launchers
 PROGRAMS = ("gpushare-hook", "gpushare-runtime")
 
 
 class Compiled(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Raises RuntimeError for a wheel that would hold no limit."""
-        if version == "editable":  # programs and shim of a source tree are those in build/
+        """Add the files. Raises RuntimeError without a compiled shim: such a wheel could not enforce limits."""
+        if version == "editable":  # a source tree uses the programs and shim in build/
             return
         machine = os.environ.get(MACHINE)
         if not machine:

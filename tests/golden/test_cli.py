@@ -210,7 +210,7 @@ ROWS = (
         "driver",
         Result(FAIL, "no NVIDIA driver is loaded (no version in /proc/driver/nvidia)", "load it, or set driver.root"),
     ),
-    ("devices", Result(SKIP, "not without a driver")),
+    ("devices", Result(SKIP, "needs a driver")),
     (
         "engines",
         Result(

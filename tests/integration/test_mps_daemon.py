@@ -193,7 +193,7 @@ def test_start_after_a_daemon_s_death_is_clean(host: Host) -> None:
     (row,) = host.mps("status", code=1)
     assert row["state"] == "dead" and f"pid {before}" in row["note"] and row["pid"] is None
     (host.folder / "ready").unlink()  # as after another boot that kept the directory
-    assert finding(host.node, "MPS").detail == f"stale {host.folder}/pipe: nobody listens there"
+    assert finding(host.node, "MPS").detail == f"stale {host.folder}/pipe: no process listens there"
     (again,) = host.mps("start", "--compute", "70")
     assert again["how"] == "started" and again["pid"] != before
     assert host.ask("get_default_active_thread_percentage", "share") == "70.0"  # where tenants connect
@@ -251,7 +251,7 @@ def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
-    assert "is of uid 1000, who sets its limits as he likes" in finding(host.node, "MPS").detail
+    assert "is of uid 1000, a user who can change its limits" in finding(host.node, "MPS").detail
     assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
     host.quit()
 

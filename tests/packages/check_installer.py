@@ -88,7 +88,7 @@ def test_images_install_export_and_remove(pod: Callable[..., Container], node: P
     (patch,) = yaml.safe_load((KUBERNETES / "remove/kustomization.yaml").read_text())["patches"]
     (step,) = yaml.safe_load(patch["patch"])
     removal = pod(INSTALLER, *step["value"])
-    until(removal, "gpushare is gone from this node")
+    until(removal, "gpushare is removed from this node")
     assert not [path for path in tree(node) - before if "gpushare" in path] and not (node / FEATURES).exists()
     assert removal.state()["status"] == "running"  # or its DaemonSet would restart it in a loop
     assert end(removal) == 0

@@ -307,7 +307,7 @@ def test_empty_option_value_is_refused() -> None:
     ("words", "message"),
     [
         ("mps start --uid " + "9" * 5000, 'gpushare: --uid "9'),
-        ("mps start --uid 4294967295", 'gpushare: --uid "4294967295" is no number of a user'),
+        ("mps start --uid 4294967295", 'gpushare: --uid "4294967295" is no user id'),
         ("export --interval nan", "invalid value for '--interval': 'nan' is not a number"),
         ("top --once --interval nan", "invalid value for '--interval': 'nan' is not a number"),
         ("k8s-plugin --memory-unit 25%", 'unknown unit "%"; write 1Mi, 64Mi or 1Gi'),

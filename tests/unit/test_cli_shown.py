@@ -167,7 +167,7 @@ def test_empty_rootless_list_points_to_root(cli: Callable[..., Any], monkeypatch
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli("list") == (0, "no container has a share of a GPU\n", "")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
-    assert cli("list") == (0, "you have no share of a GPU; root sees those of others\n", "")
+    assert cli("list") == (0, "you have no share of a GPU; root sees the shares of all users\n", "")
 
 
 def test_narrow_terminal_drops_columns(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +245,8 @@ def test_inspect_accepts_unique_prefix(cli: Callable[..., Any], start: Callable[
     assert json.loads(cli("inspect", "web-12", "--format", "json")[1])["id"] == "web-12"
     assert json.loads(cli("inspect", "web-1", "--format", "json")[1])["id"] == "web-1"  # an exact id precedes a prefix
     assert json.loads(cli("inspect", "ref", "--format", "json")[1])["state"] == "refused"
-    assert cli("inspect", "web") == (64, "", 'gpushare: "web" begins 2 ids: web-1, web-12; give more of it\n')
+    ambiguous = 'gpushare: ID prefix "web" is ambiguous (2 matches): web-1, web-12; type more characters\n'
+    assert cli("inspect", "web") == (64, "", ambiguous)
     code, _, error = cli("inspect", "db")
     assert code == 64 and error.startswith('gpushare: no container "db"; ')
     assert cli("inspect", "")[0] == 64

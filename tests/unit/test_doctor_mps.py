@@ -85,8 +85,8 @@ DEAD = {"start": 1}
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "well": ({}, OK, "runs on GPU 0, at most 60%, for 1 container", ""),
     "wrong user": (
-        *({"listens": SOMEBODY}, FAIL, "the daemon of GPU 0 (pid 1) is of uid 1000, who sets its limits as he likes"),
-        f"have it ended, then {START}",
+        *({"listens": SOMEBODY}, FAIL, "the daemon of GPU 0 (pid 1) is of uid 1000, a user who can change its limits"),
+        f"end that daemon, then {START}",
     ),
     "dead": (
         *({"listens": NOBODY, **DEAD}, FAIL, f"the daemon of GPU 0 (pid {PID}) has died; programs get errors in c1"),
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "not offered": ({"is_ready": False}, FAIL, f"for GPU 0 (pid {PID}) whose limits are not set", START),
     "damaged": ({"uid": "me"}, FAIL, "whose limits are not set", START),
     "gone": ({"listens": NOBODY, "is_ready": False}, FAIL, "is gone; programs get errors in c1", START),
-    "deaf": ({"listens": NOBODY}, FAIL, f"the daemon of GPU 0 (pid {PID}) listens no more", AGAIN),
+    "deaf": ({"listens": NOBODY}, FAIL, f"the daemon of GPU 0 (pid {PID}) no longer listens", AGAIN),
     "other pid": ({"listens": OTHER}, FAIL, f"pid 9 listens for GPU 0, and pid {PID} was given", AGAIN),
     "limits changed": ({"said": "100.0%, 1G"}, FAIL, "its limits are 100.0%, 1G, not 60.0%, 1G", AGAIN),
     "server died": (
@@ -133,7 +133,7 @@ def test_pipe_directory_without_daemon_is_reported(allowed: Machine, daemon: Cal
     folder = mps.directory(allowed.state_dir, UUID)
     found = ask("MPS", allowed)
     assert found == Result(
-        WARN, f"stale {folder}/pipe: nobody listens there", f"{START}, or gpushare mps stop --device 0"
+        WARN, f"stale {folder}/pipe: no process listens there", f"{START}, or gpushare mps stop --device 0"
     )
     os.rmdir(f"{folder}/pipe")
     assert ask("MPS", allowed).detail == "policy.allowed_backends has mps, and no GPU has a daemon"

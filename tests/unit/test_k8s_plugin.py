@@ -130,9 +130,9 @@ def test_removed_devices_and_driver_are_found(tmp_path: Path) -> None:
 
     assert gone() == {}
     shutil.rmtree(instance.parent)
-    assert gone() == {part.uuid: "the MIG device is no more"}
+    assert gone() == {part.uuid: "the MIG device is gone"}
     shutil.rmtree(gpus[0])
-    assert gone() == {part.uuid: "the MIG device is no more", whole.uuid: f"no GPU at {whole.bus_id} any more"}
+    assert gone() == {part.uuid: "the MIG device is gone", whole.uuid: f"no GPU at {whole.bus_id} any more"}
     version.unlink()
     assert set(gone().values()) == {"no driver is loaded"}
 

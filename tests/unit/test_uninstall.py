@@ -128,7 +128,7 @@ def test_dry_run_and_unanswered_question_do_nothing(cli: Callable[..., Any], roo
     code, planned, _ = cli("--dry-run")
     assert code == 0 and "remove /etc/containers/containers.conf.d/gpushare.conf\n" in planned
     code, asked, error = cli()
-    assert (code, asked) == (1, planned) and "say --yes" in error
+    assert (code, asked) == (1, planned) and "give --yes" in error
     assert files(root) == before and mounts_below(root)
     value = json.loads(cli("--dry-run", "--format", "json")[1])
     assert value["steps"] == planned.splitlines() and "systemctl restart docker" in value["next"]

@@ -1,4 +1,4 @@
-"""The command line. One subcommand, one module; none of this is on the container start path."""
+"""The command line, one module per subcommand. The container start path does not import this package."""
 
 from .main import main
 

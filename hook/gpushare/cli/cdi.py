@@ -19,11 +19,11 @@ from .options import Paths, given, with_no_color
 from .output import write, write_line
 from .runtime import settings_of
 
-_FORMATS = {".json": "json", ".yaml": "yaml"}  # by a file's ending, which is how engines know what it is
+_FORMATS = {".json": "json", ".yaml": "yaml"}  # engines take the format from the file's ending
 
 
-class _Whole(yaml.SafeDumper):
-    """Hooks are the same for every device, and each is written out: not all readers like aliases."""
+class _NoAliasDumper(yaml.SafeDumper):
+    """Write the same hooks out for every device, because some YAML readers do not support aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,18 +31,18 @@ class _Whole(yaml.SafeDumper):
 
 @click.group("cdi")
 def cdi_group() -> None:
-    """The Container Device Interface."""
+    """Use the Container Device Interface (CDI)."""
 
 
 @cdi_group.command()
 @click.option(
-    "--output", "path", callback=given, metavar="FILE", help="Write it there, such as /etc/cdi/gpushare.yaml."
+    "--output", "path", callback=given, metavar="FILE", help="Write to this file, such as /etc/cdi/gpushare.yaml."
 )
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["json", "yaml"]),
-    help="How it is written.  [default: as FILE's ending says, else yaml]",
+    help="Output format.  [default: by FILE's ending, else yaml]",
 )
 @click.option(
     "--program", callback=given, default="", metavar="FILE", help="gpushare-hook, when it is not beside this program."
@@ -50,10 +50,10 @@ def cdi_group() -> None:
 @with_no_color
 @click.pass_obj
 def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: str) -> None:
-    """Write the devices that engines can give to containers.
+    """Write a CDI specification of this host's devices.
 
-    They are gpushare.io/share=any and gpushare.io/share=UUID for each device; how much of it is GPUSHARE_MEMORY and the
-    like. Run it again when devices or policy have changed.
+    Engines can then give containers gpushare.io/share=any, or gpushare.io/share=UUID for a certain device.
+    GPUSHARE_MEMORY and the other variables set the limits. Run the command again when devices or policy have changed.
     """
     kind = _format_of(path, kind)
     settings = settings_of(paths, "")
@@ -62,7 +62,7 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
     value = devices.document(node, settings)
     text = json.dumps(value, indent=2) + "\n"
     if kind == "yaml":
-        text = "# Written by `gpushare cdi generate`.\n" + yaml.dump(value, Dumper=_Whole, sort_keys=False)
+        text = "# Written by `gpushare cdi generate`.\n" + yaml.dump(value, Dumper=_NoAliasDumper, sort_keys=False)
     if path is None:
         write(text)
     else:
@@ -79,7 +79,8 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
 
 
 def _format_of(path: Optional[str], kind: Optional[str]) -> str:
-    """Raises click.UsageError for a file that engines would not read. JSON is YAML too, but not the other way round."""
+    """The format to write. Raises click.UsageError for a file that engines would not read. A .yaml file may hold JSON,
+    because JSON is valid YAML; a .json file must not hold YAML."""
     if path is None:
         return kind or "yaml"
     ending = os.path.splitext(path)[1]

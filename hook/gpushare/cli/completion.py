@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print the script with which a shell completes our words.
+    """Generate a shell completion script.
 
     For bash write `source <(gpushare completion bash)` into ~/.bashrc, for zsh the same with zsh into ~/.zshrc after
     compinit. For fish: gpushare completion fish >~/.config/fish/completions/gpushare.fish

@@ -18,7 +18,7 @@ from .output import Column, write_json, write_line, write_table
 
 @click.group()
 def config() -> None:
-    """The configuration file."""
+    """Check or show the configuration file."""
 
 
 @config.command()
@@ -53,9 +53,10 @@ def check(paths: Paths, file: Optional[str], output: str) -> int:
 @with_format
 @click.pass_obj
 def show(paths: Paths, file: Optional[str], output: str) -> None:
-    """Print what is in force.
+    """Print the effective configuration.
 
-    Every key of FILE, or of that of --config, with its value, and its default where that is another.
+    Prints every key with its value, and the default of each value that was changed. Reads FILE, or the file of
+    --config.
     """
     path = _path(paths, file)
     values = effective(load_config(path))
@@ -75,7 +76,7 @@ def _path(paths: Paths, file: Optional[str]) -> str:
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as the file nests them."""
+    """Convert dotted keys to nested objects, as in the configuration file."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *parents, leaf = name.split(".")

@@ -29,18 +29,19 @@ _LIST = (
     Column("state", style=state_style),
     Column("age", right=True, leaves=1),
 )
-# When any of them has one: why it is dead, damaged or over its limit, and the program that `gpushare run` started
+# Columns that are shown only if a container has a value for them. Note: why it is dead, damaged or over its limit.
+# Command: the program that `gpushare run` started. On host: memory of an oversubscribed share.
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=3)
-_HOST = Column("on host", right=True)  # when any of them may have something there
+_HOST = Column("on host", right=True)
 
 
 @click.command("list")
 @with_format
 @click.pass_obj
 def list_(paths: Paths, output: str) -> None:
-    """Containers that have a share of a GPU.
+    """List the containers that have a share of a GPU.
 
-    One line for each device, the oldest container first.
+    Prints one line for each device of a container, the oldest container first.
     """
     found = facts.containers(paths.state_dir)
     if output == "json":
@@ -63,12 +64,12 @@ def list_(paths: Paths, output: str) -> None:
     rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
     write_table((*columns, *(column for column, _ in more)), rows)
     notes = [f"{constants.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
-    for line in ["", *notes] if notes else ():  # too long for a table that a person looks at
+    for line in ["", *notes] if notes else ():  # on a terminal notes are too long for the table
         write_line(line)
 
 
 def _command(one: facts.Container) -> str:
-    """The command line of a program without a container; "" for containers."""
+    """The command line of a program that `gpushare run` started; "" for a container."""
     return one.lease.bundle if one.lease and one.lease.dialect == constants.RUN_DIALECT else ""
 
 
@@ -97,7 +98,7 @@ def limit_text(use: facts.Use) -> str:
 
 
 def host_text(use: Optional[facts.Use]) -> str:
-    """What lies on the host, and what may: "1 GiB of 4 GiB"."""
+    """An oversubscribed share's memory on the host and its maximum: "1 GiB of 4 GiB"."""
     if use is None or not use.share.virtual_bytes:
         return "-"
     most = use.share.virtual_bytes - (use.share.memory_limit_bytes or 0)
@@ -105,14 +106,14 @@ def host_text(use: Optional[facts.Use]) -> str:
 
 
 def compute_text(use: facts.Use) -> str:
-    """What it had of the device's time in the last second, and its limit: "27% of 30%"."""
-    had = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
+    """The device time that a container used in the last second, and its limit: "27% of 30%"."""
+    used = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
     percent = use.share.compute_percent
-    return had if percent is None else f"{had} of {percent}%{' soft' if use.share.soft else ''}"
+    return used if percent is None else f"{used} of {percent}%{' soft' if use.share.soft else ''}"
 
 
 def plain(one: facts.Container) -> dict[str, Any]:
-    """A container as JSON values; bytes are numbers, no limit is null."""
+    """A container as JSON values. Sizes are numbers of bytes; null stands for no limit."""
     return {
         "id": one.id,
         "state": one.state,
@@ -155,10 +156,9 @@ def plain(one: facts.Container) -> dict[str, Any]:
 @with_format
 @click.pass_obj
 def inspect(paths: Paths, id: str, output: str) -> None:
-    """One container, its processes, its last refusal.
+    """Show a container, its processes and its last refusal.
 
-    ID is that of `gpushare list` and `docker ps`, not docker's name. It may be shortened as long as it is the only one
-    that begins so.
+    ID is the container id of `gpushare list` and `docker ps`, not docker's name. Any unambiguous prefix works.
     """
     container_id = facts.find(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)

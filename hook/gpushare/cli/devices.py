@@ -35,7 +35,7 @@ _COLUMNS = (
 @with_format
 @click.pass_obj
 def devices(paths: Paths, output: str) -> None:
-    """GPUs of this host and their MIG devices: who has how much."""
+    """List GPUs and MIG devices, and how much of each is free."""
     host = facts.host(paths)
     seen = leases.view(paths.state_dir)
     live = limit_update.settled(paths.state_dir, seen.live, keep=False)
@@ -66,15 +66,15 @@ def devices(paths: Paths, output: str) -> None:
 
 
 def listed(host: Node, ledger: placement.Ledger) -> list[dict[str, Any]]:
-    """All of them as JSON values, a GPU before its MIG devices."""
+    """All devices as JSON values, each GPU before its MIG devices."""
     everything = (*host.inventory.devices, *host.inventory.mig)
     in_order = sorted(everything, key=lambda device: (device.index, device.mig_index))
     return [_plain(device, host, ledger) for device in in_order]
 
 
 def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, Any]:
-    """One device as JSON values. `grantable_bytes` is what may be granted in all (memory_overcommit); of compute
-    hard limits count."""
+    """One device as JSON values. `grantable_bytes` is the total that may be granted (memory times memory_overcommit).
+    Only hard limits count as granted compute."""
     grantable = placement.capacity_bytes(device, host.config)
     compute = sum(percent for _, percent in ledger.compute.get(device.uuid, ()))
     grantable_percent = capacity_percent(device, host.config)

@@ -22,10 +22,10 @@ _COLUMNS = (
 @with_format
 @click.pass_obj
 def doctor(paths: Paths, output: str) -> int:
-    """Find out what is wrong with this host.
+    """Check this host for problems.
 
-    Checks the driver, devices, kernel, cgroups, engines, leases, and whether the library loads over the driver. Nothing
-    is changed. Ends with 1 when any check fails; a warning is something that you should know.
+    Checks the driver, devices, kernel, cgroups, engines, leases, and whether gpushare's library works with the driver.
+    Changes nothing. The exit code is 1 if a check fails, 0 if there are only warnings.
     """
     found = _examined(paths)
     failures = sum(result.result == checks.FAIL for _, result in found)
@@ -44,7 +44,8 @@ def doctor(paths: Paths, output: str) -> int:
 
 
 def _rows(check: checks.Check, result: checks.Result) -> list[tuple[str, str, str]]:
-    """For a person: what to do is below what is wrong, where there is room for it."""
+    """The rows of one check on a terminal. The hint has a row of its own, because a terminal lacks room for a
+    column."""
     rows = [(check.name, result.result, result.detail)]
     return [*rows, ("", "", f"what to do: {result.hint}")] if result.hint else rows
 

@@ -1,5 +1,5 @@
-"""gpushare explain BUNDLE: what a container would get, and why; nothing is changed. With --restore the opposite: what
-gpushare-runtime put into the bundle's config.json is taken out."""
+"""gpushare explain BUNDLE: show what a container would get, and why, without changing anything. With --restore: remove
+what gpushare-runtime added to the bundle's config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import facts
 from .options import Paths, with_format
 from .output import write_json, write_text
 
-_INDENT = 13  # of what is behind a label
+_INDENT = 13  # of the text after a label
 WITHHELD = (
     "nothing asked: NVIDIA's devices are withheld from this privileged container, "
     "which is not among policy.privileged_containers"
@@ -35,18 +35,18 @@ NARROWED = "nothing asked: the device rules of this container reach NVIDIA's dev
     "--way",
     type=click.Choice(["auto", "hook", "runtime"]),
     default="auto",
-    help="By which of our programs it starts; auto: by gpushare-runtime where only that could start it.",
+    help="Which program would start the container; auto: the hook, unless only gpushare-runtime can.",
 )
-@click.option("--cri", is_flag=True, help="It is a container of containerd's CRI or of CRI-O: pod annotations count.")
-@click.option("--restore", is_flag=True, help="Take out of config.json what gpushare-runtime put into it.")
+@click.option("--cri", is_flag=True, help="The container is from containerd's CRI or CRI-O: pod annotations count.")
+@click.option("--restore", is_flag=True, help="Remove what gpushare-runtime added to config.json.")
 @with_format
 @click.pass_obj
 def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, output: str) -> None:
-    """What a container would get if it started now.
+    """Show what a container would get if it started now.
 
-    BUNDLE is a directory with config.json, looked at as the hook or gpushare-runtime would (--way); `gpushare inspect`
-    has that of a running container. Nothing is changed. Fails with the error, and the exit code, with which its start
-    would fail.
+    BUNDLE is a directory with config.json; `gpushare inspect` shows the one of a running container. The command reads
+    it as the hook or gpushare-runtime would (--way) and changes nothing. If the start would fail, the command fails
+    with the same error and exit code.
     """
     if restore:
         _restore(bundle, output)
@@ -62,8 +62,8 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
         withheld = way == "runtime" and deny_devices.applies(found, config)
         if way == "hook":
             deny_devices.refuse(found, config)
-    spoken = asked is None and registry.matches(found.env, found.annotations)
-    unused = request.unused(found, facts.host(paths)) if spoken else ()
+    has_scheduler_values = asked is None and registry.matches(found.env, found.annotations)
+    unused = request.unused(found, facts.host(paths)) if has_scheduler_values else ()
     if output == "json":
         write_json({**explain_json(asked, steps, placed, held), "withheld": withheld, "unused": list(unused)})
     elif withheld:
@@ -75,13 +75,14 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
 
 
 def way_of(bundle: Bundle) -> str:
-    """By which way a bundle with these contents starts: what is in config.json already only gpushare-runtime takes."""
-    ours = constants.APPLIED_ANNOTATION in bundle.annotations
-    return "runtime" if ours or deny_devices.may_apply(bundle) or cdi_devices.minors(bundle.spec) else "hook"
+    """The program that would start a bundle with these contents: "runtime" or "hook". Only gpushare-runtime can change
+    what config.json already has."""
+    applied = constants.APPLIED_ANNOTATION in bundle.annotations
+    return "runtime" if applied or deny_devices.may_apply(bundle) or cdi_devices.minors(bundle.spec) else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:
-    """The bundle as its engine wrote it."""
+    """The bundle as its engine wrote it, without what gpushare-runtime added."""
     return bundle._replace(spec=spec_record.stripped(bundle.spec))
 
 
@@ -98,7 +99,7 @@ def _restore(directory: str, output: str) -> None:
 
 
 def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request], Optional[session.Preview]]:
-    """What hook or runtime would do, without its effects."""
+    """The request and what the hook or gpushare-runtime would do for it. Nothing is changed."""
     start = session.resolve(bundle, lambda: facts.host(paths), with_injected=way == "runtime")
     if start is None:
         return None, None

@@ -31,9 +31,9 @@ from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
 
 PORT = 9878
-_CLIENTS = 32  # at once; one more, and another is dropped
+_CLIENTS = 32  # connected at once; for one more the server drops the oldest
 _CLIENT_S = 10.0  # for a request and its answer
-_REQUEST_BYTES = 16 << 10  # what is read of one; http.server alone would keep 6 MiB of headers
+_REQUEST_BYTES = 16 << 10  # read of a request at most; http.server alone would keep 6 MiB of headers
 _HINTS = {
     errno.EADDRINUSE: "is another exporter running? give another --port",
     errno.EADDRNOTAVAIL: "give an address of this host",
@@ -42,36 +42,36 @@ _HINTS = {
 
 
 @click.command()
-@click.option("--listen", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where it is served.")
+@click.option("--listen", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to serve on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=PORT,
     show_default=True,
     metavar="NUMBER",
-    help="0: any that is free; the first line says which.",
+    help="Port to serve on; 0: any free port, which the first line names.",
 )
 @click.option("--socket", "path", callback=given, metavar="FILE", help="A unix socket (0600) instead of a port.")
-@with_interval(10.0, "How often use is compared with limits.")
-@click.option("--once", is_flag=True, help="Print the metrics, then end; nothing is reported or stopped.")
+@with_interval(10.0, "Time between two comparisons of usage with limits.")
+@click.option("--once", is_flag=True, help="Print the metrics and exit; report and stop nothing.")
 @with_no_color
 @click.pass_obj
 def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: float, once: bool) -> int:
     """Serve metrics to Prometheus.
 
-    Of containers and devices, on loopback. It also compares what the driver counts with the limits of containers,
-    at every interval: who uses more, twice in a row, has gone round the shim. It gets a line in log.decisions, and
-    is killed if reconcile.action is stop. There is no password and no encryption: whoever reaches the address reads
-    it.
+    Serves metrics of containers and devices, by default on loopback. At every interval the exporter also compares the
+    usage that the driver counts with the limits of containers. A container that is over its limit twice in a row has
+    bypassed the shim: the exporter writes a line to log.decisions, and kills the container if reconcile.action is
+    stop. There is no password and no encryption: any client that can reach the address can read the metrics.
     """
     watched = Watched(paths)
     if once:
-        watched.look(act=False)
+        watched.look(act=False)  # without an Asker this process may fork
         write(watched.text())
         return 0
     server = _bound(listen, port, path)
     try:
-        watched.asker = nvml_usage.Asker()  # before there are threads
+        watched.asker = nvml_usage.Asker()  # it forks, so before this process has threads
         return _serve(watched, server, interval)
     finally:
         server.server_close()
@@ -83,7 +83,7 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
 
 
 class Watched:
-    """Metrics, and the looks at the driver behind them. Raises PermissionError for who may not read leases."""
+    """The metrics, and the driver's numbers behind them. Raises PermissionError if this user may not read leases."""
 
     def __init__(self, paths: Paths) -> None:
         from .metrics import Metrics
@@ -92,17 +92,19 @@ class Watched:
         self._paths, self._watch = paths, overuse.Watch()
         self.asker: Optional[nvml_usage.Asker] = None  # None: this process may fork
         self._config = node.load_config_only(*paths)
-        facts.containers(paths.state_dir)  # what cannot be read at all is said at once
+        facts.containers(paths.state_dir)  # raises now, not at the first scrape, if leases cannot be read
         self.metrics = Metrics(paths, installed())
 
     def look(self, act: bool = True) -> None:
-        """Asks the driver, compares, acts. Raises DeviceError when nobody is there to ask it."""
+        """Read the driver's usage and compare it with limits; if `act`, report or stop containers over their limits.
+        Raises DeviceError if the process that asks the driver is gone."""
         from .metrics import Seen
 
         try:
-            self._config = node.load_config_only(*self._paths)  # never compiled anew: that forks, and there are threads
+            # Only the configuration, not all of node.json: that would fork, and this process has threads
+            self._config = node.load_config_only(*self._paths)
         except (GpushareError, OSError):
-            pass  # somebody edits it: the one before counts
+            pass  # the file is being edited: keep the previous configuration
         root, library = self._config.driver_root, ""
         try:
             library = driverfiles.nvml_library(root, inventory.driver_version(root))
@@ -114,7 +116,7 @@ class Watched:
             try:
                 leases = self._leases()
             except (GpushareError, OSError):
-                pass  # the scrape says so
+                pass  # gpushare_state_up reports it at the next scrape
             else:
                 now = time.time()
                 look = overuse.judge(leases, gpus, overuse.Owners(leases))
@@ -128,13 +130,13 @@ class Watched:
         return list(limit_update.settled(self._paths.state_dir, tuple(running), keep=False))
 
     def text(self) -> str:
-        """The metrics now, in Prometheus' text format."""
+        """The current metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry()).decode()
 
     def app(self) -> Any:
-        """The same as a WSGI application."""
+        """A WSGI application that serves the metrics."""
         from prometheus_client import make_wsgi_app
 
         return make_wsgi_app(self._registry())
@@ -148,7 +150,7 @@ class Watched:
 
 
 class _Bounded:
-    """The beginning of a request; behind it the request ends."""
+    """A file of a request that ends after _REQUEST_BYTES."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._left = file, _REQUEST_BYTES
@@ -163,7 +165,7 @@ class _Bounded:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_S  # of one call; of all together: _Server.service_actions
+    timeout = _CLIENT_S  # of one read or write; _Server.service_actions bounds the whole connection
     server: _Server
 
     def setup(self) -> None:
@@ -176,7 +178,7 @@ class _Handler(WSGIRequestHandler):
         return complete
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a line."""
+        """Log nothing for a scrape."""
 
     def address_string(self) -> str:
         return "local"
@@ -190,18 +192,18 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, address: Any, family: int) -> None:
         self.address_family = family
         self._lock = threading.Lock()
-        self._clients: dict[socket.socket, tuple[bool, float]] = {}  # has sent its request, since when it is connected
-        self._room = threading.BoundedSemaphore(2 * _CLIENTS)  # those of dropped clients are about to end
+        self._clients: dict[socket.socket, tuple[bool, float]] = {}  # (it has sent its request, time of its connection)
+        self._room = threading.BoundedSemaphore(2 * _CLIENTS)  # threads; those of dropped clients are about to end
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """As of the class above, without the look-up of our own name, which may take seconds."""
+        """Bind as WSGIServer does, without resolving the host's name, which may take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "localhost", 0
         self.setup_environ()
 
     def place(self) -> str:
-        """For people."""
+        """The address as shown to the user."""
         bound = self.socket.getsockname()
         if isinstance(bound, str):
             return f"unix:{bound}"
@@ -212,8 +214,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         return request, address or ("local", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A new client is always served. Where there are too many, the oldest that has not even sent its request is
-        dropped: a scrape sends it at once."""
+        """Serve a new client in a thread. If there are too many clients, drop the oldest, preferring clients that have
+        not sent their request: a real scrape sends it at once."""
         self._room.acquire()
         with self._lock:
             if len(self._clients) >= _CLIENTS:
@@ -221,7 +223,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._clients[request] = (False, time.monotonic())
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread can be started
+        except BaseException:  # the thread could not be started
             self._forget(request)
             raise
 
@@ -232,20 +234,21 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._forget(request)
 
     def asked(self, request: Any) -> None:
-        """The client has sent its request."""
+        """Note that the client has sent its request."""
         with self._lock:
             if request in self._clients:
                 self._clients[request] = (True, self._clients[request][1])
 
     def service_actions(self) -> None:
-        """Between two looks for new clients: drops those that take too long, however busy they look."""
+        """Drop clients that are connected for too long, even if they still send data. socketserver calls this between
+        two polls for new clients."""
         before = time.monotonic() - _CLIENT_S
         with self._lock:
             for request in [one for one, (_, since) in self._clients.items() if since < before]:
                 self._drop(request)
 
     def _drop(self, request: Any) -> None:
-        """Its thread gets an end of file or an error, and closes it."""
+        """Shut a client's connection down. Its thread then reads an end of file or gets an error, and closes it."""
         del self._clients[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -256,7 +259,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is nobody's concern; anything else is one line."""
+        """Print one line for an error, unless the client closed its connection early."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             from ..state import log
@@ -265,7 +268,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def _bound(listen: str, port: int, path: Optional[str]) -> _Server:
-    """Raises RequestError or GpushareError: one line that names the place."""
+    """A server that is bound to the port or socket file. Raises RequestError or GpushareError, which name the
+    address."""
     if path is not None:
         return _bound_to_file(os.path.abspath(path))
     try:
@@ -283,8 +287,8 @@ def _bound(listen: str, port: int, path: Optional[str]) -> _Server:
 
 
 def _bound_to_file(path: str) -> _Server:
-    """A socket that somebody listens on is left alone; one of a server that was killed is replaced. To connect to
-    anything else is refused in the same words by the kernel, and that is no socket of ours to remove."""
+    """A server on a unix socket. Replaces the socket of a server that was killed, never one on which a process listens.
+    Files of another type are checked first: for them connect() also fails with ECONNREFUSED, but they must stay."""
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise GpushareError(f"cannot serve on {shown(path)}: it is there, and is no socket", "give another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
@@ -308,12 +312,12 @@ def _bound_to_file(path: str) -> _Server:
 
 
 def _no_socket(path: str, error: OSError) -> GpushareError:
-    """Of a path that is too long, only Python knows, and has no number for it."""
+    """The error of a socket file. For a path that is too long Python raises an OSError without errno and strerror."""
     return GpushareError(f"cannot serve on {shown(path)}: {error.strerror or error}", what_to_do(error))
 
 
 def _serve(watched: Watched, server: _Server, interval: float) -> int:
-    """Until SIGTERM, which is the usual end."""
+    """Serve until SIGTERM, which is the usual end, and compare usage with limits at every interval."""
     with sigterm.readable() as end:
         watched.look()
         server.set_app(watched.app())

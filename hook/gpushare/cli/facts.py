@@ -1,4 +1,5 @@
-"""What is known of each container, from its lease and from its own page (which is not believed beyond the device)."""
+"""The state of each container, from its lease and its usage file. The container can write its usage file, so numbers in
+it are capped by what the device and the container's age allow."""
 
 from __future__ import annotations
 
@@ -17,30 +18,30 @@ from ..system import procs, rootless
 from .options import Paths
 
 NONE = "no container has a share of a GPU"
-GONE = ("dead", "ended")  # and what they had is free; the second is the usual end of a program of `gpushare run`
+GONE = ("dead", "ended")  # states of containers whose share is free; ended: a program of `gpushare run` has exited
 _STATES = {"reserved": "starting", "held": "running"}
 
 
 class Compute(NamedTuple):
-    """What a container says of its time on one device."""
+    """The device time that a container reports for one device."""
 
     recent_percent: float  # over the last second
     busy_ns: int
-    waited_ns: int  # held back by its limit, summed over threads
+    waited_ns: int  # time that its compute limit held threads back, summed over threads
 
 
 class Use(NamedTuple):
-    """One share and what the container says that it takes of it."""
+    """One share and the usage of it that the container reports."""
 
     share: Share
     used_bytes: int
     refused: int  # allocations refused since the start
-    compute: Optional[Compute] = None  # None: its page cannot be read
-    host_bytes: int = 0  # of an oversubscribed share: what lies on the host
+    compute: Optional[Compute] = None  # None: the usage file cannot be read
+    host_bytes: int = 0  # memory of an oversubscribed share that is on the host
 
     @property
     def limit_bytes(self) -> int:
-        """The share's limit; for an unlimited one all that the device has (0 = not known)."""
+        """The share's memory limit; for an unlimited share the size of the device (0: not known)."""
         limit = self.share.memory_limit_bytes
         return self.share.device.memory_bytes if limit is None else limit
 
@@ -50,7 +51,7 @@ class Container(NamedTuple):
 
     id: str
     state: str  # starting | running | paused | ended | dead | damaged
-    note: str  # why it is ended, dead or damaged, what its page warns of
+    note: str  # why it is ended, dead or damaged, and warnings from its usage file
     lease: Optional[Lease]
     uses: tuple[Use, ...]
     slots: tuple[usage_reader.Slot, ...]
@@ -89,7 +90,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
 
 
 def _compute(usage: Optional[usage_reader.Usage], slot: int, created: float) -> Optional[Compute]:
-    """No number is beyond what there can be in the container's lifetime."""
+    """The container's compute usage, capped by its lifetime. None if the usage file has no numbers for the slot."""
     if usage is None or slot >= len(usage.buckets):
         return None
     bucket = usage.buckets[slot]
@@ -102,17 +103,17 @@ def _compute(usage: Optional[usage_reader.Usage], slot: int, created: float) -> 
 
 
 def _state(lease: Lease) -> str:
-    held = lease.state == "held" and any(share.paused for share in lease.shares)
-    return "paused" if held else _STATES[lease.state]
+    paused = lease.state == "held" and any(share.paused for share in lease.shares)
+    return "paused" if paused else _STATES[lease.state]
 
 
 def containers(state_dir: str, only: str = "") -> list[Container]:
-    """All containers, the oldest first, damaged ones last; or the one whose id is `only`, if it is there."""
+    """All containers, the oldest first and damaged ones last. With `only`: just the container with this id, if any."""
     return containers_of(state_dir, leases.view(state_dir), only)
 
 
 def containers_of(state_dir: str, seen: leases.View, only: str = "") -> list[Container]:
-    """The same, of a view that the caller has."""
+    """Like `containers`, for leases that the caller has read already."""
     found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live if only in ("", lease.id)]
     found += [
         _container(state_dir, lease, GONE[leases.ends(lease)], reason)
@@ -125,19 +126,19 @@ def containers_of(state_dir: str, seen: leases.View, only: str = "") -> list[Con
 
 
 def one(state_dir: str, container_id: str) -> Optional[Container]:
-    """The container with this id; None of one that was only refused."""
+    """The container with this id; None if it has no lease, as after a refused start."""
     return next(iter(containers(state_dir, container_id)), None)
 
 
 def known(state_dir: str) -> list[str]:
-    """Ids of containers, and of those of which a refusal is kept."""
+    """Ids of all containers with a lease or a stored refusal."""
     seen = leases.view(state_dir)
     leased = {lease.id for lease in (*seen.live, *(lease for lease, _ in seen.dead))}
     return sorted(leased | {damage.id for damage in seen.damaged} | set(log.known(state_dir)))
 
 
 def find(state_dir: str, text: str) -> str:
-    """The id that `text` is or begins, among containers and refusals. Raises RequestError with the candidates."""
+    """The id that is `text`, or the only id that starts with it. Raises RequestError, which lists the candidates."""
     everything = known(state_dir)
     if text in everything:
         return text
@@ -151,16 +152,18 @@ def find(state_dir: str, text: str) -> str:
         constants.short(name) if constants.short(name) != constants.short(matching[0]) else name
         for name in matching[:8]
     )
-    raise RequestError(f"{shown(text)} begins {len(matching)} ids: {candidates}", "give more of it")
+    raise RequestError(
+        f"ID prefix {shown(text)} is ambiguous ({len(matching)} matches): {candidates}", "type more characters"
+    )
 
 
 def none() -> str:
-    """What a person is told where there is no container to show."""
-    return "you have no share of a GPU; root sees those of others" if rootless.is_rootless() else NONE
+    """The message for a terminal when there is no container to show."""
+    return "you have no share of a GPU; root sees the shares of all users" if rootless.is_rootless() else NONE
 
 
 def host(paths: Paths) -> Node:
-    """The node as the next container would find it; nothing is written."""
+    """The node as the next container would find it. Writes no file."""
     fresh = node.read_node(paths.config, paths.state_dir) if os.path.isdir(paths.state_dir) else None
     if fresh is not None:
         return fresh
@@ -172,7 +175,7 @@ def host(paths: Paths) -> Node:
 
 
 def processes(one: Container) -> list[tuple[usage_reader.Slot, Optional[int]]]:
-    """The container's slots with the pid on this host, None where it cannot be told."""
+    """The container's process slots, each with its pid on this host or None if that cannot be found."""
     if one.lease is None or not one.slots:
         return []
     try:

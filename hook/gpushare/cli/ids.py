@@ -9,8 +9,8 @@ from . import facts
 
 
 def complete_ids(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """For `shell_complete` of an argument ID: containers and refusals. Whoever may not see them gets none; an error has
-    no place while somebody types."""
+    """The ids that start with `incomplete`, for `shell_complete` of an argument ID. Returns none on any error, such as
+    a missing permission: an error message would disturb the user's command line."""
     try:
         state_dir = context.find_root().params.get("state") or rootless.state_dir()
         return [name for name in facts.known(state_dir) if name.startswith(incomplete)]

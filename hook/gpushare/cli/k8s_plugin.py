@@ -28,7 +28,7 @@ _MIB = 1 << 20
     default=FOLDER,
     show_default=True,
     metavar="DIR",
-    help="Where its socket is.",
+    help="Directory of kubelet's socket.",
 )
 @click.option(
     "--memory-unit",
@@ -36,24 +36,24 @@ _MIB = 1 << 20
     default="1Mi",
     show_default=True,
     metavar="SIZE",
-    help="What one of gpushare.io/memory-mib is; another unit gives another name, such as memory-gib.",
+    help="Unit of gpushare.io/memory-mib; another unit gives another resource name, such as memory-gib.",
 )
 @click.option(
-    "--whole", multiple=True, metavar="DEVICE", help="Give it as a whole, as gpushare.io/gpu; can be repeated."
+    "--whole", multiple=True, metavar="DEVICE", help="Offer this device undivided, as gpushare.io/gpu; can be repeated."
 )
-@with_interval(5.0, "How often the devices are looked at.")
+@with_interval(5.0, "Time between two checks of the devices.")
 @with_no_color
 @click.pass_obj
 def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], interval: float) -> None:
     """Offer the devices of this node to kubelet, as a device plugin.
 
-    As gpushare.io/memory-mib, in units of a device's memory, and as gpushare.io/gpu: equal shares (sharing in the
-    configuration), and devices that are given as a whole. What kubelet chooses is what a container gets. It needs
-    grpcio and protobuf, which pip install 'gpushare[kubernetes]' brings.
+    Devices are offered as gpushare.io/memory-mib, which counts units of memory. Devices that are divided into equal
+    shares (sharing in the configuration) and devices of --whole are offered as gpushare.io/gpu. A container gets the
+    device that kubelet chooses. The plugin needs grpcio and protobuf: pip install 'gpushare[kubernetes]'.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what went wrong is a line of ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the plugin prints errors itself
     unit_mib = _unit_mib(unit)
-    from ..integrations.kubelet import plugin  # with gRPC, after the command line has been read
+    from ..integrations.kubelet import plugin  # imports gRPC, so only after the command line was parsed
 
     settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval)
     plugin.run(_node(paths, whole), paths.state_dir, settings, _say)
@@ -69,7 +69,7 @@ def _unit_mib(text: str) -> int:
     try:
         size = size_bytes("--memory-unit", text)
     except RequestError as error:
-        error.hint = hint  # its own is about limits
+        error.hint = hint  # size_bytes has a hint about limits
         raise
     if size % _MIB:
         raise RequestError(f"--memory-unit={shown(text)}: not whole MiB", hint)
@@ -77,8 +77,8 @@ def _unit_mib(text: str) -> int:
 
 
 def _node(paths: Paths, whole: tuple[str, ...]) -> Node:
-    """As it was compiled last, which needs no driver's library: in a pod there is none. Devices that are named must be
-    there now. Raises RequestError."""
+    """The node from node.json: to compile it again takes the driver's library, which a pod does not have. Raises
+    RequestError for a device of --whole that does not exist."""
     from ..gpu.selectors import is_among, usable_devices
 
     found = node.last(paths.state_dir) or facts.host(paths)

@@ -23,15 +23,15 @@ from .output import write, write_json, write_line
     default=features.FILE,
     show_default=True,
     metavar="FILE",
-    help="Where it is written.",
+    help="File to write.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the file, write nothing.")
 @with_format
 @click.pass_obj
 def labels(paths: Paths, path: str, dry_run: bool, output: str) -> None:
-    """Tell Kubernetes how much memory this node has to share.
+    """Write node labels and the memory to share for Kubernetes.
 
-    Writes the feature file of node-feature-discovery. Run it again when devices or policy have changed.
+    Writes a feature file of node-feature-discovery. Run the command again when devices or policy have changed.
     """
     text = features.feature_file(facts.host(paths))
     path, host = os.path.abspath(path), Host()

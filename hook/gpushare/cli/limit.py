@@ -1,4 +1,4 @@
-"""gpushare limit set, limit show, pause, resume: limits of a container that runs."""
+"""gpushare limit set, limit show, pause, resume: show and change the limits of a running container."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .ids import complete_ids
 from .options import Paths, given, with_format
 from .output import Column, write_json, write_line, write_table
 
-# What placement says of a start, as it is said here
-_WORDS = (
+# Placement names variables in its hints; this command shows its own options instead
+_OPTIONS = (
     (f"{constants.ENV_COMPUTE_MODE}=", "--compute-mode "),
     (f"{constants.ENV_COMPUTE}=", "--compute "),
     (constants.ENV_MEMORY, "--memory"),
@@ -38,19 +38,19 @@ def _given(context: click.Context, option: click.Parameter, value: Optional[str]
 
 @click.group()
 def limit() -> None:
-    """Show and change the limits of a container that runs."""
+    """Show and change the limits of a running container."""
 
 
 @limit.command("set")
 @click.argument("id", metavar="ID", shell_complete=complete_ids)
 @click.option("--memory", callback=_given, metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
 @click.option("--compute", callback=_given, metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
+@click.option("--compute-mode", "mode", type=click.Choice(["hard", "soft"]), help="soft: also use time that is idle.")
+@click.option("--priority", type=click.Choice(["normal", "high", "0", "1"]), help="high: gets idle time first.")
 @click.option(
-    "--compute-mode", "mode", type=click.Choice(["hard", "soft"]), help="soft: borrow what others leave idle."
+    "--device", callback=_given, metavar="SLOT|UUID", help="Change this device only.  [default: all of the container]"
 )
-@click.option("--priority", type=click.Choice(["normal", "high", "0", "1"]), help="Who borrows first.")
-@click.option("--device", callback=_given, metavar="SLOT|UUID", help="This one only.  [default: all of the container]")
-@click.option("--dry-run", is_flag=True, help="Say what would change, change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would change, change nothing.")
 @with_format
 @click.pass_obj
 def set_(
@@ -66,8 +66,9 @@ def set_(
 ) -> None:
     """Change the limits of a running container.
 
-    ID is that of `gpushare list`, or its beginning. More is given as far as it is free and policy allows; less always.
-    A program that holds more memory than its new limit keeps it, and gets no more until it is below.
+    ID is an id of `gpushare list`, or a prefix of one. A limit can be raised as far as the device has room and policy
+    allows, and can always be lowered. A program that holds more memory than its new limit keeps it, but new allocations
+    fail until it is below the limit.
     """
     wish = limit_request.parse(memory, compute, mode or "", priority or "", device)
     if wish == limit_request.LimitRequest(device=wish.device):
@@ -95,7 +96,7 @@ def set_(
 @with_format
 @click.pass_obj
 def show(paths: Paths, id: str, output: str) -> None:
-    """The limits of a container, and what it uses."""
+    """Show the limits of a container and its memory usage."""
     container_id = facts.find(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)
     if one is None or one.lease is None:
@@ -130,10 +131,10 @@ def _pausing(name: str, pause: bool, text: str) -> click.Command:
 pause = _pausing(
     "pause",
     True,
-    "Hold the launches of a container.\n\nThey wait, without an error, until `gpushare resume`. What is on the device "
-    "gets done; memory calls, copies and the container's processes go on.",
+    "Pause the kernel launches of a container.\n\nLaunches wait, without an error, until `gpushare resume`. Kernels "
+    "that were launched already finish; memory calls, copies and the container's processes continue.",
 )
-resume = _pausing("resume", False, "Let the launches of a paused container go.")
+resume = _pausing("resume", False, "Resume the kernel launches of a paused container.")
 
 
 def _change(paths: Paths, text: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
@@ -144,8 +145,8 @@ def _change(paths: Paths, text: str, decide: limit_update.DecideFn, dry_run: boo
             audit_log.changed(node.log_target(paths.config, paths.state_dir), changed.after)
         return changed
     except GpushareError as error:
-        for start, here in _WORDS:
-            error.hint = error.hint.replace(start, here)
+        for variable, option in _OPTIONS:
+            error.hint = error.hint.replace(variable, option)
         raise
 
 
@@ -173,7 +174,7 @@ def _percent(share: Share) -> str:
     return "100%" if share.compute_percent is None else f"{share.compute_percent}%"
 
 
-# How each of these columns reads in a share
+# The text of a share in each of the last columns
 _CELLS: tuple[Callable[[Share], str], ...] = (
     _memory,
     _percent,
@@ -184,7 +185,7 @@ _CELLS: tuple[Callable[[Share], str], ...] = (
 
 
 def _rows(changed: limit_update.Changed) -> list[tuple[str, ...]]:
-    """A line for each device, with `old -> new` where something changed."""
+    """A row for each device; a changed value is shown as `old -> new`."""
     rows = []
     used = [human(size) for size in changed.used_bytes] if changed.used_bytes else ["-"] * len(changed.after.shares)
     for old, new, size in zip(changed.before.shares, changed.after.shares, used):

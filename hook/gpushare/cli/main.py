@@ -1,4 +1,4 @@
-"""The group of commands, and the one place where an error becomes a line and an exit code."""
+"""The command group. `main` alone turns an error into one line on standard error and an exit code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..system import rootless
 from .options import Paths, given, with_no_color
 
 PROGRAM = "gpushare"
-COMPLETE = "_GPUSHARE_COMPLETE"  # the variable by which a shell asks for completions; see completion.py
-_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # write(2)
-# Since click 8.2; before, it prints its help and ends well
+COMPLETE = "_GPUSHARE_COMPLETE"  # the variable with which a shell requests completions; see completion.py
+_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of write(2)
+# click raises it since 8.2; older versions print the help and exit with 0
 _NO_ARGUMENTS: tuple[type[click.ClickException], ...] = tuple(
     getattr(click.exceptions, name) for name in ("NoArgsIsHelpError",) if hasattr(click.exceptions, name)
 )
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
-# command -> module of this package, and its name there. Only the one that is asked for is loaded: `gpushare run` is
-# how programs start.
+# command -> (module of this package, name in the module). Only the module of the given command is imported, so that
+# `gpushare run` starts programs fast.
 COMMANDS = {
     "list": ("containers", "list_"),
     "top": ("top", "top"),
@@ -56,8 +56,8 @@ COMMANDS = {
     "version": ("node", "version"),
 }
 
-# Below the commands; \b: click leaves the lines as they are
-_TO_BEGIN = """\b
+# Shown below the commands; \b: click keeps the line breaks
+_EXAMPLES = """\b
 To begin:
   gpushare doctor
   gpushare runtime configure docker
@@ -66,7 +66,7 @@ To begin:
 
 
 class _Commands(click.Group):
-    """The table above."""
+    """The commands of COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -81,7 +81,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # whose names are suggested
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # click suggests these names
         return super().resolve_command(ctx, args)
 
 
@@ -93,7 +93,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
         context.exit()
 
 
-@click.group(cls=_Commands, epilog=_TO_BEGIN, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
     callback=given,
@@ -121,21 +121,21 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 )
 @click.pass_context
 def group(context: click.Context, config: str, state: Optional[str]) -> None:
-    """Exact shares of a GPU for containers: who has what, what a container would get, and why one was refused."""
+    """Give containers exact shares of a GPU; list, change and explain these shares."""
     context.obj = Paths(os.path.abspath(config), os.path.abspath(state or rootless.state_dir()))
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Runs one command; returns its exit code, which docs/cli.md explains. Whatever happens, no traceback."""
+    """Run one command and return its exit code, which docs/cli.md explains. Never prints a traceback."""
     _open_standard_files()
     before = signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_DFL:  # as our programs begin, so that Ctrl-C before this line leaves no traceback either
+    if before == signal.SIG_DFL:  # gpushare's programs set it, so that Ctrl-C before this line prints no traceback
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 0
     try:
         code = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader, such as head or less, has exited
         code = 0
         _forget_output()
     except OSError as error:  # a full disk
@@ -150,8 +150,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _run(argv: Optional[Sequence[str]]) -> int:
-    """Raises BrokenPipeError (click's own `main` would make an exit code of 1 of it), and OSError when standard output
-    cannot be written."""
+    """Run one command and return its exit code. Raises BrokenPipeError, which click's own `main` would turn into exit
+    code 1, and OSError if standard output cannot be written."""
     try:
         wanted = os.environ.get(COMPLETE)
         if wanted:
@@ -179,9 +179,9 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     except PermissionError as error:
         return _fail(GpushareError(f"{shown(error.filename)}: {error.strerror}", "run as root"))
     except OSError as error:
-        if error.filename is None and error.errno in _OF_OUTPUT:
+        if error.filename is None and error.errno in _WRITE_ERRNOS:
             raise
-        if error.filename is None and error.errno == errno.ENOENT:  # getcwd(3), for a path that is not absolute
+        if error.filename is None and error.errno == errno.ENOENT:  # from getcwd(3), which resolves relative paths
             return _fail(GpushareError(f"the directory of this process: {error.strerror}", "cd to one that exists"))
         return _fail(
             GpushareError(f"{shown(error.filename)}: {error.strerror}", what_to_do(error)) if error.filename else error
@@ -191,7 +191,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 
 def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
-    """As one line, like all that goes wrong. click begins its sentences with a capital letter."""
+    """Convert click's sentences to one line in gpushare's style, without a capital letter and a full stop."""
     text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
     text = re.sub(r"is not a valid (float|integer)( range)?", "is not a number", text)
     text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
@@ -204,7 +204,8 @@ def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
 
 
 def _command_of(argv: Sequence[str]) -> str:
-    """For errors of which click does not say where they are: an option without its value."""
+    """The command and subcommand in `argv`, for errors of click without a context, such as an option without a
+    value."""
     path, here = [PROGRAM], cast(click.Command, group)
     for word in argv:
         found = here.get_command(click.Context(here), word) if isinstance(here, click.Group) else None
@@ -221,7 +222,8 @@ def _fail(error: Exception) -> int:
 
 
 def _open_standard_files() -> None:
-    """`gpushare list >&-`: what we open must not become a standard file, and Python has None for those."""
+    """Replace closed standard files by /dev/null, as after `gpushare list >&-`. Otherwise a file that gpushare opens
+    would get their number, and Python's sys.stdout would be None."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -231,7 +233,7 @@ def _open_standard_files() -> None:
 
 
 def _forget_output() -> None:
-    """What is still buffered goes nowhere, so that the interpreter's end has nothing to complain of."""
+    """Redirect standard output to /dev/null, so that Python reports no error when it flushes the buffer at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

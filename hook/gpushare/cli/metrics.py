@@ -1,7 +1,7 @@
-"""What `gpushare export` tells Prometheus: the table of metrics, and their samples.
+"""The metrics of `gpushare export`: their table, and their samples for Prometheus.
 
-Read by what `gpushare top` reads (sample.py), at each scrape; what the driver counts is of its last look (`Seen`).
-Names follow promtool's rules; a test has them as a table. docs/metrics.md says the same, compared by a test.
+Each scrape reads leases and usage files, as `gpushare top` does (sample.py). The driver's numbers are from its last
+query (`Seen`). Metric names follow promtool's rules. docs/metrics.md is generated from the table; a test compares both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SPEC_BYTES = 4 << 20
 
 
 class Metric(NamedTuple):
-    """One row; a name with _total is a counter."""
+    """One metric: a counter if its name ends with _total, else a gauge."""
 
     name: str
     labels: tuple[str, ...]
@@ -72,7 +72,7 @@ METRICS = (
 
 
 class Seen(NamedTuple):
-    """The driver's last answer, and what came of it. `gpus` None: it did not answer."""
+    """The driver's last answer, and its comparison with limits. `gpus` None: the driver did not answer."""
 
     gpus: Optional[dict[str, Gpu]] = None
     look: Look = Look((), {})
@@ -81,22 +81,23 @@ class Seen(NamedTuple):
 
 
 class Names:
-    """Container, pod and namespace as Kubernetes calls them, from the container's config.json; read once for each."""
+    """Kubernetes' names of containers, pods and namespaces, from each container's config.json, which is read once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, float], tuple[str, str, str]] = {}
 
     def of(self, lease: Lease) -> tuple[str, str, str]:
-        """A container that is in no pod is called by its id."""
+        """(container, pod, namespace). The name of a container without a pod is its id."""
         key = (lease.id, lease.created)
         if key not in self._known:
-            said = _annotations(lease) if lease.cri else {}
-            named = oci.container_name(said) or lease.id, oci.pod_name(said), oci.pod_namespace(said)
-            self._known[key] = _utf8(named[0]), _utf8(named[1]), _utf8(named[2])
+            annotations = _annotations(lease) if lease.cri else {}
+            container = oci.container_name(annotations) or lease.id
+            pod, namespace = oci.pod_name(annotations), oci.pod_namespace(annotations)
+            self._known[key] = _utf8(container), _utf8(pod), _utf8(namespace)
         return self._known[key]
 
     def keep(self, leases: list[Lease]) -> None:
-        """Forgets all others."""
+        """Forget the names of all other containers."""
         live = {(lease.id, lease.created) for lease in leases}
         self._known = {key: value for key, value in self._known.items() if key in live}
 
@@ -106,28 +107,29 @@ def _annotations(lease: Lease) -> dict[str, str]:
         return {}
     try:
         with open(os.path.join(lease.bundle, "config.json"), "rb") as file:
-            said = json.loads(file.read(_MAX_SPEC_BYTES)).get("annotations") or {}
-        return {key: value for key, value in said.items() if isinstance(value, str)}
+            annotations = json.loads(file.read(_MAX_SPEC_BYTES)).get("annotations") or {}
+        return {key: value for key, value in annotations.items() if isinstance(value, str)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
 class Metrics(Collector):
-    """A scrape. `seen` is replaced as a whole by who asks the driver; scrapes of several readers take turns."""
+    """The collector that prometheus_client calls at each scrape. export.py replaces `seen` as a whole after each query
+    of the driver. A lock serialises concurrent scrapes."""
 
     def __init__(self, paths: Paths, version: str) -> None:
         self.seen = Seen()
         self._sampler = Sampler(paths)
         self._version = version
         self._names = Names()
-        self._turn = threading.Lock()
+        self._scrape_lock = threading.Lock()
 
     def describe(self) -> Iterator[Any]:
-        """Nothing is read when a registry asks what there will be."""
+        """The metrics without samples, which a registry requests; reads nothing."""
         yield from _families().values()
 
     def collect(self) -> Iterator[Any]:
-        with self._turn:
+        with self._scrape_lock:
             families = _families()
             self._fill(families)
         yield from families.values()
@@ -156,11 +158,11 @@ class Metrics(Collector):
             lease = line.container.lease
             assert lease is not None and line.use is not None
             leases[lease.id] = lease
-            device = line.use.share.device.uuid
-            labels = (*self._names.of(lease), device, str(line.use.share.slot), _utf8(lease.id))
-            for name, value in _of_share(line, findings.pop((lease.id, device), None)):
+            uuid = line.use.share.device.uuid
+            labels = (*self._names.of(lease), uuid, str(line.use.share.slot), _utf8(lease.id))
+            for name, value in _of_share(line, findings.pop((lease.id, uuid), None)):
                 put(name, labels, value)
-        for (container_id, uuid), one in findings.items():  # on a device that it has no share of
+        for (container_id, uuid), one in findings.items():  # usage of a device without a share of it
             if container_id in leases and one.slot is None:
                 labels = (*self._names.of(leases[container_id]), uuid, "", _utf8(container_id))
                 put("gpushare_memory_physical_bytes", labels, one.physical_bytes)
@@ -169,10 +171,10 @@ class Metrics(Collector):
             count = seen.exceeded.get(container_id, 0)
             put("gpushare_exceeded_total", (*self._names.of(lease), _utf8(container_id)), count)
         self._names.keep(list(leases.values()))
-        for facts_of in sample.devices:
-            named = (facts_of["uuid"], facts_of["name"], _utf8(facts_of["model"]))
-            for name, value in _of_device(facts_of, seen):
-                put(name, named, value)
+        for device in sample.devices:
+            device_labels = (device["uuid"], device["name"], _utf8(device["model"]))
+            for name, value in _of_device(device, seen):
+                put(name, device_labels, value)
 
 
 def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Optional[float]]]:
@@ -193,15 +195,15 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
         yield "gpushare_memory_over_bytes", finding.over_bytes
 
 
-def _of_device(known: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:
-    yield "gpushare_device_memory_bytes", known["memory_bytes"] or None
-    yield "gpushare_device_memory_granted_bytes", known["granted_bytes"]
-    yield "gpushare_device_compute_granted_ratio", known["compute_granted_percent"] / 100
-    yield "gpushare_device_containers", known["containers"]
-    gpu = (seen.gpus or {}).get(known["uuid"])
+def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:
+    yield "gpushare_device_memory_bytes", device["memory_bytes"] or None
+    yield "gpushare_device_memory_granted_bytes", device["granted_bytes"]
+    yield "gpushare_device_compute_granted_ratio", device["compute_granted_percent"] / 100
+    yield "gpushare_device_containers", device["containers"]
+    gpu = (seen.gpus or {}).get(device["uuid"])
     if gpu is not None:
         yield "gpushare_device_memory_used_bytes", gpu.used_bytes
-        yield "gpushare_device_memory_unshared_bytes", seen.look.nobodys_bytes.get(known["uuid"])
+        yield "gpushare_device_memory_unshared_bytes", seen.look.nobodys_bytes.get(device["uuid"])
         yield "gpushare_device_utilization_ratio", None if gpu.busy_percent is None else gpu.busy_percent / 100
         yield "gpushare_device_temperature_celsius", gpu.celsius
         yield "gpushare_device_power_watts", None if gpu.milliwatts is None else gpu.milliwatts / 1000
@@ -216,5 +218,5 @@ def _families() -> dict[str, Any]:
 
 
 def _utf8(text: str) -> str:
-    """Ids and annotations come from outside."""
+    """Escape what UTF-8 cannot encode. Ids and annotations are user input and may hold lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -22,12 +22,12 @@ from . import facts
 from .options import Paths, given, with_format
 from .output import Column, Progress, state_style, write_json, write_line, write_table
 
-_HELP = "Index or uuid; again for more.  [default: all]"
+_HELP = "Index or uuid; can be repeated.  [default: all]"
 _DEVICE = click.option("--device", "wanted", multiple=True, metavar="DEVICE", help=_HELP)
 
 
 class Row(NamedTuple):
-    """One device, as `status` shows it."""
+    """One row of `gpushare mps status`."""
 
     device: Device
     seen: mps_status.Seen
@@ -35,9 +35,9 @@ class Row(NamedTuple):
 
 @click.group(name="mps")
 def mps_group() -> None:
-    """Start, stop and watch NVIDIA's MPS for containers.
+    """Manage NVIDIA's MPS daemons for containers.
 
-    A daemon for each GPU. Containers get it with GPUSHARE_BACKEND=mps once its limits are set.
+    There is one daemon for each GPU. Containers with GPUSHARE_BACKEND=mps use it, once its limits are set.
     """
 
 
@@ -46,11 +46,11 @@ def _uid(text: str) -> int:
         return mps.ANY_UID
     if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < mps.ANY_UID:
         return int(text)
-    raise RequestError(f"--uid {shown(text)} is no number of a user", "use a number, or any")
+    raise RequestError(f"--uid {shown(text)} is no user id", "use a number, or any")
 
 
 def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:
-    """Those that are named, all GPUs otherwise."""
+    """The devices of --device, or all GPUs if there is none."""
     if not wanted:
         return list(host.inventory.devices)
     found = {one.uuid: one for name in wanted for one in find_devices("--device", name, name, host.inventory)}
@@ -58,7 +58,7 @@ def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:
 
 
 def _most(host: Node, device: Device, compute: Optional[str], memory: Optional[str]) -> tuple[int, int]:
-    """What a container may have at most, unless said otherwise."""
+    """The daemon's limits (percent, bytes), from the options or else from policy."""
     rules = host.config.policy
     percent = rules.max_compute_percent if compute is None else quantity.whole_percent("--compute", compute)
     text = memory or rules.max_memory
@@ -71,18 +71,18 @@ def _most(host: Node, device: Device, compute: Optional[str], memory: Optional[s
 @mps_group.command()
 @_DEVICE
 @click.option(
-    "--compute", callback=given, metavar="PERCENT", help="No container gets more.  [default: policy.max_compute]"
+    "--compute", callback=given, metavar="PERCENT", help="Limit of each container.  [default: policy.max_compute]"
 )
 @click.option(
-    "--memory", callback=given, metavar="SIZE", help="No process gets more.  [default: policy.max_memory, or all]"
+    "--memory", callback=given, metavar="SIZE", help="Limit of each process.  [default: policy.max_memory, or all]"
 )
-@click.option("--uid", default="0", show_default=True, metavar="UID|any", help="Whose processes it serves.")
+@click.option("--uid", default="0", show_default=True, metavar="UID|any", help="The user whose processes it serves.")
 @click.option(
     "--shm",
     type=click.Choice([mps.SHM_OWN, mps.SHM_HOST]),
     default=mps.SHM_OWN,
     show_default=True,
-    help="What containers get as /dev/shm: that of the daemon alone, or what they have, where that is the host's.",
+    help="/dev/shm of containers. own: the daemon's own; host: unchanged, for containers that use the host's.",
 )
 @with_format
 @click.pass_obj
@@ -95,9 +95,10 @@ def start(
     shm: str,
     output: str,
 ) -> None:
-    """Run or adopt the control daemon of each device.
+    """Start or adopt the control daemon of each device.
 
-    Containers are given it when its limits are set and read back. Started again as it is, nothing happens.
+    Containers can use a daemon as soon as its limits were set and read back. A daemon that already runs with these
+    limits stays as it is.
     """
     host, number = facts.host(paths), _uid(uid)
     done = []
@@ -106,7 +107,7 @@ def start(
             progress.say(f"starting MPS on {device.uuid}")
             wish = mps_daemon.DaemonSettings(*_most(host, device, compute, memory), number, shm)
             done.append((device, mps_daemon.start(host, device, wish)))
-    if len(done) == 1:  # a unit has one process that it watches
+    if len(done) == 1:  # systemd watches one process of a unit
         (one, (_, new)) = done[0]
         servicenotify.tell(new.pid, f"MPS on {device_name(one)}, at most {_limits(new)}")
     if output == "json":
@@ -130,11 +131,11 @@ def _limits(found: mps.MpsState) -> str:
 
 @mps_group.command()
 @_DEVICE
-@click.option("--force", is_flag=True, help="Also while containers have it: what runs in them fails.")
+@click.option("--force", is_flag=True, help="Stop it even if containers use it; their programs fail.")
 @with_format
 @click.pass_obj
 def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> None:
-    """End the control daemon of each device, and what it has started."""
+    """Stop the control daemon of each device, and its servers."""
     mps_daemon.require_root()
     known = mps_status.known(paths.state_dir)
     done = []
@@ -156,9 +157,9 @@ def stop(paths: Paths, wanted: tuple[str, ...], force: bool, output: str) -> Non
 @with_format
 @click.pass_obj
 def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
-    """What runs, with which limits, for which containers.
+    """Show the daemons, their limits and their containers.
 
-    Fails when a daemon has died, or has other limits than it was given; names the containers that need a restart.
+    The exit code is 1 if a daemon has died, its limits were changed, or containers need a restart; these are named.
     """
     mps_daemon.require_root()
     host = facts.host(paths)

@@ -23,10 +23,10 @@ from .output import Progress, write_json, write_line
 @with_format
 @click.pass_obj
 def refresh(paths: Paths, output: str) -> None:
-    """Read configuration and driver now.
+    """Read the configuration and the driver now.
 
-    Says what has changed since they were last read, and which containers were started with another driver. Without
-    this the first container to start after a change reads them, and takes longer.
+    Reports what has changed since they were last read, and which containers were started with another driver. Without
+    this command the first container that starts after a change reads them, so that its start takes longer.
     """
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
@@ -86,7 +86,7 @@ def _print(host: Node) -> None:
 def version(output: str) -> None:
     """Print the version.
 
-    ABI is that of the memory which gpushare shares with the library in the container.
+    ABI is the version of the memory layout that gpushare shares with its library in containers.
     """
     number = installed()
     if output == "json":

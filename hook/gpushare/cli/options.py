@@ -1,4 +1,4 @@
-"""What every command has in common: where things are, and --format."""
+"""Options that commands have in common: paths, --format, --no-color and --interval."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from click.core import ParameterSource
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-NO_COLOR = "gpushare.no_color"  # in the meta of a context: --no-color was given, wherever
+NO_COLOR = "gpushare.no_color"  # in context.meta if --no-color was given, before or after the command's name
 
 
 class Paths(NamedTuple):
@@ -26,14 +26,14 @@ def _no_color(context: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def with_no_color(command: Command) -> Command:
-    """Adds --no-color, which needs no argument."""
+    """Add --no-color. It is stored in context.meta, so the command needs no parameter for it."""
     return click.option(
         "--no-color", is_flag=True, expose_value=False, callback=_no_color, help="No colour, as with NO_COLOR=1."
     )(command)
 
 
 def with_format(command: Command) -> Command:
-    """Adds --format table|json as the argument `output`, and --no-color."""
+    """Add --format table|json, which the command gets as `output`, and --no-color."""
     choice = click.Choice(["table", "json"])
     option = click.option(
         "--format", "output", type=choice, default="table", show_default=True, help="For people, or for programs."
@@ -42,8 +42,8 @@ def with_format(command: Command) -> Command:
 
 
 def given(context: click.Context, option: click.Parameter, value: Optional[str]) -> Optional[str]:
-    """For `callback`: an empty value is an empty variable in somebody's script, which must not mean "all", "as it is",
-    or the directory that he is in."""
+    """Reject an empty value; for `callback` of an option. It usually comes from an unset variable in a script, and must
+    not mean "all", "unchanged" or the current directory."""
     typed = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
     if value is not None and not value.strip() and typed:
         raise click.BadParameter("it is empty", param=option)
@@ -51,14 +51,14 @@ def given(context: click.Context, option: click.Parameter, value: Optional[str])
 
 
 def _number(_: click.Context, option: click.Parameter, value: float) -> float:
-    """NaN is neither below nor above any bound, and nobody waits for it."""
+    """Reject NaN, which click.FloatRange accepts because no comparison with NaN is true."""
     if value != value:
         raise click.BadParameter("'nan' is not a number", param=option)
     return value
 
 
 def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command]:
-    """Adds --interval SECONDS."""
+    """Add --interval SECONDS."""
     return click.option(
         "--interval",
         type=click.FloatRange(0.1, 3600),

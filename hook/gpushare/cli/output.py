@@ -1,7 +1,7 @@
-"""Tables and values on standard output: plain aligned text in a pipe, colour and bars on a terminal, JSON for programs.
+"""Write tables and values to standard output: aligned text in a pipe, colour and bars on a terminal, JSON for programs.
 
-Whether there is colour is decided here and nowhere else: on a terminal that has it, unless --no-color or NO_COLOR
-(https://no-color.org) says otherwise. rich is loaded for a terminal only.
+This module alone decides whether to use colour: on a terminal that supports it, unless --no-color or NO_COLOR
+(https://no-color.org) is set. rich is imported for a terminal only.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BAR_CELLS = 10
-_FOLDED = 20  # characters that a column which folds should have at least
-_FULL, _HIGH = 90, 75  # percent from which a bar is red, or yellow
+_FOLDED = 20  # least width of a column that folds, in characters
+_FULL, _HIGH = 90, 75  # a bar is red from _FULL percent, yellow from _HIGH percent
 _STATES = {
     **dict.fromkeys(("running", "open", "ok", "configured", "valid"), "green"),
     **dict.fromkeys(("starting", "paused", "exclusive", "divided", "warn", "not configured", "kept"), "yellow"),
     "ended": "dim",
     **dict.fromkeys(("dead", "damaged", "unknown use", "fail", "refused"), "bold red"),
 }
-_TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, with what ends their colour
+_TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, and colour codes after them
 
 
 def _no_style(_: str) -> str:
@@ -40,9 +40,14 @@ def _no_style(_: str) -> str:
 
 
 class Column(NamedTuple):
-    """`only_tty`: on a terminal only, if it is wide enough (a bar means nothing to awk). `folds`: may take several
-    lines on a terminal that is too narrow. `style`: of a cell, by its text. `leaves`: on a terminal that is too narrow
-    for all, those with the highest number leave first, and are told below the table; 0: it stays."""
+    """A column of a table.
+
+    only_tty   shown on a terminal only, if it is wide enough (bars are of no use to programs)
+    folds      cells may take several lines on a narrow terminal
+    style      returns the style of a cell from its text
+    leaves     on a narrow terminal columns with the highest number are hidden first, and their values are printed below
+               the table; 0: never hidden
+    """
 
     title: str
     right: bool = False
@@ -53,19 +58,19 @@ class Column(NamedTuple):
 
 
 def state_style(text: str) -> str:
-    """Of what comes before the colon in "dead: its init is gone"."""
+    """The style of a state, which is the text before the colon in "dead: its init is gone"."""
     return _STATES.get(text.partition(":")[0], "")
 
 
 def bar_style(text: str) -> str:
-    """By the percentage at the end of a bar."""
+    """The style of a bar, by the percentage at its end."""
     digits = text.rstrip("%").rpartition(" ")[2]
     percent = int(digits) if digits.isdigit() else 0
     return "red" if percent >= _FULL else "yellow" if percent >= _HIGH else "green"
 
 
 def bar_column(title: str, style: Callable[[str], str] = bar_style) -> Column:
-    """`title` says what part of what: used/limit."""
+    """A column of bars. `title` names the two numbers of the ratio: used/limit."""
     return Column(title, only_tty=True, style=style)
 
 
@@ -77,7 +82,7 @@ def is_tty() -> bool:
 
 
 def is_capable() -> bool:
-    """Whether the terminal knows escape sequences at all."""
+    """Whether the terminal supports escape sequences."""
     return os.environ.get("TERM", "dumb") not in ("", "dumb")
 
 
@@ -89,7 +94,7 @@ def has_colour() -> bool:
 
 
 def write(text: str, now: bool = False) -> None:
-    """Text as it is; `now`: whoever reads gets it at once. Raises OSError, which `main` knows."""
+    """Write text unchanged; `now`: flush it. Raises OSError, which `main` handles."""
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     if now:
@@ -97,7 +102,7 @@ def write(text: str, now: bool = False) -> None:
 
 
 def write_json(value: Any) -> None:
-    """One JSON document."""
+    """Write one JSON document."""
     write(json.dumps(value, indent=2) + "\n")
 
 
@@ -106,8 +111,8 @@ def write_line(text: str = "") -> None:
 
 
 def write_text(text: str, indent: int) -> None:
-    """Lines that begin with a label: on a terminal one that is too long goes on below its text, `indent` to the right,
-    and is broken between words only, so that a path can be copied; in a pipe it stays one."""
+    """Write lines that start with a label. On a terminal, wrap long lines and indent the rest by `indent`. Lines are
+    broken between words only, so that paths can be copied. In a pipe lines are not wrapped."""
     import textwrap
 
     columns = shutil.get_terminal_size().columns if is_tty() and is_capable() else 0
@@ -125,14 +130,14 @@ def write_text(text: str, indent: int) -> None:
 
 
 def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """`rows` hold a text for each column, also for those that are not shown. Two spaces between columns; but for those
-    that fold on a terminal, no cell is ever folded or cut, so that what is shown can be copied and searched for."""
+    """Write a table with two spaces between columns. `rows` hold a text for each column, including hidden ones. No cell
+    is cut, and only columns with `folds` are wrapped on a terminal, so that texts can be copied and searched for."""
     lines = [[column.title.upper() for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
     if is_tty() and is_capable():
         shown = _fitting(columns, widths)
         _write_to_terminal([columns[n] for n in shown], [[line[n] for n in shown] for line in lines[1:]])
-        _write_the_rest(lines, [n for n, column in enumerate(columns) if n not in shown and not column.only_tty])
+        _write_hidden_columns(lines, [n for n, column in enumerate(columns) if n not in shown and not column.only_tty])
         return
     for line in lines:
         shown = [n for n, column in enumerate(columns) if not column.only_tty]
@@ -140,19 +145,20 @@ def write_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
         write("  ".join(cells).rstrip() + "\n")
 
 
-def _write_the_rest(lines: Sequence[Sequence[str]], left: Sequence[int]) -> None:
-    """Below the table what the columns `left` say, a line for each row of which they say something."""
+def _write_hidden_columns(lines: Sequence[Sequence[str]], hidden: Sequence[int]) -> None:
+    """Below the table, write the values of hidden columns, one line for each row that has any."""
     titles = [title.lower() for title in lines[0]]
     rest = []
     for line in lines[1:]:
-        said = [f"{titles[n]} {line[n]}" for n in left if line[n] not in ("", "-")]
-        rest += [f"{titles[0]} {line[0]}: {', '.join(said)}"] if said else []
+        values = [f"{titles[n]} {line[n]}" for n in hidden if line[n] not in ("", "-")]
+        rest += [f"{titles[0]} {line[0]}: {', '.join(values)}"] if values else []
     for text in dict.fromkeys(["", *rest] if rest else []):
         write(text + "\n")
 
 
 def _fitting(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
-    """Those for which a terminal has room, those that fold being as narrow as that makes sense. Bars leave first."""
+    """Indices of the columns that fit the terminal, with folding columns at their least width. Bars are hidden
+    first."""
     needed = [min(width, _FOLDED) if column.folds else width for column, width in zip(columns, widths)]
     leaves = [column.leaves or 1000 * column.only_tty for column in columns]
     shown = list(range(len(columns)))
@@ -173,7 +179,7 @@ def _write_to_terminal(columns: Sequence[Column], rows: Sequence[Sequence[str]])
 
 
 def console(width: Optional[int] = None) -> Console:
-    """Standard output as rich sees it; it decides nothing about colour or size by itself."""
+    """A rich console for standard output. It gets colour and width from this module and does not detect them itself."""
     from rich.console import Console
 
     colours: Any = "auto" if has_colour() else None
@@ -189,7 +195,7 @@ def console(width: Optional[int] = None) -> Console:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int] = ()) -> Table:
-    """For a terminal: without lines, since alignment is enough. `widths`: the least of each column."""
+    """A table for a terminal, without borders. `widths`: the least width of each column."""
     from rich.table import Table
     from rich.text import Text
 
@@ -205,7 +211,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequ
 
 
 def bar(used: int, limit: int, cells: int = BAR_CELLS, percent: bool = True) -> str:
-    """A bar and, with `percent`, its percentage; the bar is full only when nothing is left."""
+    """A bar and, with `percent`, its percentage. The bar is full only if the whole limit is used."""
     if limit <= 0:
         return ""
     filled = min(cells, used * cells // limit)
@@ -222,8 +228,8 @@ def _bar_cells() -> tuple[str, str]:
 
 
 class Progress:
-    """A `with` block that says on the terminal what takes long, and takes that away again. No thread: what is waited
-    for may fork."""
+    """A `with` block that shows the current step on the terminal and erases it at the end. It has no thread, because
+    the steps may fork."""
 
     def __enter__(self) -> Progress:
         self._shown = sys.stderr.isatty() and is_capable()
@@ -241,7 +247,7 @@ class Progress:
 
 
 def age(seconds: float) -> str:
-    """The largest unit: 5s, 3m, 2h, 4d."""
+    """A duration in its largest unit: 5s, 3m, 2h, 4d."""
     whole = max(0, int(seconds))
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if whole >= size:

@@ -1,4 +1,4 @@
-"""gpushare prune: what killed starts and ungraceful ends left behind."""
+"""gpushare prune: remove what killed starts and killed containers left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .output import Column, write_json, write_line, write_table
 
 
 class Item(NamedTuple):
-    """Something that is there and should not be. `removed`: whether this run takes it away."""
+    """One leftover. `removed`: whether this run removes it."""
 
     kind: str  # lease | start | files | limits | refusal | damaged
     id: str
@@ -25,14 +25,17 @@ class Item(NamedTuple):
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, remove nothing.")
-@click.option("--assume-free", is_flag=True, help="Also drop leases that cannot be read: their containers are gone.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, remove nothing.")
+@click.option(
+    "--assume-free", is_flag=True, help="Also remove unreadable leases; use it only if their containers are gone."
+)
 @with_format
 @click.pass_obj
 def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     """Clean up after containers that are gone.
 
-    Removes leases of dead containers, leftovers of killed starts, and kept refusals. Running containers lose nothing.
+    Removes leases of dead containers, leftovers of killed starts, and stored refusals. Running containers are not
+    affected.
     """
     found: list[Item] = []
     problems: list[str] = []
@@ -52,7 +55,7 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
 
 
 def items(state_dir: str, assume_free: bool) -> list[Item]:
-    """All that could go, judged now."""
+    """All leftovers at this moment."""
     seen = leases.view(state_dir)
     found = [Item("lease", lease.id, reason, True) for lease, reason in seen.dead]
     found += [Item("start", name, "killed before it had a lease", True) for name in seen.partial]
@@ -68,7 +71,8 @@ def items(state_dir: str, assume_free: bool) -> list[Item]:
 
 
 def remove(state_dir: str, found: list[Item], assume_free: bool, ended: Optional[leases.Ended] = None) -> list[str]:
-    """Removes them. Leases are judged again under the lock, so that one which came to life meanwhile stays."""
+    """Remove the items and return the problems. `sweep` checks leases again under the lock, so that the lease of a
+    container that has started meanwhile stays."""
     leaseend.sweep(state_dir, assume_free, ended)
     problems = []
     try:

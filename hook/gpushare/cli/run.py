@@ -19,7 +19,7 @@ from .options import Paths, given
 if TYPE_CHECKING:
     from ..programs import run as programs
 
-# option -> our own variable of the same meaning
+# option -> gpushare's variable with the same meaning
 _FLAGS = {
     "memory": constants.ENV_MEMORY,
     "compute": constants.ENV_COMPUTE,
@@ -28,8 +28,8 @@ _FLAGS = {
     "devices": constants.ENV_DEVICES,
     "backend": constants.ENV_BACKEND,
 }
-# our own variables -> options, as they are typed
-_WORDS = {
+# gpushare's variables -> options as the user types them
+_OPTIONS = {
     **{variable: "--" + flag.replace("_", "-") for flag, variable in _FLAGS.items()},
     constants.ENV_OVERSUBSCRIBE: "--oversubscribe",
 }
@@ -37,12 +37,12 @@ _NO_ID = (1 << 32) - 1
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--memory", metavar="SIZE", help="Memory limit: 4Gi, 25%, or 0=4Gi,1=8Gi. Without: the whole device.")
-@click.option("--compute", metavar="PERCENT", help="Compute limit: 30%, or 0=30%,1=50%. Without: none.")
-@click.option("--compute-mode", metavar="MODE", help="hard, or soft: more while nobody else wants it.  [default: hard]")
-@click.option("--priority", metavar="WORD", help="normal or high, of a soft limit.  [default: normal]")
+@click.option("--memory", metavar="SIZE", help="Memory limit: 4Gi, 25%, or 0=4Gi,1=8Gi.  [default: the whole device]")
+@click.option("--compute", metavar="PERCENT", help="Compute limit: 30%, or 0=30%,1=50%.  [default: none]")
+@click.option("--compute-mode", metavar="MODE", help="hard, or soft: also use time that is idle.  [default: hard]")
+@click.option("--priority", metavar="WORD", help="normal, or high: gets idle time first.  [default: normal]")
 @click.option("--devices", metavar="LIST", help="any, any:2,model=A100, all, indices or uuids.  [default: any]")
-@click.option("--backend", metavar="NAME", help="What holds the limits: shim, mps.  [default: auto]")
+@click.option("--backend", metavar="NAME", help="What enforces the limits: shim, mps.  [default: auto]")
 @click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
 @click.option(
     "--name", callback=given, metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]"
@@ -61,8 +61,8 @@ def run(
 ) -> None:
     """Start a program with a share of a GPU, without a container.
 
-    The program replaces this one: signals, exit code, directory, environment and open files are its own. Its share
-    ends with it.
+    The program replaces this command: signals, exit code, directory, environment and open files are those of the
+    program. Its share ends with it.
     """
     from ..programs import run as programs
     from ..programs.runtime import Paths as RunPaths
@@ -79,30 +79,30 @@ def run(
             audit_log.refused(where, job.name, "run", error)
         given = {variable for variable, _ in asked}
         error.message = as_typed(error.message, given)
-        error.hint = as_typed(error.hint, _WORDS if given or not _by_variables(os.environ) else ())
+        error.hint = as_typed(error.hint, _OPTIONS if given or not _has_own_variables(os.environ) else ())
         raise
 
 
-def _by_variables(environment: Iterable[str]) -> bool:
-    """Whether somebody asks by our variables, misspelt ones too, and so is told of variables; others are of flags."""
+def _has_own_variables(environment: Iterable[str]) -> bool:
+    """Whether the environment has a GPUSHARE variable, even a misspelt one. Hints then name variables, not options."""
     return any(name.upper().replace("_", "").startswith("GPUSHARE") for name in environment)
 
 
 def as_typed(text: str, given: Collection[str]) -> str:
-    """`text` with flags in place of those of our variables that are `given`."""
+    """`text` with options in place of the variables in `given`."""
     for variable in given:
-        text = re.sub(rf"\b{variable}\b", _WORDS[variable], text)  # one is the beginning of another
+        text = re.sub(rf"\b{variable}\b", _OPTIONS[variable], text)  # \b: GPUSHARE_COMPUTE, not GPUSHARE_COMPUTE_MODE
     return text
 
 
 def default_name(program: str) -> str:
-    """train.py-4711: unique while it lives, and never one that an engine would use."""
+    """Name and pid of the program, such as train.py-4711: unique while it runs, and no id of an engine."""
     base = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in os.path.basename(program))
     return f"{base[:64].lstrip('.-') or 'program'}-{os.getpid()}"
 
 
 def user_of(text: str) -> programs.User:
-    """USER[:GROUP] as numbers; a user who is known here gets his groups, as with su(1). Raises RequestError."""
+    """USER[:GROUP] as numbers. A user of this host gets all groups of the user, as with su(1). Raises RequestError."""
     import grp
     import pwd
 
@@ -127,7 +127,7 @@ def user_of(text: str) -> programs.User:
 
 
 def _id(text: str, digits: str) -> int:
-    """A user or group id. Raises RequestError: the kernel takes the last number for "leave it as it is"."""
+    """A user or group id. Raises RequestError, also for the highest number: for the kernel it means "unchanged"."""
     if len(digits) > 10 or int(digits) >= _NO_ID:
         raise RequestError(f"--user {shown(text)}: {digits[:20]} is no id", f"write one below {_NO_ID}")
     return int(digits)

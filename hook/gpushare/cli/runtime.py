@@ -1,4 +1,4 @@
-"""gpushare runtime configure, gpushare runtime status: what container engines know of us."""
+"""gpushare runtime configure, gpushare runtime status: configure container engines to use gpushare."""
 
 from __future__ import annotations
 
@@ -25,46 +25,53 @@ from .output import Column, state_style, write_json, write_line, write_table
 
 @click.group()
 def runtime() -> None:
-    """What docker, containerd, CRI-O and podman know of gpushare."""
+    """Configure container engines to use gpushare."""
 
 
 @runtime.command("configure")
 @click.argument("engine", required=False, type=click.Choice(sorted(ENGINES)))
-@click.option("--profile", type=click.Choice(profiles.NAMES), help="Also write the configuration file for this use.")
-@click.option("--default", is_flag=True, help="For containers that name no runtime, too (docker).")
-@click.option("--hook-only", is_flag=True, help="Keep the engine's own runtime, add our hook.")
+@click.option(
+    "--profile", type=click.Choice(profiles.NAMES), help="Also write gpushare's configuration file for this use."
+)
+@click.option("--default", is_flag=True, help="Make gpushare the default runtime (docker).")
+@click.option("--hook-only", is_flag=True, help="Keep the engine's runtime and add gpushare's hook.")
 @click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
-@click.option("--undo", is_flag=True, help="Take our entries out again.")
+@click.option("--undo", is_flag=True, help="Remove gpushare's entries.")
 @click.option("--force", is_flag=True, help="With --profile: replace a configuration file that was edited.")
 @click.option(
     "--config-file",
     callback=given,
     default="",
     metavar="FILE",
-    help="The engine's file, where it is not the usual one.",
+    help="The engine's configuration file, if not the usual one.",
 )
 @click.option(
     "--program",
     callback=given,
     default="",
     metavar="FILE",
-    help="gpushare-runtime, where it is not beside this program.",
+    help="gpushare-runtime, if it is not beside this program.",
 )
 @click.option(
-    "--engine-version", callback=given, default="", metavar="N.N", help="containerd's version; else it is asked."
+    "--engine-version",
+    callback=given,
+    default="",
+    metavar="N.N",
+    help="containerd's version.  [default: asked]",
 )
-@click.option("--dump", type=click.File(), help="What `containerd config dump` prints; else it is asked.")
+@click.option("--dump", type=click.File(), help="Output of `containerd config dump`.  [default: run it]")
 @click.option(
-    "--root", callback=given, default="/", metavar="DIR", help="Change files below DIR, as when an image is built."
+    "--root", callback=given, default="/", metavar="DIR", help="Change files below DIR, for example to build an image."
 )
 @with_format
 @click.pass_obj
 def configure_(
     paths: Paths, /, engine: Optional[str], profile: Optional[str], dump: Any, root: str, output: str, **given: Any
 ) -> None:
-    """Make an engine know gpushare, or list engines.
+    """Configure an engine to use gpushare.
 
-    Writes the engine's configuration and says which command makes it read that. Doing it again changes nothing.
+    Writes the engine's configuration and prints the command that makes the engine reload it. Running it again changes
+    nothing. Without an engine, lists engines.
     """
     host = Host(root)
     settings = settings_of(paths, given["program"])._replace(
@@ -101,32 +108,33 @@ def configure_(
 
 
 @runtime.command("status")
-@click.option("--root", callback=given, default="/", metavar="DIR", help="Look below DIR.")
+@click.option("--root", callback=given, default="/", metavar="DIR", help="Read files below DIR.")
 @with_format
 @click.pass_obj
 def status(paths: Paths, root: str, output: str) -> None:
-    """List engines: found, configured, or not."""
+    """List engines, and whether they are installed and configured."""
     _status(settings_of(paths, ""), Host(root), output)
 
 
 def settings_of(paths: Paths, program: str) -> Settings:
-    """Our programs are beside this one, or beside `program`."""
+    """Settings with the paths of gpushare's programs: beside `program`, or beside this program."""
     program = os.path.abspath(program) if program else os.path.join(_programs(), base.RUNTIME_PROGRAM)
     hook = os.path.join(os.path.dirname(os.path.realpath(program)), base.HOOK_PROGRAM)
     return Settings(program, hook, paths.config, paths.state_dir)
 
 
 def _programs() -> str:
-    """The directory of the launchers: where this program is, but of the bundle's libexec the bin beside it. What is in
-    libexec would start Python for each container, also for those that ask for nothing."""
+    """The directory of the launchers: this program's directory, or in the bundle bin/ instead of libexec/. The programs
+    in libexec/ would start Python for each container, even for one without a request."""
     here = os.path.dirname(os.path.realpath(sys.argv[0]))
     launchers = os.path.join(os.path.dirname(here), "bin")
     return launchers if os.path.basename(here) == "libexec" and os.path.isdir(launchers) else here
 
 
 def remove_broken_snapshot(program: str, dry_run: bool) -> list[str]:
-    """Lines for the user. Nothing runs when an archive is unpacked or a wheel is installed, so their snapshot is tried
-    here, as that of .deb and .rpm is in packaging/scripts/postinstall. Raises ConfigError."""
+    """Remove the snapshot if it does not run on this host, and return lines for the user. An archive or wheel runs no
+    script at installation, so its snapshot is tried here; packaging/scripts/postinstall tries that of a .deb or .rpm.
+    Raises ConfigError."""
     path = broken_snapshot(program)
     if not path:
         return []
@@ -142,7 +150,8 @@ def remove_broken_snapshot(program: str, dry_run: bool) -> list[str]:
 
 
 def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Change]:
-    """Raises ConfigError for a file that somebody has edited, unless `force`."""
+    """The change that writes the profile's configuration file. Raises ConfigError if the file was edited, unless
+    `force`."""
     wanted, there = profiles.text(profile), host.read(path)
     if there == wanted:
         return []
@@ -159,7 +168,7 @@ def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Ch
 
 
 def report(outcome: Outcome, dry_run: bool, output: str) -> None:
-    """What was done, or would be."""
+    """Print what was done, or what would be done."""
     if output == "json":
         changes = [{"path": change.path, "action": change.action, "diff": change.diff()} for change in outcome.changes]
         value = {"engine": outcome.engine or None, "dry_run": dry_run, "changes": changes}
@@ -172,7 +181,7 @@ def report(outcome: Outcome, dry_run: bool, output: str) -> None:
             write_line(change.describe())
     if not outcome.changes:
         write_line("nothing to do")
-    sys.stdout.flush()  # what to do next is the last line, also where both go to one pipe or file
+    sys.stdout.flush()  # so that the next command is the last line, even if both streams go to one pipe or file
     for note in outcome.notes:
         log.to_stderr(f"gpushare: {note}")
     if outcome.next:

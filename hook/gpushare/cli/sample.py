@@ -1,6 +1,6 @@
-"""What `gpushare top` shows: all containers and devices at one moment, with what changed since the moment before.
+"""Samples for `gpushare top`: all containers and devices at one moment, with changes since the previous sample.
 
-Read from leases, the containers' own pages and node.json: the driver is not asked.
+Samples are read from leases, usage files and node.json, not from the driver.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ..state import leases, shm_abi
 from . import containers, devices, facts
 from .options import Paths
 
-_MOST_PERCENT = 100.0 * shm_abi.MAX_SLOTS  # of threads held back, whatever a container writes
+_MOST_PERCENT = 100.0 * shm_abi.MAX_SLOTS  # cap of `throttled_percent`, since containers can write their usage files
 
 
 class Line(NamedTuple):
-    """A container on one of its devices (`use` None: it has none that is known)."""
+    """A container on one of its devices (`use` None: its lease lists no device or cannot be read)."""
 
     container: facts.Container
     use: Optional[facts.Use]
-    throttled_percent: Optional[float]  # of the time since the sample before, summed over threads
+    throttled_percent: Optional[float]  # of the time since the previous sample, summed over threads
 
 
 class Sample(NamedTuple):
-    """`devices` are JSON values; empty where this host's driver cannot be read, then `note` says why."""
+    """All containers and devices at one moment. `devices` are JSON values; empty if this host's driver cannot be read,
+    for which `note` gives the reason."""
 
     taken: float  # unix seconds
     lines: tuple[Line, ...]
@@ -36,7 +37,7 @@ class Sample(NamedTuple):
     note: str
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values: the objects of `gpushare list` and `gpushare devices`, with what is measured added."""
+        """As JSON values: the objects of `gpushare list` and `gpushare devices`, with measured values added."""
         found: dict[str, dict[str, Any]] = {}
         for line in self.lines:
             one = found.setdefault(line.container.id, containers.plain(line.container))
@@ -53,7 +54,7 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """take() -> Sample, again and again."""
+    """Takes samples, each compared with the previous one."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -82,7 +83,8 @@ class Sampler:
         return Sample(time.time(), tuple(lines), self._devices(seen, found), self._note)
 
     def _throttled(self, key: tuple[str, float, int], now: Optional[tuple[int, int]]) -> Optional[float]:
-        """Since the sample before; in the first one since the container's start, as vmstat(8) does."""
+        """Throttled time in percent of the time since the previous sample; for a container's first sample, since its
+        start, as vmstat(8) does."""
         if now is None:
             return None
         if key in self._before:
@@ -92,7 +94,7 @@ class Sampler:
         return min(_MOST_PERCENT, max(0.0, 100 * (now[1] - waited_ns) / max(1, now[0] - then_ns)))
 
     def _devices(self, seen: leases.View, found: list[facts.Container]) -> tuple[dict[str, Any], ...]:
-        """node.json is read anew, so a change shows; while it is stale, what was last known."""
+        """The devices and their usage. Reads node.json again to show changes; while it is stale, uses the last node."""
         fresh = node.read_node(self._paths.config, self._paths.state_dir)
         if fresh is not None:
             self._host, self._note = fresh, ""
@@ -108,7 +110,7 @@ class Sampler:
 
 
 def _used(uses: list[facts.Use]) -> dict[str, Any]:
-    """What the containers on one device say that they use of it."""
+    """The usage that all containers on one device report."""
     compute = sum(use.compute.recent_percent for use in uses if use.compute)
     return {
         "memory_used_bytes": sum(use.used_bytes for use in uses),

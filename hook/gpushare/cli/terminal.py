@@ -1,7 +1,7 @@
-"""The terminal as a screen of its own, for `gpushare top`: keys as they are pressed, signals in order with them.
+"""The full-screen terminal of `gpushare top`, with its key presses and signals in order.
 
-Whatever ends the program, the terminal is as it was before. No thread, no polling: one poll(2) on the keyboard and on
-the pipe that Python's signal handler writes to.
+The terminal is restored at the end of the program, also after an error or signal. There is no thread: one poll(2) waits
+for the keyboard and for the pipe to which Python's signal handler writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 RESIZED, STOPPED = "resized", "stopped"
 _SIGNALS = {signal.SIGWINCH: RESIZED, signal.SIGTSTP: STOPPED, signal.SIGCONT: RESIZED}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# One key is a byte, or the sequence that a terminal sends for it; xterm(1), "Cursor keys"
+# A key is one byte or an escape sequence of the terminal; xterm(1), "Cursor keys"
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
 _NAMES = {
     b"A": "up",
@@ -41,7 +41,7 @@ _NAMES = {
 
 
 class Ended(Exception):
-    """A signal asked this program to end, or its terminal is gone (SIGHUP). `number` is the signal's."""
+    """A signal ends the program, or its terminal is gone (SIGHUP). `number` is the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -49,7 +49,7 @@ class Ended(Exception):
 
 
 class Screen:
-    """A `with` block. Without a keyboard (standard input is something else) there are signals only."""
+    """A `with` block that takes over the terminal. If standard input is no terminal, it reads signals but no keys."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -102,8 +102,8 @@ class Screen:
         self._live.update(content, refresh=True)
 
     def wait(self, seconds: float) -> list[str]:
-        """Keys and RESIZED in the order in which they came; nothing when the time is over. Stops and goes on where the
-        shell says so. Raises Ended."""
+        """Wait for keys and RESIZED, and return them in their order; an empty list after the timeout. Stops on SIGTSTP
+        until the shell continues the program. Raises Ended."""
         ready = dict(self._poll.poll(max(0, seconds) * 1000))
         found = self._signals() if self._wake in ready else []
         if self._keyboard in ready:
@@ -121,7 +121,7 @@ class Screen:
         return found
 
     def _stop(self) -> None:
-        """Ctrl-Z: the shell gets the terminal as it left it."""
+        """Handle Ctrl-Z: restore the terminal for the shell, stop, and take the terminal over again."""
         self._give_back()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._take()
@@ -137,7 +137,7 @@ class Screen:
 
 
 def _note(number: int, frame: Optional[FrameType]) -> None:
-    """What the signal means is read from the pipe."""
+    """Do nothing: Python writes the signal's number to the wakeup pipe, and `wait` reads it there."""
 
 
 def _name(key: bytes) -> str:

@@ -16,24 +16,24 @@ from .output import BAR_CELLS
 from .sample import Sample, Sampler
 from .topscreen import CONTAINERS, DEVICES, PLAIN, SORTS, Cell, View
 
-_KEYS = {key: word for word, (key, _) in SORTS.items()}
+_KEYS = {key: name for name, (key, _) in SORTS.items()}
 _SCROLL = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -(1 << 30), "end": 1 << 30}
-_TURN = {"left": -1, "right": 1}
+_SORT_STEP = {"left": -1, "right": 1}
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="One look, then end.")
-@with_interval(2.0, "Time between two looks.")
-@click.option("--sort", type=click.Choice(list(SORTS)), default="memory", show_default=True, help="What comes first.")
+@click.option("--once", is_flag=True, help="Print one sample and exit.")
+@with_interval(2.0, "Time between two samples.")
+@click.option("--sort", type=click.Choice(list(SORTS)), default="memory", show_default=True, help="Sort by this value.")
 @with_format
 @click.pass_obj
 def top(paths: Paths, once: bool, interval: float, sort: str, output: str) -> int:
-    """Watch what containers use of their shares.
+    """Watch how much of their shares containers use.
 
-    Keys: q ends it, m c t a n sort, r turns the order round, arrows scroll and choose what to sort by. THROTTLED is how
-    long threads were held back by the compute limit since the look before, as a share of that time: 200% are two
-    threads all of the time. The first look has the share since the container's start. In a pipe each look is printed
-    below the other; as JSON each is one object in a line of its own.
+    Keys: q quits, m c t a n sort, r reverses the order, up and down scroll, left and right choose the sort column.
+    THROTTLED is the time for which the compute limit held threads back, in percent of the time since the last sample:
+    200% means two threads all the time. The first sample counts from the container's start. In a pipe samples are
+    printed one below the other; as JSON each sample is one line.
     """
     sampler = Sampler(paths)
     if output == "table" and not once and _has_screen():
@@ -56,7 +56,7 @@ def _print_json(sample: Sample, _: View) -> None:
 
 
 def _print(sample: Sample, view: View) -> None:
-    """On a terminal what a screen would show, in a pipe all columns of containers but bars, and nothing else."""
+    """Print devices and containers on a terminal; in a pipe, all columns of containers except bars."""
     lines = topscreen.in_order(sample, view)
     if output.is_tty():
         _write(DEVICES, sample.devices)
@@ -80,10 +80,10 @@ def _write(cells: Sequence[Cell], values: Sequence[Any]) -> None:
 
 
 def _watch(sampler: Sampler, view: View, interval: float) -> int:
-    """Until q, or a signal. Returns the exit code."""
+    """Show samples until the user presses q or a signal arrives. Returns the exit code."""
     from .terminal import RESIZED, Ended, Screen
 
-    sample = sampler.take()  # what cannot be read at all is said before the screen is taken
+    sample = sampler.take()  # before the screen is taken over, so that the user sees an error
     due = time.monotonic() + interval
     try:
         with Screen() as screen:
@@ -106,12 +106,12 @@ def _watch(sampler: Sampler, view: View, interval: float) -> int:
 
 
 def pressed(view: View, key: str) -> View:
-    """What a key changes; one that means nothing changes nothing."""
+    """The view after a key press; unchanged for an unknown key."""
     if key in _KEYS:
         return view._replace(sort=_KEYS[key], first=0)
     if key in _SCROLL:
         return view._replace(first=view.first + _SCROLL[key])
-    if key in _TURN:
-        words = list(SORTS)
-        return view._replace(sort=words[(words.index(view.sort) + _TURN[key]) % len(words)], first=0)
+    if key in _SORT_STEP:
+        names = list(SORTS)
+        return view._replace(sort=names[(names.index(view.sort) + _SORT_STEP[key]) % len(names)], first=0)
     return view._replace(reverse=not view.reverse) if key == "r" else view

@@ -1,4 +1,5 @@
-"""How `gpushare top` looks: a sample, what the person chose and the size of the terminal -> what is drawn. Pure."""
+"""The screen of `gpushare top`, computed from a sample, the user's view and the terminal's size. Has no side
+effects."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _GAP = 2  # between columns
-_FEWEST_ROWS = 3  # of containers, however many devices there are
-_SHORT, _LONG = 5, 30  # cells of a bar, where the terminal is narrow and where it is wide
-_PERCENT = len(" 100%")  # behind a bar
-_SAME = 10  # how much sooner a column leaves that says the same in every row
-# keys, the longest text that fits
+_FEWEST_ROWS = 3  # of containers, even if there are many devices
+_SHORT, _LONG = 5, 30  # least and greatest number of cells of a bar
+_PERCENT = len(" 100%")  # after a bar
+_SAME = 10  # added to `leaves` of a dull column whose rows are all equal
+# Help texts for keys; the first that fits is shown
 _HELP = (
     "q quit   m memory  c compute  t throttled  a age  n name   r reverse   up down scroll   left right sort",
     "q quit   m c t a n sort   r reverse   up down scroll",
@@ -32,7 +33,7 @@ _HELP = (
 
 
 class View(NamedTuple):
-    """What keys change. `first`: of the rows of containers, the first one that is shown."""
+    """What the user can change with keys. `first`: index of the first visible row of containers."""
 
     sort: str = "memory"
     reverse: bool = False
@@ -40,8 +41,8 @@ class View(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A column, and its text with bars of so many cells. Those with the highest `leaves` leave first where the terminal
-    is too narrow. `dull`: where it says the same in every row, it leaves before all others."""
+    """A column and the function that makes its text, given a value and the length of bars. On a narrow terminal columns
+    with the highest `leaves` are hidden first. A `dull` column is hidden before all others if its rows are equal."""
 
     column: Column
     text: Callable[[Any, int], str]
@@ -61,7 +62,7 @@ def _created(line: Line) -> float:
     return line.container.lease.created if line.container.lease else 0.0
 
 
-# word -> (key, what comes first is smallest)
+# name -> (key on the keyboard, sort key)
 SORTS: dict[str, tuple[str, Callable[[Line], Any]]] = {
     "memory": ("m", lambda line: -_memory(line)),
     "compute": ("c", lambda line: -_percent(line)),
@@ -72,7 +73,7 @@ SORTS: dict[str, tuple[str, Callable[[Line], Any]]] = {
 
 
 def _memory_text(line: Line) -> str:
-    """Used and limit in one, as compute_text has it."""
+    """Used memory and limit in one text, like compute_text."""
     if line.use is None:
         return "-"
     used, limit = human(line.use.used_bytes), line.use.share.memory_limit_bytes
@@ -84,7 +85,7 @@ def _memory_bar(line: Line, cells: int) -> str:
 
 
 def _compute_bar(line: Line, cells: int) -> str:
-    """What it had of its limit, or of the whole device."""
+    """The used part of the compute limit, or of the whole device if there is no limit."""
     if line.use is None or line.use.compute is None:
         return ""
     return bar(round(10 * line.use.compute.recent_percent), 10 * (line.use.share.compute_percent or 100), cells)
@@ -96,7 +97,7 @@ def _device_memory(one: dict[str, Any]) -> str:
 
 
 def _pace(_: str) -> str:
-    """Of a bar of compute: to be at its limit is no alarm."""
+    """The style of compute bars: one colour, because reaching a compute limit is normal."""
     return "cyan"
 
 
@@ -118,7 +119,7 @@ _REST = (
     Cell(Column("state", style=state_style), lambda line, _: line.container.state, 2, True),
     Cell(Column("age", True), lambda line, _: _age(line), 7),
 )
-# For a person, and for a pipe, where each column is one value
+# Columns on a terminal, and in a pipe, where each column holds one value
 CONTAINERS = (
     *(_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line)), Cell(BAR, _memory_bar, 5)),
     *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 6), _THROTTLED, *_REST),
@@ -148,46 +149,46 @@ DEVICES = (
 
 
 def in_order(sample: Sample, view: View) -> list[Line]:
-    """Lines as the person sorts them; equal ones stay in the order of `gpushare list`."""
+    """Lines in the user's order; equal lines stay in the order of `gpushare list`."""
     lines = sorted(sample.lines, key=SORTS[view.sort][1])
     return lines[::-1] if view.reverse else lines
 
 
 def rows_of(cells: Sequence[Cell], values: Sequence[Any], length: int = BAR_CELLS) -> list[list[str]]:
-    """Their texts, with bars of `length` cells."""
+    """The texts of the cells for each value, with bars of `length` cells."""
     return [[printable(cell.text(value, length)) for cell in cells] for value in values]
 
 
 def fitting(cells: Sequence[Cell], values: Sequence[Any], columns: int) -> tuple[list[int], int]:
-    """The cells for which there is room, and how long bars can then be."""
+    """Indices of the cells that fit into `columns` characters, and the length of bars."""
     rows = rows_of(cells, values, _SHORT)
     widths = [max(len(cell.column.title), *(len(row[n]) for row in rows), 0) for n, cell in enumerate(cells)]
     leaves = [
         cell.leaves + (_SAME if cell.dull and len({row[n] for row in rows}) < 2 else 0) for n, cell in enumerate(cells)
     ]
     shown = list(range(len(cells)))
-    while (left := columns - sum(widths[n] + _GAP for n in shown) + _GAP) < 0:
-        leaving = max(shown, key=lambda n: leaves[n])
-        if not leaves[leaving]:
+    while (free := columns - sum(widths[n] + _GAP for n in shown) + _GAP) < 0:
+        hidden = max(shown, key=lambda n: leaves[n])
+        if not leaves[hidden]:
             break
-        shown.remove(leaving)
+        shown.remove(hidden)
     bars = sum(cells[n].column.only_tty for n in shown)
-    return shown, min(_LONG, _SHORT + max(0, left) // max(1, bars))
+    return shown, min(_LONG, _SHORT + max(0, free) // max(1, bars))
 
 
 def most_rows(sample: Sample, height: int) -> int:
-    """How many lines of containers fit under the devices."""
+    """The number of container lines that fit below the devices."""
     return max(_FEWEST_ROWS, height - 5 - (len(sample.devices) + 2 if sample.devices else 0))
 
 
 def scrolled(view: View, sample: Sample, height: int) -> View:
-    """Within what there is."""
+    """The view with `first` limited to the existing lines."""
     last = max(0, len(sample.lines) - most_rows(sample, height))
     return view._replace(first=max(0, min(view.first, last)))
 
 
 def draw(sample: Sample, view: View, interval_s: float, width: int, height: int) -> Group:
-    """Everything, at most `height` lines: a title, devices, containers, and which keys there are."""
+    """The whole screen in at most `height` lines: title, devices, containers, keys."""
     from rich.console import Group
     from rich.text import Text
 
@@ -213,7 +214,7 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
 
 
 def _footer(more: str, width: int) -> Any:
-    """`more`: which rows of how many, where not all fit."""
+    """The line of keys. `more`: which rows are visible, if not all fit."""
     from rich.text import Text
 
     keys = next((keys for keys in _HELP if len(keys) + 3 + len(more) <= width), _HELP[-1])
@@ -221,7 +222,7 @@ def _footer(more: str, width: int) -> Any:
 
 
 def _table(cells: Sequence[Cell], shown: Sequence[Any], everything: Sequence[Any], width: int) -> Any:
-    """Widths are those of all rows, so that scrolling moves nothing sideways."""
+    """A table of the `shown` rows. Column widths are those of all rows, so that scrolling does not change them."""
     keep, length = fitting(cells, everything, width)
     kept = [cells[n] for n in keep]
     widest = [max(map(len, column)) for column in zip(*rows_of(kept, everything, length))]

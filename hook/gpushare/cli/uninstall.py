@@ -17,17 +17,17 @@ from .runtime import settings_of
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Say what would be done, do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Also while containers hold a share, or MPS runs; they go on running.")
+@click.option("--force", is_flag=True, help="Do it even if containers hold a share or MPS runs; they keep running.")
 @click.option("--purge", is_flag=True, help="Also remove /etc/gpushare.")
 @click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR.")
 @with_format
 @click.pass_obj
 def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: bool, root: str, output: str) -> None:
-    """Take gpushare out of all engines, and its state away.
+    """Remove gpushare from all engines, and its state.
 
-    The programs stay: a package manager that installed them removes them, or rm where an archive was unpacked.
+    The programs stay. Remove them with the package manager that installed them, or with rm if you unpacked an archive.
     """
     host, settings = Host(root), settings_of(paths, "")
     plan = removal.plan(settings, host, purge, force)
@@ -36,7 +36,7 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
         write_json({"dry_run": dry_run, "steps": lines, "next": plan.next()})
     for line in lines if output != "json" else ():
         write_line(line)
-    sys.stdout.flush()  # before what is said on standard error, also where both go to one pipe or file
+    sys.stdout.flush()  # before lines on standard error, even if both streams go to one pipe or file
     if not lines:
         if output != "json":
             write_line("nothing to do")
@@ -45,7 +45,7 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
         return
     if not yes:
         if not sys.stdin.isatty():
-            raise GpushareError("nothing was done, because nobody can be asked", "say --yes")
+            raise GpushareError("nothing was done: standard input is no terminal, so you cannot confirm", "give --yes")
         click.confirm("Do this?", abort=True, err=True)
     removal.carry_out(plan, settings, host, force)
     for command in plan.next():

@@ -1,8 +1,8 @@
-"""What `gpushare doctor` asks, in the order of the flow: one row for each check.
+"""The checks of `gpushare doctor`, one row each, in the order in which a container's start needs their subjects.
 
-    examine(paths, settings, say) -> [(Check, Result), ...]      never raises for what is wrong with this host
+    examine(machine, say) -> [(Check, Result), ...]      a problem of this host is a Result, never an exception
 
-Checks read, and leave nothing behind: shim.py tries a share in a child with a state directory of its own.
+Checks only read. The exception leaves nothing behind: shim.py makes a share in a child with its own state directory.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from .base import FAIL, OK, SKIP, WARN, Check, Machine, Result, failed
 __all__ = ["CHECKS", "FAIL", "OK", "SKIP", "WARN", "Check", "Machine", "Result", "examine", "look"]
 
 CHECKS = (
-    Check("rights", "the command runs as root, and sees everything", driver.rights),
+    Check("rights", "the command runs as root, so that every check can run", driver.rights),
     Check("configuration", "the configuration file is valid", engines.configuration),
-    Check("programs", "our programs are there, and nobody but root can change them", engines.programs),
-    Check("library", "the library for containers is there, whole, and for this machine", shim.files),
+    Check("programs", "gpushare's programs exist, and only root can change them", engines.programs),
+    Check("library", "the library for containers exists, is complete, and is for this CPU architecture", shim.files),
     Check("kernel", "the kernel has the system calls that a start needs", kernel.features),
-    Check("file leases", "no container can lease or change the files that it is shown", kernel.file_leases),
-    Check("cgroups", "a cgroup hierarchy decides on devices; its version, and whether systemd runs", kernel.cgroups),
-    Check("runtime", "runc or crun is there and runs", engines.runtime),
+    Check("file leases", "no container can lease or change the files that are mounted into it", kernel.file_leases),
+    Check("cgroups", "a cgroup hierarchy controls device access; shows its version and systemd", kernel.cgroups),
+    Check("runtime", "runc or crun is installed and runs", engines.runtime),
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
-    Check("driver files", "the libraries of the loaded version are there", driver.files),
-    Check("devices", "there are GPUs, and NVML knows them", driver.devices),
+    Check("driver files", "the libraries of the loaded driver version exist", driver.files),
+    Check("devices", "there are GPUs, and NVML reports them", driver.devices),
     Check("device nodes", "/dev has the nodes of all GPUs and of UVM", driver.nodes),
     Check(
-        "library loads", "over this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
+        "library loads", "with this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
     ),
-    Check("engines", "engines that are installed know gpushare", engines.engines),
-    Check("cgroup drivers", "no engine with the hook alone has its cgroups from systemd", engines.cgroup_drivers),
-    Check("NVIDIA hooks", "no hook or default runtime of NVIDIA's gives out whole GPUs", engines.nvidia_hooks),
-    Check("state", "the state directory is ours and has room", state.directory),
-    Check("leases", "every lease can be read and belongs to a container that lives", state.stale_leases),
-    Check("containers", "containers that run were started with the driver that is loaded", state.versions),
+    Check("engines", "installed engines are configured to use gpushare", engines.engines),
+    Check("cgroup drivers", "no engine that uses only the hook lets systemd manage cgroups", engines.cgroup_drivers),
+    Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
+    Check("state", "the state directory is gpushare's and has room", state.directory),
+    Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),
+    Check("containers", "running containers were started with the driver that is loaded now", state.versions),
     Check(
-        "MPS", "daemons run as root with the limits they were given, and no container had one that died", mps.daemons
+        "MPS", "daemons run as root with unchanged limits, and no container was started with one that died", mps.daemons
     ),
     Check("refusals", "no container was refused in the last day", state.refusals),
 )
 
 
 def look(config_path: str, state_dir: str, settings: Settings) -> Machine:
-    """What all checks share, read once: configuration, and the driver's own answers."""
+    """Read what all checks need: the configuration and the driver's inventory."""
     machine = Machine(config_path, state_dir, settings, Host())
     try:
         config = load_config(config_path)._replace(state_dir=state_dir)
@@ -64,7 +64,7 @@ def look(config_path: str, state_dir: str, settings: Settings) -> Machine:
 
 
 def examine(machine: Machine, say: Optional[Callable[[str], None]] = None) -> Iterator[tuple[Check, Result]]:
-    """All checks; `say` hears the name of each before it is asked."""
+    """Run all checks; call `say` with the name of each check before it runs."""
     for check in CHECKS:
         if say is not None:
             say(check.name)
@@ -72,7 +72,8 @@ def examine(machine: Machine, say: Optional[Callable[[str], None]] = None) -> It
 
 
 def answer(check: Check, machine: Machine) -> Result:
-    """A check that fails by an error has found something; one that has a bug is no reason to leave the others out."""
+    """Run one check. An exception is a FAIL: an expected error is a finding, and a bug in one check must not stop the
+    other checks."""
     try:
         return check.ask(machine)
     except GpushareError as error:

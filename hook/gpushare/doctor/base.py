@@ -1,4 +1,4 @@
-"""What checks are made of: plain values, and what they all look at."""
+"""The types of checks and results, and what all checks read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 
 
 class Result(NamedTuple):
-    """`hint`: what to do, of what is not ok. SKIP: cannot be known here, and `detail` says why."""
+    """The result of a check. `hint`: what the user can do if it is not ok. SKIP: the check cannot run here, for which
+    `detail` gives the reason."""
 
     result: str
     detail: str
@@ -21,7 +22,8 @@ class Result(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """This host as the next container would find it. What is None could not be read: `config_error`, `driver_error`."""
+    """This host as the next container would find it. What could not be read is None, and `config_error` or
+    `driver_error` gives the reason."""
 
     config_path: str
     state_dir: str
@@ -38,10 +40,10 @@ class Machine(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One row. `ask` may raise GpushareError and OSError: that is a failure of what was asked about."""
+    """One check. If `ask` raises GpushareError or OSError, the check has failed."""
 
     name: str
-    meaning: str  # for docs/cli.md: when it is ok
+    meaning: str  # the condition for OK, for docs/cli.md
     ask: Callable[[Machine], Result]
 
 
@@ -50,5 +52,5 @@ def failed(error: GpushareError) -> Result:
 
 
 def no_driver(machine: Machine) -> Result:
-    """Of a check that needs what another one has found missing."""
-    return Result(SKIP, "not without a configuration" if machine.config is None else "not without a driver")
+    """SKIP of a check that needs a configuration or a driver; another check reports that it is missing."""
+    return Result(SKIP, "needs a configuration" if machine.config is None else "needs a driver")

@@ -1,4 +1,4 @@
-"""Checks of the driver and its devices."""
+"""Checks of the driver, its devices, and the user's rights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..gpu.drivertable import CAPABILITIES
 from ..gpu.selectors import device_name
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
-_USUAL = ("compute", "utility")  # what a container gets that names no capability
-_UVM = "load them with `nvidia-modprobe -u -c 0`, or install nvidia-persistenced"
+_USUAL = ("compute", "utility")  # capabilities of a container whose request names none
+_LOAD_UVM = "load them with `nvidia-modprobe -u -c 0`, or install nvidia-persistenced"
 
 
 def driver(machine: Machine) -> Result:
@@ -54,7 +54,7 @@ def devices(machine: Machine) -> Result:
     if unknown:
         return Result(
             WARN,
-            f"NVML says nothing of device {', '.join(unknown)}: percentages of their memory are refused",
+            f"NVML reports no memory size of device {', '.join(unknown)}: requests for a percentage of it are refused",
             "run nvidia-smi, which says why",
         )
     return Result(OK, ", ".join(shown) + mig)
@@ -68,12 +68,12 @@ def nodes(machine: Machine) -> Result:
     found = {name: driverroot.node(one.root, name, one.simulated) for name in dict.fromkeys(names)}
     missing = [f"/dev/{name}" for name, node in found.items() if node is None]
     if missing:
-        return Result(FAIL, f"missing: {', '.join(missing)}", _UVM)
+        return Result(FAIL, f"missing: {', '.join(missing)}", _LOAD_UVM)
     return Result(OK, f"{len(found)} in {os.path.join(one.root, 'dev')}")
 
 
 def rights(machine: Machine) -> Result:
-    """Who asks is part of every answer."""
+    """Whether doctor runs as root, because other users see less."""
     from ..system import rootless
 
     if rootless.is_rootless():

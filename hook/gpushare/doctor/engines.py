@@ -1,4 +1,4 @@
-"""Checks of what starts containers: our programs, the low-level runtime, engines, and NVIDIA's own hooks."""
+"""Checks of gpushare's programs, the low-level runtime, engines, and NVIDIA's own hooks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..engines.host import broken_snapshot, check_program, foreign_owners
 from .base import FAIL, OK, WARN, Machine, Result, failed
 
 _ASK_SECONDS = 10
-# Files in which engines say which cgroup driver they use; daemon.json, config.toml v2 and v3, crio.conf(5),
-# containers.conf(5). Without a word of it docker and podman take systemd where that runs, CRI-O always, containerd not.
+# The setting for an engine's cgroup driver in its files: daemon.json, config.toml v2 and v3, crio.conf(5),
+# containers.conf(5). Without it docker and podman use systemd if it runs, CRI-O always does, and containerd never.
 _CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^\s*cgroup_manager\s*=\s*"cgroupfs"', re.MULTILINE)
 _SYSTEMD = re.compile(
     r'native\.cgroupdriver=systemd|^\s*(SystemdCgroup\s*=\s*true|cgroup_manager\s*=\s*"systemd")', re.MULTILINE
@@ -36,7 +36,7 @@ _NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runti
 
 
 def programs(machine: Machine) -> Result:
-    """What root will run for each container must be root's."""
+    """Programs that root runs for each container must belong to root, and the snapshot must run."""
     settings = machine.settings
     paths = [check_program(path) for path in (settings.program, settings.cri_program, settings.hook)]
     owners = foreign_owners(paths)
@@ -51,9 +51,9 @@ def programs(machine: Machine) -> Result:
 
 
 def runtime(machine: Machine) -> Result:
-    """The low-level runtime that gpushare-runtime becomes."""
+    """Whether the low-level runtime, which gpushare-runtime executes, is installed and runs."""
     if machine.config is None:
-        return Result("skip", "not without a configuration")
+        return Result("skip", "needs a configuration")
     path = oci_runtime.find(machine.config)
     try:
         done = subprocess.run(
@@ -74,7 +74,7 @@ def _states(machine: Machine) -> list[State]:
 
 
 def _has_hook(one: State) -> bool:
-    """Whether containers of this engine get their share by the hook, not by gpushare-runtime."""
+    """Whether the hook, not gpushare-runtime, gives containers of this engine their share."""
     return one.engine != "docker" and any(path.endswith(".json") for path in one.files)
 
 
@@ -98,19 +98,20 @@ def engines(machine: Machine) -> Result:
 
 
 def cgroup_driver(machine: Machine, engine: str) -> str:
-    """systemd or cgroupfs, as far as its files tell."""
+    """The engine's cgroup driver according to its configuration files: systemd or cgroupfs."""
     texts = [machine.files.read(path) or "" for name in _FILES[engine] for path in machine.files.glob(name)]
-    said = [
-        word for text in texts for word, rule in (("systemd", _SYSTEMD), ("cgroupfs", _CGROUPFS)) if rule.search(text)
+    settings = [
+        name for text in texts for name, rule in (("systemd", _SYSTEMD), ("cgroupfs", _CGROUPFS)) if rule.search(text)
     ]
-    if said:
-        return said[-1]
+    if settings:
+        return settings[-1]
     booted = os.path.isdir("/run/systemd/system")
     return "systemd" if engine == "crio" or (booted and engine != "containerd") else "cgroupfs"
 
 
 def cgroup_drivers(machine: Machine) -> Result:
-    """Rules that a hook adds to a cgroup are lost when systemd is reloaded, which writes its own anew."""
+    """Whether systemd manages cgroups to which only a hook adds device rules: `systemctl daemon-reload` writes
+    systemd's own rules again, and the hook's rules are lost."""
     found = [one for one in _states(machine) if one.found]
     if not found:
         return Result(OK, "no engine is installed")
@@ -127,7 +128,8 @@ def cgroup_drivers(machine: Machine) -> Result:
 
 
 def nvidia_hooks(machine: Machine) -> Result:
-    """NVIDIA's hook and runtime put the whole driver into containers, beside or instead of us."""
+    """Whether NVIDIA's hook or runtime is configured. They give containers whole GPUs, beside or instead of
+    gpushare."""
     files = machine.files
     paths = [path for folder in _HOOK_DIRS for path in files.glob(f"{folder}/*.json")]
     hooks = [path for path in paths if _NVIDIA_HOOK.search(_text(machine, path))]
@@ -152,7 +154,7 @@ def nvidia_hooks(machine: Machine) -> Result:
 def _text(machine: Machine, path: str) -> str:
     try:
         return machine.files.read(path) or ""
-    except (ConfigError, OSError):  # a link, usual for packaged hooks: it is looked through, never written
+    except (ConfigError, OSError):  # Host.read refuses links, which packaged hooks often are; reading one is safe
         try:
             with open(machine.files.at(path), encoding="utf-8", errors="replace") as file:
                 return file.read(1 << 20)

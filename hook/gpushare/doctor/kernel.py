@@ -1,5 +1,5 @@
-"""Checks of the kernel: system calls are tried, each in a way that changes nothing; versions say little, since
-distributions add and security modules take away."""
+"""Checks of the kernel. They try each system call in a way that changes nothing. The kernel's version would not be
+enough: distributions backport system calls, and security modules forbid some."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..system import bpf, idmap, mountns, rootless, syscalls
 from .base import FAIL, OK, SKIP, WARN, Machine, Result
 
 _NO_FD = -1
-_IN_USE = (errno.EBADF, errno.EINVAL)  # what a call that exists says to a descriptor that does not
+_BAD_FD = (errno.EBADF, errno.EINVAL)  # errors of an existing system call for an invalid descriptor
 
 
 class Feature(NamedTuple):
-    """`use` raises KernelError; one of `allowed` only says that the call is there."""
+    """A system call and the Linux version that added it. `use` raises KernelError if it fails; errors in `allowed` mean
+    that the call exists."""
 
     name: str
     since: str
@@ -31,7 +32,7 @@ def _and_close(fd: int) -> None:
 
 
 FEATURES = (
-    Feature("move_mount", "5.2", lambda: syscalls.move_mount(_NO_FD, _NO_FD, "/"), _IN_USE),
+    Feature("move_mount", "5.2", lambda: syscalls.move_mount(_NO_FD, _NO_FD, "/"), _BAD_FD),
     Feature("open_tree", "5.2", lambda: _and_close(syscalls.open_tree("/"))),
     Feature("fsopen", "5.2", lambda: _and_close(syscalls.detached_tmpfs({}, 0, "tmpfs"))),
     Feature("pidfd_open", "5.3", lambda: _and_close(syscalls.pidfd_open(os.getpid()))),
@@ -40,7 +41,7 @@ FEATURES = (
         "5.6",
         lambda: _and_close(syscalls.openat2(syscalls.AT_FDCWD, "/", os.O_PATH, 0, syscalls.RESOLVE_IN_ROOT)),
     ),
-    Feature("mount_setattr", "5.12", lambda: syscalls.mount_setattr(_NO_FD, 0, syscalls.MS_PRIVATE, "/"), _IN_USE),
+    Feature("mount_setattr", "5.12", lambda: syscalls.mount_setattr(_NO_FD, 0, syscalls.MS_PRIVATE, "/"), _BAD_FD),
 )
 
 
@@ -65,9 +66,10 @@ def features(_: Machine) -> Result:
 
 
 def file_leases(machine: Machine) -> Result:
-    """Tried on each file system that containers are shown files of; see idmap.py."""
+    """Whether each file system whose files are mounted into containers can hide their owner, so that containers cannot
+    lease them; see idmap.py."""
     if machine.config is None or rootless.is_rootless():
-        return Result(SKIP, "not without a configuration, and root's rights over mounts")
+        return Result(SKIP, "needs a configuration and root's rights over mounts")
     paths = [machine.config.shim_dir]
     if machine.inventory is not None:
         paths.append(driverfiles.cuda_library(machine.inventory.root, machine.inventory.driver_version))
@@ -93,14 +95,14 @@ def file_leases(machine: Machine) -> Result:
 
 
 def _type_of(path: str) -> str:
-    """The type of the file system that `path` is on."""
+    """The type of the file system of `path`."""
     status = os.stat(path)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     return next((mount.fstype for mount in mountns.read_mounts() if mount.device == device), "a file system")
 
 
 def cgroups(_: Machine) -> Result:
-    """Which hierarchy decides on devices, and whether its rules can be changed."""
+    """Which cgroup hierarchy controls device access, and whether gpushare can load device programs into it."""
     kinds = [mount for mount in mountns.read_mounts() if mount.fstype in ("cgroup", "cgroup2")]
     v1 = any(mount.fstype == "cgroup" and "devices" in mount.super_options.split(",") for mount in kinds)
     v2 = any(mount.fstype == "cgroup2" for mount in kinds)

@@ -1,6 +1,7 @@
-"""The check of MPS: whether containers can be clients of the daemons that were started, and who has to start again.
+"""The check of MPS: whether containers can use the daemons that were started, and what must be restarted.
 
-A table of findings, for each device of which a daemon has left something; the first that applies is what is said of it.
+FINDINGS is a table of possible findings. It is applied to each device with files of a daemon; the first finding that
+applies is the device's result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WORST = (FAIL, WARN, OK)
 
 
 class Case(NamedTuple):
-    """One device. `daemon`: who listens in its pipe directory; `found`: what the ready file says."""
+    """One device. `daemon`: the process that listens in its pipe directory; `found`: the content of the ready file."""
 
     host: Node
     device: Device
@@ -48,7 +49,7 @@ class Case(NamedTuple):
         return f"gpushare mps stop --force --device {device}, and start it again; then the containers that have it"
 
     def affected(self) -> str:
-        """Containers whose programs have a daemon that is no more, for people; "" when there are none."""
+        """Names of the containers that were started with a daemon that has ended; "" if there are none."""
         uuid, state_dir = self.device.uuid, self.host.config.state_dir
         return some([constants.short(one.id) for one in mps_status.affected(self.found, uuid, self.live, state_dir)])
 
@@ -57,7 +58,7 @@ def _wrong_user(case: Case) -> Optional[Result]:
     if case.daemon is None or case.daemon.uid == 0:
         return None
     who = f"the daemon of {case.name} (pid {case.daemon.pid}) is of uid {case.daemon.uid}"
-    return Result(FAIL, f"{who}, who sets its limits as he likes", f"have it ended, then {case.start}")
+    return Result(FAIL, f"{who}, a user who can change its limits", f"end that daemon, then {case.start}")
 
 
 def _dead(case: Case) -> Optional[Result]:
@@ -83,20 +84,20 @@ def _stale(case: Case) -> Optional[Result]:
     if named:
         return Result(FAIL, f"the daemon of {case.name} is gone; programs get errors in {named}", case.start)
     remove = f"gpushare mps stop --device {device_name(case.device)}"
-    return Result(WARN, f"stale {case.folder}/pipe: nobody listens there", f"{case.start}, or {remove}")
+    return Result(WARN, f"stale {case.folder}/pipe: no process listens there", f"{case.start}, or {remove}")
 
 
-def _deaf(case: Case) -> Optional[Result]:
+def _not_listening(case: Case) -> Optional[Result]:
     if case.daemon is not None and case.daemon.pid == case.found.pid:
         return None
     if case.daemon is None:
-        return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) listens no more", case.again)
+        return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) no longer listens", case.again)
     other = f"pid {case.daemon.pid} listens for {case.name}, and pid {case.found.pid} was given its limits"
     return Result(FAIL, other, case.again)
 
 
-def _asked(case: Case) -> Optional[Result]:
-    """What the daemon itself says."""
+def _daemon_reports(case: Case) -> Optional[Result]:
+    """Findings from the daemon's own status."""
     seen = mps_status.look(case.host, case.device, case.live)
     if seen.state != "running":
         return Result(FAIL, f"the daemon of {case.name}: {seen.note}", case.again)
@@ -111,20 +112,20 @@ def _asked(case: Case) -> Optional[Result]:
     return Result(WARN, f"{case.name}: {seen.note}", "start these programs again") if seen.note else None
 
 
-def _well(case: Case) -> Optional[Result]:
-    having = len(backends.having(mps.NAME, case.live, case.device.uuid))
-    many = "1 container" if having == 1 else f"{having} containers"
-    return Result(OK, f"runs on {case.name}, at most {case.found.thread_percent}%, for {many}")
+def _healthy(case: Case) -> Optional[Result]:
+    count = len(backends.having(mps.NAME, case.live, case.device.uuid))
+    containers = "1 container" if count == 1 else f"{count} containers"
+    return Result(OK, f"runs on {case.name}, at most {case.found.thread_percent}%, for {containers}")
 
 
 FINDINGS: tuple[Callable[[Case], Optional[Result]], ...] = (
-    *(_wrong_user, _dead, _not_offered, _stale),  # it cannot be used
-    *(_deaf, _asked, _well),  # it was offered
+    *(_wrong_user, _dead, _not_offered, _stale),  # the daemon cannot be used
+    *(_not_listening, _daemon_reports, _healthy),  # containers can use the daemon
 )
 
 
 def daemons(machine: Machine) -> Result:
-    """All devices in one line: the worst, with what to do about it."""
+    """One result for all devices: the worst finding, with its hint."""
     if machine.node is None:
         return no_driver(machine)
     if os.geteuid() != 0 or rootless.is_rootless():
@@ -149,7 +150,8 @@ def _case(host: Node, device: Device, state_dir: str, live: tuple[Lease, ...]) -
 
 
 def _is_stopped(case: Case) -> bool:
-    """By somebody who meant it: nothing is left that anybody could take for a daemon."""
+    """Whether the daemon was stopped on purpose: neither its socket directory nor its ready file is left, and no
+    container was using it."""
     left = os.path.lexists(f"{case.folder}/pipe") or os.path.lexists(f"{case.folder}/{mps.READY}")
     return case.daemon is None and not left and not case.affected()
 

@@ -1,8 +1,9 @@
-"""The check that counts most: a process gets a share, as `gpushare run` would give it one, loads the library over this
-host's driver, and asks how large its GPU is.
+"""The most important check: a process gets a share, as from `gpushare run`, loads the library with this host's driver,
+and reads the size of its GPU.
 
-It does so in a child with a mount namespace and a state directory of its own, so no lease of this host is touched, no
-device is taken from anybody, and everything is gone with the child. No CUDA context is made: that would take memory.
+The process is a child with its own mount namespace and state directory. So it changes no lease of this host and takes
+no device from a container, and everything disappears with it. It creates no CUDA context, because that would take
+memory.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def files(machine: Machine) -> Result:
-    """Our library is there, whole, and for this machine."""
+    """Whether gpushare's libraries exist, are complete, and are for this CPU architecture."""
     if machine.config is None:
-        return Result(SKIP, "not without a configuration")
+        return Result(SKIP, "needs a configuration")
     folder = machine.config.shim_dir
     for name in LIBRARIES:
         path = os.path.join(folder, name)
@@ -54,7 +55,7 @@ def files(machine: Machine) -> Result:
 
 
 def loads(machine: Machine) -> Result:
-    """Over the real driver, with a limit, and CUDA and NVML both show that limit."""
+    """Whether CUDA and NVML both report the memory limit of a share, with this host's driver."""
     if machine.node is None:
         return no_driver(machine)
     if os.geteuid() != 0 or rootless.is_rootless():
@@ -62,14 +63,14 @@ def loads(machine: Machine) -> Result:
     if os.path.lexists(constants.LIMITS):
         return Result(SKIP, "this runs in a share of a GPU")
     if not machine.node.inventory.devices:
-        return Result(SKIP, "not without a device")
+        return Result(SKIP, "needs a device")
     with tempfile.TemporaryDirectory(prefix="gpushare-doctor-") as directory:
         answer = _ask(machine.node, directory)
     return judged(answer)
 
 
 def judged(answer: dict[str, Any]) -> Result:
-    """What the child said. A total of 0 is no answer."""
+    """The result of the child's answer."""
     if "error" in answer:
         return Result(FAIL, str(answer["error"]), str(answer.get("hint", "")))
     totals = {name: answer.get(name) for name in ("CUDA", "NVML")}
@@ -105,7 +106,7 @@ def _read(reader: int, pid: int) -> dict[str, Any]:
         text += part
     if late:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, os.WNOHANG)  # one that is stuck in the kernel is not waited for
+        os.waitpid(pid, os.WNOHANG)  # without waiting, because the child may be stuck in the kernel
         return {
             "error": f"the driver did not answer within {_DEADLINE_S:.0f} s",
             "hint": "run nvidia-smi: it may say why",
@@ -138,7 +139,7 @@ def _child(host: Node, directory: str, writer: int) -> NoReturn:
 
 
 def _share(host: Node, directory: str) -> dict[str, Any]:
-    """In the child. What policy would say of such a program is not the question here."""
+    """Make a share in the child, and read its sizes. The host's policy does not apply to it."""
     syscalls.unshare(syscalls.CLONE_NEWNS, "mount namespace")
     root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     syscalls.mount_setattr(root, 0, syscalls.MS_PRIVATE, "/", recursive=True)
@@ -154,7 +155,7 @@ def _share(host: Node, directory: str) -> dict[str, Any]:
 
 
 def _path(steps: Plan, stem: str) -> str:
-    """Where a program finds the library."""
+    """The path at which a program finds the library `stem`."""
     targets = [
         op.target for op in steps.ops if isinstance(op, Mount) and os.path.basename(op.target).startswith(f"{stem}.so.")
     ]
@@ -170,7 +171,7 @@ def _checked(code: int, call: str) -> None:
 
 
 def _cuda_total(path: str) -> int:
-    """CUDA Driver API; nothing of it needs a context."""
+    """The memory size that the CUDA driver API reports. None of these calls needs a context."""
     cuda, device, total = ctypes.CDLL(path), ctypes.c_int(), ctypes.c_size_t()
     _checked(cuda.cuInit(0), "cuInit")
     _checked(cuda.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
@@ -179,8 +180,8 @@ def _cuda_total(path: str) -> int:
 
 
 def _nvml_total(path: str) -> int:
-    """nvmlMemory_t is total, free and used."""
-    nvml, device, memory = ctypes.CDLL(path), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    """The memory size that NVML reports."""
+    nvml, device, memory = ctypes.CDLL(path), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
     _checked(nvml.nvmlInit_v2(), "nvmlInit")
     _checked(nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)), "nvmlDeviceGetHandleByIndex")
     _checked(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)), "nvmlDeviceGetMemoryInfo")

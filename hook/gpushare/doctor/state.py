@@ -1,4 +1,4 @@
-"""Checks of the state directory: what containers hold, what is left of others, what was refused."""
+"""Checks of the state directory: leases of running containers, leftovers of ended ones, refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def stale_leases(machine: Machine) -> Result:
 
 
 def versions(machine: Machine) -> Result:
-    """Containers that run keep the driver's libraries of their start, which a newly loaded driver refuses."""
+    """Whether running containers were started with the loaded driver. They keep the libraries of that time, with which
+    another driver version does not work."""
     if machine.node is None:
         return no_driver(machine)
     live = leases.view(machine.state_dir).live
@@ -76,7 +77,7 @@ def refusals(machine: Machine) -> Result:
     for name in log.known(machine.state_dir):
         try:
             found.append((os.stat(os.path.join(folder, name)).st_mtime, name))
-        except OSError:  # released meanwhile
+        except OSError:  # removed since log.known() listed it
             pass
     recent = sorted(one for one in found if time.time() - one[0] < _RECENT_S)
     if not recent:
@@ -90,6 +91,6 @@ def refusals(machine: Machine) -> Result:
 
 
 def some(texts: list[str]) -> str:
-    """A few of them, for one line."""
+    """The first few texts and the number of the others, for one line."""
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more

@@ -1,1 +1,1 @@
-"""Kubernetes and CDI: the device plugin, CDI specifications, node labels; and how all of it is removed."""
+"""Kubernetes and CDI: the device plugin, CDI specifications and node labels; and the removal of gpushare."""

@@ -1,15 +1,20 @@
-"""What node-feature-discovery is told about this node: feature_file(node) -> the text of its feature file. Pure.
+"""Describe this node to node-feature-discovery: feature_file(node) -> the text of a feature file. Has no side effects.
 
-Source: node-feature-discovery's customization guide, "Local feature source": a line is `<namespace>/<name>=<value>`,
-and a file whose name begins with a dot is not read, so a new one gets its name when it is complete. The numbers are
-features and no labels (`+no-label`): the NodeFeatureRule in packaging/kubernetes makes an extended resource of them,
-which is what the scheduler counts.
+Source: node-feature-discovery's customization guide, "Local feature source". A line is `<namespace>/<name>=<value>`. A
+file whose name begins with a dot is not read, so that an incomplete file can have such a name. The numbers are features
+but no labels (`+no-label`): the NodeFeatureRule in packaging/kubernetes makes an extended resource of them, which the
+Kubernetes scheduler counts.
 
-Labels about the devices have the names and rules of NVIDIA's GPU feature discovery ("Generated Labels" in its README),
-under our own prefix, so that both can run: `gpu.product` with hyphens for spaces and "-SHARED" behind it where a device
-has several replicas, `gpu.replicas` how many (`sharing.split_count`; 1: shares are of the size that is asked for),
-`gpu.memory` in MiB, `gpu.count`. There, of different devices on one node one is told; here none but their number, since
-a pod that selects a product must not get another.
+Labels of devices have the names and rules of NVIDIA's GPU feature discovery ("Generated Labels" in its README), under
+gpushare's own prefix, so that both can run on a node:
+
+    gpu.product   the model with hyphens for spaces, and "-SHARED" after it if a device has several replicas
+    gpu.replicas  the number of replicas (`sharing.split_count`); 1: a share has the size that the container requests
+    gpu.memory    in MiB
+    gpu.count     the number of devices
+
+If a node has different devices, NVIDIA's labels describe one of them. gpushare then writes gpu.count only, because a
+pod that selects a product must not get another one.
 """
 
 from __future__ import annotations
@@ -28,18 +33,18 @@ _SHARED = "-SHARED"
 
 
 def _devices(node: Node) -> list[Device]:
-    """Those that policy allows."""
+    """The devices that policy allows."""
     allowed = node.config.policy.allowed_devices
     return [one for one in usable_devices(node.inventory) if not allowed or is_among(one, allowed)]
 
 
 def grantable_mib(node: Node) -> int:
-    """MiB that may be granted on all devices that policy allows together. A device of unknown size counts as 0."""
+    """The sum of MiB that may be granted on all devices that policy allows. A device of unknown size counts as 0."""
     return sum(capacity_bytes(device, node.config) // MIB for device in _devices(node))
 
 
 def product(model: str, replicas: int) -> str:
-    """The value of gpu.product, "" for a model of which nothing can be written."""
+    """The value of gpu.product; "" if the model's name has no character that a label allows."""
     suffix = _SHARED if replicas > 1 else ""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "", "-".join(model.split()))
     plain = plain[: _MAX_VALUE - len(suffix)].strip("-_.")
@@ -47,7 +52,7 @@ def product(model: str, replicas: int) -> str:
 
 
 def device_labels(node: Node) -> dict[str, str]:
-    """Name -> value, of GPU feature discovery."""
+    """{name: value} of the labels that GPU feature discovery also has."""
     devices = _devices(node)
     found = {"gpu.count": str(len(devices))}
     rules = ((one, sharing.rule_of(one, node.config.sharing)) for one in devices)
@@ -62,7 +67,7 @@ def device_labels(node: Node) -> dict[str, str]:
 
 
 def feature_file(node: Node) -> str:
-    """`gpushare.io/present` and those of `device_labels` are labels, the rest is for rules."""
+    """The text of the feature file. `gpushare.io/present` and `device_labels` are labels; the rest is for rules."""
     mib = grantable_mib(node)
     devices = len(usable_devices(node.inventory))
     lines = [

@@ -1,11 +1,11 @@
-"""What `gpushare uninstall` takes away from this host: plan(...) -> Plan, carry_out(plan). Idempotent.
+"""Remove gpushare from this host, for `gpushare uninstall`: plan(...) -> Plan, carry_out(plan). Idempotent.
 
-    engines   our entries (engines/configure.undo)
+    engines   gpushare's entries in their configuration (engines/configure.undo)
     state     the tmpfs of leases and shares
-    labels    node-feature-discovery's feature file; cdi: devices for CDI
-    config    /etc/gpushare, only when asked for
+    files     node-feature-discovery's feature file, and the CDI specification
+    config    /etc/gpushare, only with --purge
 
-The programs belong to whoever installed them: a package manager, or tar.
+The programs stay: a package manager or the user installed them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from . import cdi, labels
 
 
 class Plan(NamedTuple):
-    """Everything that is there and would go. `engines` have at least one change each."""
+    """Everything that exists and would be removed. Each of `engines` has at least one change."""
 
     engines: tuple[Outcome, ...]
     state_dir: str  # empty: there is none
@@ -43,12 +43,13 @@ class Plan(NamedTuple):
         return found + [f"remove {path}" for path in (*self.files, *self.folders)]
 
     def next(self) -> list[str]:
-        """Commands after which the engines know."""
+        """Commands that make the engines reload their configuration."""
         return [outcome.next for outcome in self.engines if outcome.next]
 
 
 def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
-    """Raises CapacityError while containers hold leases or MPS runs, unless `force`; ConfigError."""
+    """Collect what to remove. Raises CapacityError if containers hold leases or MPS runs, unless `force`; ConfigError
+    for a state directory that is not gpushare's, or an engine's file that cannot be changed."""
     state_dir = host.at(settings.state_dir)
     _refuse_foreign(state_dir)
     if not force:
@@ -71,7 +72,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
 
 
 def _refuse_foreign(state_dir: str) -> None:
-    """Raises ConfigError for a directory of something else: `--state /home` would unmount that."""
+    """Raise ConfigError for a directory that is not gpushare's: `--state /home` would unmount /home."""
     if os.path.isdir(state_dir) and not storage.is_ready(state_dir):
         other = storage.foreign(state_dir)
         if other:
@@ -82,7 +83,8 @@ def _refuse_foreign(state_dir: str) -> None:
 
 
 def refuse_used(state_dir: str) -> None:
-    """Raises CapacityError also while MPS runs: nobody could talk to its daemon any more, and it keeps its GPU."""
+    """Raise CapacityError if containers hold leases or MPS runs. Without the state directory no process could reach the
+    MPS daemon, which would keep its GPU."""
     refuse_leases(state_dir)
     running = [uuid for uuid in mps_status.known(state_dir) if not mps.state(uuid, state_dir).problem]
     if running:
@@ -90,7 +92,7 @@ def refuse_used(state_dir: str) -> None:
 
 
 def refuse_leases(state_dir: str) -> None:
-    """Raises CapacityError naming the containers that have a share, or may have one."""
+    """Raise CapacityError, which names the containers with a share. A damaged lease counts as a share."""
     if not storage.is_ready(state_dir):
         return
     seen = leases.view(state_dir)
@@ -98,12 +100,13 @@ def refuse_leases(state_dir: str) -> None:
     if held:
         some = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
-        hint = f"stop {them} first; --force leaves {them} running without a ledger"
+        hint = f"stop {them} first; --force leaves {them} running unaccounted for"
         raise CapacityError(f"{who} a share: {some}", hint)
 
 
 def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
-    """Raises what `plan` does, KernelError and OSError. What was done stays done; a second run does the rest."""
+    """Remove what the plan lists. Raises the errors of `plan`, KernelError and OSError. After an error, a second run
+    does the rest."""
     for outcome in plan.engines:
         configure.undo(ENGINES[outcome.engine], settings, host)
     host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
@@ -118,13 +121,13 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
 
 
 def unmount_state(state_dir: str) -> None:
-    """Detaches the tmpfs with all that is mounted below it, and removes its mount point. A container that runs keeps
-    its own copy of its mounts. Raises SyscallError."""
+    """Detach the tmpfs with all mounts below it, and remove its mount point. A running container keeps its own copies
+    of the mounts. Raises SyscallError."""
     while True:
         try:
             syscalls.umount(state_dir, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
         except syscalls.SyscallError as error:
-            if error.errno in (errno.EINVAL, errno.ENOENT):  # no mount point (any more)
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # no mount is left
                 break
             raise
     try:

@@ -1,1 +1,1 @@
-"""What containers use, and who uses more than the limit."""
+"""Monitoring: find containers that use more than their limit."""

@@ -1,14 +1,14 @@
-"""What the driver says that processes use, against what their containers may: how a program is caught that goes round
-the shim. Not on the start path.
+"""Compare the memory that the driver counts for processes with the limits of their containers. This finds programs that
+bypass the shim. Not on the start path.
 
-    judge(containers, gpus, owner) -> Look     pure
-    Owners(containers)             -> owner    by cgroup, else by pid namespace
-    Watch().follow(...)            -> reports once, stops where that is configured
+    judge(leases, gpus, owner)  -> Look     has no side effects
+    Owners(leases)              -> owner    by cgroup, else by pid namespace
+    Watch().follow(...)                     reports once, and stops the container if configured
 
-A container's own page is what its processes say; the driver's books are written by nobody in a container. Context sizes
-are known only about (`Device.context_bytes`), so a container is over its limit when the driver counts more than the
-limit and `slack_bytes` for each of its processes. Two looks in a row must say so before anything is done: leases and
-the driver are not read at one moment.
+A container can write any value into its usage file, but it cannot change the driver's numbers. Context sizes are known
+only approximately (`Device.context_bytes`). So a container is over its limit if the driver counts more than the limit
+plus `slack_bytes` for its processes. Leases and the driver's numbers are not read at the same moment, so `Watch` acts
+only if two consecutive comparisons find a container over its limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Owner = Callable[[int], Optional[str]]  # pid on this host -> id of the containe
 
 
 class Finding(NamedTuple):
-    """A container on one device, as the driver sees it. `slot` None: a device that it has no share of."""
+    """A container's usage of one device, from the driver. `slot` None: the container has no share of this device."""
 
     id: str
     uuid: str
@@ -40,28 +40,30 @@ class Finding(NamedTuple):
 
     @property
     def over_bytes(self) -> int:
-        """Beyond the limit and the slack; 0: kept."""
+        """Bytes beyond the limit and the slack; 0 if the limit is kept."""
         if self.limit_bytes is None:
             return 0
         return max(0, self.physical_bytes - self.limit_bytes - self.slack_bytes)
 
 
 class Look(NamedTuple):
-    """`nobodys_bytes`: by uuid, what processes use that are in no container with a share."""
+    """One comparison. `nobodys_bytes`: by uuid, the memory of processes that are in no container with a share."""
 
     findings: tuple[Finding, ...]
     nobodys_bytes: dict[str, int]
 
 
 def slack_bytes(device: Device, processes: int) -> int:
-    """How much the true size of contexts may differ from what the shim charges for them."""
+    """The greatest expected difference between the true size of contexts and the size that the shim charges for
+    them."""
     return processes * max(64 * _MIB, device.context_bytes // 4)
 
 
 def judge(leases: Iterable[Lease], gpus: Mapping[str, Gpu], owner: Owner) -> Look:
-    """Every container on every device where it has a share or a process. `leases`: of containers that run."""
+    """A finding for each container on each device where it has a share or a process. `leases`: of running
+    containers."""
     held = {lease.id: lease for lease in leases}
-    nobodys = dict.fromkeys(gpus, 0)
+    unshared_bytes = dict.fromkeys(gpus, 0)
     used: dict[tuple[str, str], dict[int, int]] = {
         (lease.id, share.device.uuid): {}
         for lease in held.values()
@@ -70,12 +72,12 @@ def judge(leases: Iterable[Lease], gpus: Mapping[str, Gpu], owner: Owner) -> Loo
     }
     for uuid, gpu in gpus.items():
         for process in gpu.processes:
-            whose = owner(process.pid)
-            if whose in held:
-                used.setdefault((str(whose), uuid), {})[process.pid] = process.used_bytes or 0
+            container_id = owner(process.pid)
+            if container_id in held:
+                used.setdefault((str(container_id), uuid), {})[process.pid] = process.used_bytes or 0
             else:
-                nobodys[uuid] += process.used_bytes or 0
-    return Look(tuple(_finding(held[key[0]], key[1], pids) for key, pids in used.items()), nobodys)
+                unshared_bytes[uuid] += process.used_bytes or 0
+    return Look(tuple(_finding(held[key[0]], key[1], pids) for key, pids in used.items()), unshared_bytes)
 
 
 def _finding(lease: Lease, uuid: str, used: Mapping[int, int]) -> Finding:
@@ -84,29 +86,30 @@ def _finding(lease: Lease, uuid: str, used: Mapping[int, int]) -> Finding:
     if share is None:
         return Finding(lease.id, uuid, None, physical, 0, 0, pids)
     limit = share.memory_limit_bytes
-    if limit is not None:  # with its turn, an oversubscribed share has on the device what is else on the host
+    if limit is not None:  # in its migration slice an oversubscribed share has all its memory on the device
         limit = max(limit, share.draining_bytes, share.virtual_bytes)
     return Finding(lease.id, uuid, share.slot, physical, limit, slack_bytes(share.device, len(pids)), pids)
 
 
 class Owners:
-    """Which container a process of this host is in. A cgroup counts for the container that is alone in it; programs of
-    `gpushare run` without rights share their user's, and are told by their pid namespace, if they have one."""
+    """Finds the container of a process: by its cgroup if only one container uses that, else by its pid namespace.
+    Programs that an unprivileged user starts with `gpushare run` share the user's cgroup, so only a pid namespace of
+    their own identifies them."""
 
     def __init__(self, leases: Sequence[Lease]) -> None:
-        mine = procs.cgroup_of(os.getpid())
+        own_cgroup = procs.cgroup_of(os.getpid())
         paths = [lease.cgroup.rstrip("/") for lease in leases]
         self._cgroups = {
             path: lease.id
             for lease, path in zip(leases, paths)
-            if path and paths.count(path) == 1 and not f"{mine}/".startswith(f"{path}/")
+            if path and paths.count(path) == 1 and not f"{own_cgroup}/".startswith(f"{path}/")
         }
-        spaces = [_pid_namespace(lease.init_pid) for lease in leases]
-        ours = _pid_namespace(os.getpid())
-        self._spaces = {
-            space: lease.id
-            for lease, space in zip(leases, spaces)
-            if space and space != ours and spaces.count(space) == 1
+        namespaces = [_pid_namespace(lease.init_pid) for lease in leases]
+        own_namespace = _pid_namespace(os.getpid())
+        self._namespaces = {
+            namespace: lease.id
+            for lease, namespace in zip(leases, namespaces)
+            if namespace and namespace != own_namespace and namespaces.count(namespace) == 1
         }
         self._inits = {lease.init_pid: lease.id for lease in leases if lease.init_pid}
 
@@ -116,47 +119,47 @@ class Owners:
             if path in self._cgroups:
                 return self._cgroups[path]
             path = path.rpartition("/")[0]
-        return self._inits.get(pid) or self._spaces.get(_pid_namespace(pid))
+        return self._inits.get(pid) or self._namespaces.get(_pid_namespace(pid))
 
 
 def _pid_namespace(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:  # gone
+    except OSError:  # the process has ended
         return ""
 
 
 class Watch:
-    """What earlier looks said."""
+    """Remembers earlier comparisons."""
 
     def __init__(self) -> None:
-        self._over: set[tuple[str, str]] = set()
-        self._told: set[tuple[str, str]] = set()
-        self.exceeded: dict[str, int] = {}  # by id: how often it was found over a limit
+        self._over: set[tuple[str, str]] = set()  # (container id, device uuid) that was over at the previous comparison
+        self._reported: set[tuple[str, str]] = set()
+        self.exceeded: dict[str, int] = {}  # container id -> how often it was found over a limit
 
     def follow(self, leases: Sequence[Lease], look: Look, log: str, action: str) -> None:
-        """One line for each container and device that is over for the second time in a row, and its end if `action` is
-        STOP."""
+        """Log each container and device that is over its limit for the second time in a row; with `action` STOP, also
+        stop the container."""
         by_id = {lease.id: lease for lease in leases}
         over = {(one.id, one.uuid): one for one in look.findings if one.over_bytes}
         confirmed = [one for key, one in over.items() if key in self._over]
-        self._told &= over.keys()
+        self._reported &= over.keys()
         for one in confirmed:
             lease = by_id[one.id]
-            if (one.id, one.uuid) not in self._told:
+            if (one.id, one.uuid) not in self._reported:
                 self.exceeded[one.id] = self.exceeded.get(one.id, 0) + 1
-                self._told.add((one.id, one.uuid))
+                self._reported.add((one.id, one.uuid))
                 limit = one.limit_bytes or 0
                 audit_log.exceeded(log, lease, one.uuid, one.physical_bytes, limit, action)
             if action == STOP:
-                stop(lease, one.pids, Owners(leases))  # who they are now
+                stop(lease, one.pids, Owners(leases))  # again, because pids may have been reused
         self._over = set(over)
         self.exceeded = {key: count for key, count in self.exceeded.items() if key in by_id}
 
 
 def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> None:
-    """SIGKILL for the container's first process, with which its pid namespace ends, and for those that were over: in
-    the host's pid namespace they would outlive it. Only processes that still are what they were found to be."""
+    """Kill the container's first process, which ends its pid namespace, and the processes that use the device, which
+    would survive in the host's pid namespace. Kills only processes that still belong to the container."""
     found = [procs.find(pid) for pid in pids if owner(pid) == lease.id]
     if procs.alive(lease.init_pid, lease.init_start):
         found.insert(0, procs.find(lease.init_pid))

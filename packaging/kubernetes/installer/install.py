@@ -1,16 +1,16 @@
-"""Puts gpushare on a node of a cluster and takes it away again: what the image runs, in the Python of the bundle.
+"""Install gpushare on a node of a cluster, and remove it again. The image runs this with the Python of the bundle.
 
-usage: install.py install | remove | run WORDS...       the node's root is at /host
+usage: install.py install | remove | run WORDS...       the node's root is mounted at /host
 
-    install    copy the bundle to /opt/gpushare on the node, tell the engine of it, write the node's features for
-               node-feature-discovery (labels and the memory to share), and keep them right until the pod ends. Then
-               undo all that, unless containers have a share: an upgrade finds them as they are.
-    remove     undo it now, also while containers have a share; they go on running.
-    run        `gpushare WORDS...` in the node's root, in place of this program.
+    install    copy the bundle to /opt/gpushare on the node, configure the engine, and write the node's features for
+               node-feature-discovery (labels and the memory to share). Update the features until the pod ends. Then
+               remove gpushare again, unless containers have a share: they must survive an upgrade of the pod.
+    remove     remove gpushare now, even if containers have a share; they keep running.
+    run        replace this program by `gpushare WORDS...` in the node's root.
 
-GPUSHARE_ENGINE (containerd), GPUSHARE_PROFILE (cluster) and GPUSHARE_RESTART (always: the engine is made to read its
-configuration when that has changed; never) are read from the environment. Programs of the node run in its root, with
-its own files and no others.
+Variables, with their defaults: GPUSHARE_ENGINE=containerd, GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which
+restarts or reloads the engine when its configuration has changed (never: print the command instead). The node's
+programs run in the node's root, so that they use only the node's files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import subprocess
 import sys
 
 BUNDLE, HOST = "/gpushare", "/host"
-FOLDER = "/opt/gpushare"  # on the node: a directory for each content, and `current`
+FOLDER = "/opt/gpushare"  # on the node: a directory for each version of the bundle, and the link `current`
 CONFIG = "/etc/gpushare/config.yaml"
-WRITTEN = FOLDER + "/config.sha256"  # of the configuration that we wrote, to know it again
-AGAIN_S = 300  # how often features are written anew: devices may have changed
+WRITTEN = FOLDER + "/config.sha256"  # checksum of the configuration file that this program wrote
+UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -43,7 +43,7 @@ def on_node(path: str) -> str:
 
 
 def run(*words: str) -> str:
-    """Output of a program of the node. Raises Failed."""
+    """Run a program of the node in the node's root and return its output. Raises Failed."""
 
     def enter() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
@@ -57,18 +57,18 @@ def run(*words: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"{words[0]}: {error}") from None
     if done.returncode:
-        raise Failed(f"`{shlex.join(words)}` ended with {done.returncode}; what it said is above")
+        raise Failed(f"`{shlex.join(words)}` ended with {done.returncode}; its messages are above")
     return done.stdout.decode()
 
 
 def gpushare(*words: str) -> dict:
-    """What a command of ours on the node did, as JSON."""
+    """Run a gpushare command on the node and return its JSON; an array becomes {"items": array}."""
     value = json.loads(run(PROGRAM, *words, "--format", "json"))
     return value if isinstance(value, dict) else {"items": value}
 
 
 def digest(top: str) -> str:
-    """Of all names and contents below."""
+    """The checksum of all file names and contents below `top`."""
     found = hashlib.sha256()
     for folder, folders, files in os.walk(top):
         folders.sort()
@@ -82,8 +82,9 @@ def digest(top: str) -> str:
 
 
 def copy() -> str:
-    """Name of the directory with this bundle. It is complete when it has that name, and never changed: containers that
-    run have mounts from it, and their engine calls its programs when they end."""
+    """Copy the bundle to the node and return the name of its directory. A directory gets its name when it is complete,
+    and never changes afterwards: running containers have mounts from it, and when they end the engine calls its
+    programs."""
     name = digest(BUNDLE)[:16]
     os.makedirs(on_node(FOLDER), exist_ok=True)
     target = on_node(f"{FOLDER}/{name}")
@@ -110,9 +111,9 @@ def checksum(path: str) -> str:
 
 
 def restart(done: dict) -> None:
-    """What the command says that an engine needs, after a change."""
-    following = done.get("next") or []
-    for command in [following] if isinstance(following, str) else following:
+    """Run the commands that make engines reload a changed configuration: `next` in the JSON of a gpushare command."""
+    commands = done.get("next") or []
+    for command in [commands] if isinstance(commands, str) else commands:
         if os.environ.get("GPUSHARE_RESTART", "always") == "never":
             print(f"on the node, run: {command}", flush=True)
         else:
@@ -124,7 +125,7 @@ def install() -> None:
     name = copy()
     words = ["runtime", "configure", os.environ.get("GPUSHARE_ENGINE", "containerd")]
     before = checksum(CONFIG)
-    if not before or before == read(WRITTEN):  # somebody's own stays
+    if not before or before == read(WRITTEN):  # keep a file that the administrator wrote or edited
         words += ["--profile", os.environ.get("GPUSHARE_PROFILE", "cluster"), "--force"]
     done = gpushare(*words)
     if "--profile" in words:
@@ -134,14 +135,14 @@ def install() -> None:
         print(f"{change['action']} {change['path']}", flush=True)
     restart(done)
     label()
-    if not gpushare("list")["items"]:  # nobody needs what was there before
+    if not gpushare("list")["items"]:  # no container needs an older version
         for entry in os.listdir(on_node(FOLDER)):
             if entry not in (name, "current", os.path.basename(WRITTEN)):
                 shutil.rmtree(on_node(f"{FOLDER}/{entry}"))
 
 
 def become(*words: str) -> None:
-    """That program of the node. Raises OSError."""
+    """Replace this process by gpushare on the node. Raises Failed or OSError."""
     if not os.path.lexists(on_node(FOLDER + "/current")):
         raise Failed("gpushare is not on this node yet")
     os.chroot(HOST)
@@ -150,7 +151,7 @@ def become(*words: str) -> None:
 
 
 def label() -> None:
-    gpushare("refresh")  # what the device plugin reads
+    gpushare("refresh")  # updates node.json, which the device plugin reads
     done = gpushare("labels")
     if done["action"]:
         print(f"{done['action']} {done['file']}: {done['features']}", flush=True)
@@ -160,16 +161,17 @@ def remove(force: bool) -> None:
     if not os.path.lexists(on_node(f"{FOLDER}/current")):
         return
     force = force and bool(gpushare("list")["items"])
-    ours = [name for name in (checksum(CONFIG),) if name and name == read(WRITTEN)]
-    done = gpushare("uninstall", "--yes", *(["--force"] if force else []), *(["--purge"] if ours else []))
+    config = checksum(CONFIG)
+    purge = bool(config) and config == read(WRITTEN)  # the configuration file is as this program wrote it
+    done = gpushare("uninstall", "--yes", *(["--force"] if force else []), *(["--purge"] if purge else []))
     for step in done["steps"]:
         print(step, flush=True)
     restart(done)
-    if force:  # containers still have its mounts, and their engine calls its hooks
-        print(f"gpushare is no longer used on this node; {FOLDER} can go when its containers have ended", flush=True)
+    if force:  # containers still have mounts from FOLDER, and the engine calls the hooks in it when they end
+        print(f"gpushare is no longer used on this node; remove {FOLDER} when its containers have ended", flush=True)
         return
     shutil.rmtree(on_node(FOLDER))
-    print("gpushare is gone from this node", flush=True)
+    print("gpushare is removed from this node", flush=True)
 
 
 def read(path: str) -> str:
@@ -190,15 +192,15 @@ def main(verb: str = "", *words: str) -> int:
         except (Failed, OSError) as error:
             print(f"gpushare: {error}", file=sys.stderr)
         return 1
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a change is never left half done
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a signal must not interrupt a change
     try:
         if verb == "remove":
             remove(force=True)
-            signal.sigwait(ENDS)  # or it would be started again
+            signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
             return 0
         install()
         print("ready", flush=True)
-        while signal.sigtimedwait(ENDS, AGAIN_S) is None:
+        while signal.sigtimedwait(ENDS, UPDATE_S) is None:
             label()
         remove(force=False)
     except (Failed, OSError) as error:

@@ -1,16 +1,16 @@
-"""What is offered to kubelet, and what a container gets of it. Pure.
+"""The resources that the plugin offers to kubelet, and the variables for a container. Has no side effects.
 
     offered(node, unit_mib, whole)                    -> {kind: (Offered, ...)}
     resource(kind, unit_mib)                          -> its name, "gpushare.io/memory-mib"
     allocate(kind, offers, healthy, ids)              -> {variable: value}      raises RequestError, DeviceError
     preferred(offers, placement, available, must, n)  -> ids
 
-kubelet counts things with names ("device ids"): of memory there is one for each unit, of `gpushare.io/gpu` one for each
-share. An id is `<beginning of the uuid>-<number>`: the device that it belongs to is the one that the container gets,
-and it stays the same over restarts and when other devices come and go, since kubelet writes it down.
+kubelet counts named units ("device ids"). Memory has one id for each unit, `gpushare.io/gpu` one id for each share. An
+id is `<beginning of the uuid>-<number>`, and the container gets a share of the id's device. kubelet stores ids, so an
+id must not change when the plugin restarts or other devices are added or removed.
 
-kubelet counts the two resources apart, so no device is in both: those with equal shares (`sharing`) and those that are
-to be given as a whole are `gpushare.io/gpu`, the others are memory.
+kubelet counts the two resources separately, so each device is in one of them only. Devices with equal shares
+(`sharing`) and undivided devices (`whole`) are `gpushare.io/gpu`; all others are memory.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ MEMORY, GPU = "memory", "gpu"
 VARIABLES = {MEMORY: constants.ENV_ALLOCATED_MEMORY, GPU: constants.ENV_ALLOCATED_GPU}
 _MIB = 1 << 20
 _GIB = 1024  # MiB
-_DIGITS = 8  # of the uuid in an id
+_DIGITS = 8  # number of the uuid's digits in an id
 
 
 class Offered(NamedTuple):
-    """One device in one of the two resources."""
+    """The offer of one device in one of the two resources."""
 
-    key: str  # beginning of its ids
+    key: str  # the beginning of its ids
     device: Device
-    count: int  # type: ignore[assignment]  # of ids; shadows tuple.count
-    mib: int  # of one id; 0: an equal share, of which the configuration says how much it is
+    count: int  # type: ignore[assignment]  # number of ids; shadows tuple.count
+    mib: int  # size of one id; 0: an equal share, whose size the configuration sets
 
     def ids(self) -> Iterable[str]:
         return (f"{self.key}-{number}" for number in range(self.count))
 
 
 def resource(kind: str, unit_mib: int) -> str:
-    """The unit is in the name, so that a number in a pod means what it says: memory-mib, memory-64mib, memory-gib."""
+    """The name of a resource. It contains the unit, so that a pod's number is unambiguous: memory-mib, memory-64mib,
+    memory-gib."""
     if kind == GPU:
         return constants.ANNOTATION_PREFIX + GPU
     size, unit = (unit_mib // _GIB, "gib") if unit_mib % _GIB == 0 else (unit_mib, "mib")
@@ -54,8 +55,8 @@ def resource(kind: str, unit_mib: int) -> str:
 
 
 def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str, tuple[Offered, ...]]:
-    """What policy allows, in PCI order. `whole`: devices as policy.allowed_devices names them. A device of unknown size
-    is in neither: nobody could say how much of it is free."""
+    """The offers of all devices that policy allows, in PCI order. `whole`: undivided devices, named as in
+    policy.allowed_devices. A device of unknown size is not offered, because its free memory is not known."""
     allowed = node.config.policy.allowed_devices
     devices = [one for one in usable_devices(node.inventory) if not allowed or is_among(one, allowed)]
     keys = _keys([one.uuid for one in devices])
@@ -76,24 +77,25 @@ def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str,
 
 
 def _keys(uuids: Sequence[str]) -> dict[str, str]:
-    """uuid -> the beginning of its ids: short, since the list of ids has to fit in one message."""
+    """{uuid: the beginning of its ids}. It is short because all ids must fit in one message; the whole uuid if the
+    short key is not unique."""
     short = {uuid: uuid[4 : 4 + _DIGITS].lower() for uuid in uuids}
-    ours = list(short.values())
-    return {uuid: key if ours.count(key) == 1 else uuid for uuid, key in short.items()}
+    keys = list(short.values())
+    return {uuid: key if keys.count(key) == 1 else uuid for uuid, key in short.items()}
 
 
-def _device_of(unit: str) -> tuple[str, int]:
-    """(key, number) of an id; number -1 when it is none of ours."""
+def _parse_id(unit: str) -> tuple[str, int]:
+    """(key, number) of an id; number -1 if it is no id of this plugin."""
     key, _, number = unit.rpartition("-")
     return key, int(number) if number.isascii() and number.isdigit() and len(number) < 10 else -1
 
 
 def _by_device(offers: Iterable[Offered], ids: Iterable[str]) -> dict[Offered, list[int]]:
-    """The numbers of the ids of each device, in PCI order. Raises RequestError for an id that is not offered."""
+    """Group the numbers of ids by device, in PCI order. Raises RequestError for an id that is not offered."""
     known = {one.key: one for one in offers}
     found: dict[str, list[int]] = {}
     for unit in ids:
-        key, number = _device_of(unit)
+        key, number = _parse_id(unit)
         if key not in known or not 0 <= number < known[key].count:
             raise RequestError(f"no device {shown(unit)} is offered on this node")
         found.setdefault(key, []).append(number)
@@ -101,8 +103,8 @@ def _by_device(offers: Iterable[Offered], ids: Iterable[str]) -> dict[Offered, l
 
 
 def allocate(kind: str, offers: Iterable[Offered], healthy: Collection[str], ids: Sequence[str]) -> dict[str, str]:
-    """What a container hears: `UUID=AMOUNT`, or `UUID,UUID` for equal shares. One line is raised, which kubelet writes
-    into the pod's events."""
+    """The variable for a container with these ids: `UUID=AMOUNT`, or `UUID,UUID` for equal shares. Raises errors of one
+    line, which kubelet writes to the pod's events."""
     if not ids:
         raise RequestError("kubelet asks for no device")
     chosen = _by_device(offers, ids)
@@ -129,8 +131,8 @@ def allocate(kind: str, offers: Iterable[Offered], healthy: Collection[str], ids
 def preferred(
     kind: str, offers: Iterable[Offered], placement: str, available: Sequence[str], must: Sequence[str], size: int
 ) -> list[str]:
-    """`size` ids that `allocate` takes, all of `must` among them; none where there are none. With `binpack` from the
-    fullest device, with `spread` from the emptiest; of equals the first in PCI order."""
+    """Choose `size` ids that `allocate` accepts, including all of `must`; an empty list if that is impossible.
+    `binpack` prefers the fullest device, `spread` the emptiest; of equal devices the first in PCI order is chosen."""
     if size <= 0:
         return []
     free, kept = _by_device(offers, {*available, *must}), _by_device(offers, must)

@@ -1,10 +1,10 @@
-"""The device plugin as a program: registers its resources, and does so again whenever kubelet has started anew.
+"""The device plugin's main loop: register the resources, and register them again whenever kubelet has restarted.
 
     run(first, state_dir, settings, say)      until SIGTERM
 
-kubelet empties its directory when it starts, and then makes its socket. So what is looked at is that directory: is this
-the socket that we have registered at, and are ours still there? inotify says when to look. The devices have no such
-bell (/proc and /sys tell nobody), so they are looked at every `interval_s`; that is a short read and a listing.
+When kubelet starts, it empties its directory and creates a new socket. The plugin watches that directory with inotify,
+and registers again if kubelet's socket is a new one or the plugin's own sockets are gone. /proc and /sys send no events
+for devices, so the plugin reads them every `interval_s`, which is cheap.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from . import offers, protocol, service
 from .protocol import grpc
 from .service import Service
 
-_REGISTER_S = 15.0  # kubelet connects to us before it answers, and gives itself 10 s for that
-_LISTENS_S = 2.0  # between a socket's name and somebody who listens
+_REGISTER_S = 15.0  # before kubelet answers, it connects to the plugin, for which it allows itself 10 s
+_LISTENS_S = 2.0  # kubelet creates its socket before it listens on it
 _CHANNEL = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 20),
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
-_AGAIN_S = 5.0  # after a registration that failed
-_OURS = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
-# inotify(7): created, deleted, moved in or out, or the directory itself; only a directory
+_RETRY_S = 5.0  # after a failed registration
+_SOCKET_NAME = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
+# inotify(7): files created, deleted, moved in or out; the directory itself deleted or moved; fail if it is no directory
 _EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
-_FIRST = "is this a node of a cluster? give --kubelet where its directory is elsewhere"
+_NO_KUBELET = "is this a node of a cluster? give --kubelet where its directory is elsewhere"
 
 Say = Callable[[str], None]
 
 
 class Settings(NamedTuple):
-    """Of the command line."""
+    """Options of the command."""
 
-    folder: str  # where kubelet's socket is
+    folder: str  # kubelet's directory for device plugins, with its socket
     unit_mib: int
     whole: tuple[str, ...]
     interval_s: float
 
 
 def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
-    """`first`: the node at the start. Raises GpushareError for what a person must mend; later failures are said, and
-    tried again."""
+    """Run until SIGTERM. `first`: the node at the start. Raises GpushareError if the first registration fails; later
+    failures are printed, and tried again."""
     log, lines = logging.getLogger("grpc"), _Lines(say)
     log.addHandler(lines)
     log.propagate = False
@@ -73,7 +73,7 @@ def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
 
 
 class _Lines(logging.Handler):
-    """What gRPC has to say, in one line each, without a traceback."""
+    """Prints each message of gRPC as one line, without a traceback."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
@@ -85,26 +85,26 @@ class _Lines(logging.Handler):
 
 
 class Plugin:
-    """Both resources."""
+    """The services of both resources, and what was last printed about kubelet and the devices."""
 
     def __init__(self, first: Node, state_dir: str, settings: Settings, say: Say, stack: ExitStack) -> None:
         self._node, self._state_dir, self._settings = first, state_dir, settings
-        self._said = ""
+        self._last_line = ""
         self._print = say
-        self._gone: dict[str, str] = {}  # uuid -> what was said of it
-        self._registered: Optional[tuple[int, ...]] = None  # identity of the socket
+        self._gone: dict[str, str] = {}  # uuid -> why the device is gone, as last printed
+        self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket at the last registration
         self._watch = _Watch(settings.folder)
         stack.callback(self._watch.close)
         self._services = [
             stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), say))
             for kind in offers.VARIABLES
         ]
-        _remove_left(settings.folder)
+        _remove_stale_sockets(settings.folder)
         self._show()
 
     def wait(self, end: int) -> bool:
-        """Until there is something to look at. True: it is the end."""
-        longest_s = self._settings.interval_s if self._registered else min(_AGAIN_S, self._settings.interval_s)
+        """Wait for a change of kubelet's directory, or for the next check of the devices. True: SIGTERM has arrived."""
+        longest_s = self._settings.interval_s if self._registered else min(_RETRY_S, self._settings.interval_s)
         ready = select.select([end, self._watch.fd], [], [], longest_s)[0]
         if self._watch.fd in ready:
             self._watch.drain()
@@ -125,22 +125,22 @@ class Plugin:
                 self._say(str(error))
 
     def register(self) -> None:
-        """Serves on new sockets and tells kubelet of them. Raises GpushareError."""
+        """Serve on new sockets and register them with kubelet. Raises GpushareError."""
         place = os.path.join(self._settings.folder, protocol.SOCKET)
         here = _identity(place)
         if here is None:
-            raise GpushareError(f"{shown(place)}: kubelet is not there", _FIRST)
+            raise GpushareError(f"{shown(place)}: kubelet is not there", _NO_KUBELET)
         for one in self._services:
             label = one.name.rpartition("/")[2]
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
             _register(place, one)
         self._registered = here
-        self._said = ""
+        self._last_line = ""
         for one in self._services:
             self._print(f"registered {one.name}: {one.size}")
 
     def _show(self) -> None:
-        """The devices as they are now."""
+        """Check the devices and pass changes to the services, which tell kubelet."""
         self._node = node.last(self._state_dir) or self._node
         config = self._node.config
         found = offers.offered(self._node, self._settings.unit_mib, self._settings.whole)
@@ -156,15 +156,15 @@ class Plugin:
             one.show(found[one.kind], healthy, config.placement)
 
     def _say(self, text: str) -> None:
-        """Once, however often it is found."""
-        if text != self._said:
-            self._said = text
+        """Print a line, unless it equals the previous one."""
+        if text != self._last_line:
+            self._last_line = text
             self._print(text)
 
 
 def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
-    """uuid -> why no container can have it now. A driver root that the node has elsewhere (an operator's) is not in the
-    plugin's pod, but /proc and /sys are the same kernel's."""
+    """{uuid: reason} of devices that no container can use now. If the driver root is not in the plugin's pod, as with
+    an operator's driver, "/" serves as well: /proc and /sys are of the same kernel."""
     if not os.path.isdir(root):
         root = "/"
     try:
@@ -178,12 +178,12 @@ def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
         if one.bus_id not in buses:
             found[one.uuid] = f"no GPU at {one.bus_id} any more"
         elif one.parent and instance not in mig:
-            found[one.uuid] = "the MIG device is no more"
+            found[one.uuid] = "the MIG device is gone"
     return found
 
 
 def _identity(path: str) -> Optional[tuple[int, ...]]:
-    """Tells one socket from another at the same path; None: there is none."""
+    """Numbers that distinguish two sockets with the same path; None if there is no socket."""
     try:
         found = os.stat(path)
     except OSError:
@@ -200,11 +200,11 @@ def _listens(path: str) -> bool:
         return True
 
 
-def _remove_left(folder: str) -> None:
-    """Sockets of a plugin that was killed."""
+def _remove_stale_sockets(folder: str) -> None:
+    """Remove the sockets of a plugin that was killed."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        if _OURS.fullmatch(name) and _identity(path) is not None and not _listens(path):
+        if _SOCKET_NAME.fullmatch(name) and _identity(path) is not None and not _listens(path):
             os.unlink(path)
 
 
@@ -221,16 +221,16 @@ def _register(place: str, one: Service) -> None:
             grpc.channel_ready_future(channel).result(timeout=_LISTENS_S)
             call(request, timeout=_REGISTER_S)
         except grpc.FutureTimeoutError:
-            raise GpushareError(f"{shown(place)}: kubelet does not answer", _FIRST) from None
+            raise GpushareError(f"{shown(place)}: kubelet does not answer", _NO_KUBELET) from None
         except grpc.RpcError as error:
             raise GpushareError(f"{shown(place)}: kubelet refuses {one.name}: {error.details()}") from None
 
 
 class _Watch:
-    """Changes of one directory, by inotify."""
+    """An inotify watch of one directory."""
 
     def __init__(self, folder: str) -> None:
-        """Raises GpushareError where there is no such directory."""
+        """Raises GpushareError if the directory does not exist."""
         self._folder = folder
         self._library = ctypes.CDLL(None, use_errno=True)
         self.fd = self._library.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -238,7 +238,7 @@ class _Watch:
         failed = OSError(ctypes.get_errno(), "") if self.fd < 0 else self._add()
         if failed is not None:
             self.close()
-            hint = _FIRST if isinstance(failed, FileNotFoundError) else what_to_do(failed)
+            hint = _NO_KUBELET if isinstance(failed, FileNotFoundError) else what_to_do(failed)
             raise GpushareError(f"{shown(folder)}: {os.strerror(failed.errno or 0)}", hint)
 
     def _add(self) -> Optional[OSError]:
@@ -252,7 +252,7 @@ class _Watch:
         return None
 
     def renew(self) -> None:
-        """Where somebody has replaced the directory. One that is not there yet is found at a later look."""
+        """Watch the new directory if the directory was replaced. If it does not exist now, a later call does it."""
         try:
             found = os.stat(self._folder)
         except OSError:

@@ -1,11 +1,11 @@
-"""kubelet's device plugin API, v1beta1: its messages as protobuf classes, and where its methods are.
+"""kubelet's device plugin API, v1beta1: its messages as protobuf classes, and the names of its methods.
 
     message(name)  -> the class                              serializer(name), reader(name) -> functions
     REGISTER, SERVICE, SOCKET, VERSION
 
-Source: "Device Plugins" in Kubernetes' documentation, and the API itself (k8s.io/kubelet, deviceplugin/v1beta1). What
-we neither send nor read is left out: an unknown field is skipped on the way in. The numbers of all fields that are here
-count from 1 in the order in which they stand, without gaps. Raises GpushareError where grpcio or protobuf is missing.
+Source: "Device Plugins" in Kubernetes' documentation, and the API itself (k8s.io/kubelet, deviceplugin/v1beta1).
+Messages and fields that the plugin neither sends nor reads are left out; protobuf skips unknown fields. Field numbers
+count from 1 in the order of the table, without gaps. The import raises GpushareError if grpcio or protobuf is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ...core.errors import GpushareError
 
 try:
-    import grpc as grpc  # for those below: here is said what to do where it is missing
+    import grpc as grpc  # plugin.py and service.py import it from here, for the error message
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ImportError:
     raise GpushareError(
@@ -28,9 +28,9 @@ SOCKET = "kubelet.sock"  # in kubelet's directory for plugins
 REGISTER = f"/{VERSION}.Registration/Register"
 SERVICE = f"{VERSION}.DevicePlugin"
 HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
-MAX_MESSAGE_BYTES = 4 << 20  # that kubelet takes: the default of gRPC for Go, which it does not change
+MAX_MESSAGE_BYTES = 4 << 20  # that kubelet accepts: the default of gRPC for Go
 
-# message -> its fields: "type name", with + for several, and `map` for texts by text
+# message -> its fields as "type name"; type+: repeated; map: from string to string
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "Empty": (),
     "DevicePluginOptions": ("bool pre_start_required", "bool get_preferred_allocation_available"),
@@ -59,7 +59,7 @@ _SCALARS = {"string": _Field.TYPE_STRING, "bool": _Field.TYPE_BOOL, "int32": _Fi
 def _add_field(to: Any, number: int, text: str) -> None:
     kind, name = text.split()
     field = to.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
-    if kind == "map":  # as protobuf has it on the wire: messages of a key and a value
+    if kind == "map":  # protobuf encodes a map as repeated messages with a key and a value
         entry = to.nested_type.add(name=name.capitalize() + "Entry")
         entry.options.map_entry = True
         _add_field(entry, 1, "string key")

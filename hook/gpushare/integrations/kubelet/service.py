@@ -1,10 +1,10 @@
-"""One resource, served to kubelet on a socket of its own.
+"""Serve one resource to kubelet on its own socket.
 
     with Service(kind, name, say) as service:
-        service.show(offers, healthy, placement)      what there is, now; raises ConfigError when it is too much
-        service.serve(path)                           the socket (0600); raises GpushareError
+        service.show(offers, healthy, placement)      set the offers; raises ConfigError if they exceed a message
+        service.serve(path)                           serve on a socket (0600); raises GpushareError
 
-kubelet is told of changes by a stream that stays open; a new stream ends those before it, since kubelet has one.
+Changes are sent to kubelet in a stream that stays open. kubelet uses one stream, so a new stream ends older ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .offers import Offered
 from .protocol import grpc
 
 _THREADS = 8
-_MAX_PATH_BYTES = 107  # of a socket: unix(7)
-_MAX_REQUEST_BYTES = 64 << 20  # that we take: every id of a node, and more
-_END_S = 1.0  # for calls that are being answered when it ends
+_MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
+_MAX_REQUEST_BYTES = 64 << 20  # that the service accepts: more than all ids of a node
+_END_S = 1.0  # for calls in progress when the service ends
 _CODES = {RequestError: grpc.StatusCode.INVALID_ARGUMENT, DeviceError: grpc.StatusCode.UNAVAILABLE}
 
 
 class _Shown(NamedTuple):
-    """What there is at one moment. `text`: the message that says so."""
+    """The offers at one moment. `text`: the serialised message with these offers."""
 
     offers: tuple[Offered, ...] = ()
     healthy: frozenset[str] = frozenset()  # uuids
@@ -39,7 +39,7 @@ class _Shown(NamedTuple):
 
 
 class Service:
-    """Its methods are called in gRPC's threads."""
+    """One resource. gRPC calls the methods of the API in its own threads."""
 
     def __init__(self, kind: str, name: str, say: Callable[[str], None]) -> None:
         self.kind, self.name, self._say = kind, name, say
@@ -47,7 +47,7 @@ class Service:
         self._server: Optional[Any] = None
         self._changed = threading.Condition()
         self._shown = _Shown()
-        self._stream = object()  # the one that is kubelet's
+        self._stream = object()  # identifies kubelet's current stream
 
     def __enter__(self) -> Service:
         return self
@@ -57,7 +57,7 @@ class Service:
 
     @property
     def size(self) -> int:
-        """How many ids are offered."""
+        """The number of offered ids."""
         return sum(one.count for one in self._shown.offers)
 
     def show(self, offers: tuple[Offered, ...], healthy: frozenset[str], placement: str) -> None:
@@ -76,7 +76,7 @@ class Service:
             self._changed.notify_all()
 
     def serve(self, path: str) -> None:
-        """Listens there, and nowhere else any more."""
+        """Listen on the socket `path` instead of the previous one."""
         self.close()
         if len(os.fsencode(path)) > _MAX_PATH_BYTES:
             raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
@@ -102,7 +102,7 @@ class Service:
         self._server.stop(_END_S).wait()
         self._server = None
         try:
-            os.unlink(self.path)  # gRPC has done so; our name for it is nobody else's
+            os.unlink(self.path)  # in case gRPC did not; the random name belongs to no other process
         except OSError:
             pass
 
@@ -115,13 +115,13 @@ class Service:
             "PreStartContainer": (self._nothing, "PreStartContainerRequest", "PreStartContainerResponse"),
         }
         found = {
-            name: unary(function, protocol.reader(asked), protocol.serializer(answer))
-            for name, (function, asked, answer) in rows.items()
+            name: unary(function, protocol.reader(request), protocol.serializer(answer))
+            for name, (function, request, answer) in rows.items()
         }
-        found["ListAndWatch"] = stream(self._watch, protocol.reader("Empty"), None)  # it yields bytes
+        found["ListAndWatch"] = stream(self._watch, protocol.reader("Empty"), None)  # _watch yields serialised messages
         return found
 
-    # Methods
+    # Methods of the API
 
     def _options(self, request: Any, context: Any) -> Any:
         return options()
@@ -130,20 +130,20 @@ class Service:
         return protocol.message("PreStartContainerResponse")()
 
     def _watch(self, request: Any, context: Any) -> Iterator[bytes]:
-        mine, told = object(), _Shown()
+        stream, sent = object(), _Shown()
         with self._changed:
-            self._stream = mine
+            self._stream = stream
             self._changed.notify_all()
         if not context.add_callback(self._wake):
             return
         while True:
             with self._changed:
-                while self._shown is told and self._stream is mine and context.is_active():
+                while self._shown is sent and self._stream is stream and context.is_active():
                     self._changed.wait()
-                if self._stream is not mine or not context.is_active():
+                if self._stream is not stream or not context.is_active():
                     return
-                told = self._shown
-            yield told.text
+                sent = self._shown
+            yield sent.text
 
     def _wake(self) -> None:
         with self._changed:
@@ -152,24 +152,24 @@ class Service:
     def _prefer(self, request: Any, context: Any) -> Any:
         shown, answer = self._shown, protocol.message("PreferredAllocationResponse")()
         for one in request.container_requests:
-            asked = one.available_deviceIDs, one.must_include_deviceIDs, one.allocation_size
-            chosen = self._answered(context, pure.preferred, self.kind, shown.offers, shown.placement, *asked)
+            choice = one.available_deviceIDs, one.must_include_deviceIDs, one.allocation_size
+            chosen = self._call(context, pure.preferred, self.kind, shown.offers, shown.placement, *choice)
             answer.container_responses.add().deviceIDs.extend(chosen)
         return answer
 
     def _allocate(self, request: Any, context: Any) -> Any:
         shown, answer = self._shown, protocol.message("AllocateResponse")()
         for one in request.container_requests:
-            env = self._answered(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids)
+            env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids)
             answer.container_responses.add().envs.update(env)
         for response in answer.container_responses:
             self._say(f"{self.name}: " + " ".join(f"{name}={value}" for name, value in response.envs.items()))
         return answer
 
-    def _answered(self, context: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """What `ask` gives; where it raises, kubelet is given its line."""
+    def _call(self, context: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the function's result. If it raises GpushareError, print the error and return it to kubelet."""
         try:
-            return ask(*arguments)
+            return function(*arguments)
         except GpushareError as error:
             self._say(f"{self.name}: refused: {error}")
             return context.abort(_CODES.get(type(error), grpc.StatusCode.INTERNAL), f"gpushare: {error}")
