@@ -134,12 +134,12 @@ static struct estimate switch_time(const struct gs_throttle *t, const struct tim
 /* How much longer than a full slice the slice that ended `end` after timestamp `a` seems to be,
  * divided by the variance. The caller multiplies the result by the variance of each end, so each
  * end absorbs its part of the error. */
-static double excess(const struct gs_throttle *t, const struct slice_seen *slice_seen,
+static double excess(const struct gs_throttle *t, const struct slice_seen *seen,
                      const struct timestamp *a, const struct timestamp *b, struct estimate end) {
     struct estimate slice = run_estimate(t, 0, true);
-    double both = end.variance + slice_seen->variance;
-    double more = slice_seen->ns + (double)(a->at - slice_seen->from) + end.ns - slice.ns;
-    if (slice_seen->owner != a->owner || a->fresh || a->after <= 0 ||
+    double both = end.variance + seen->variance;
+    double more = seen->ns + (double)(a->at - seen->from) + end.ns - slice.ns;
+    if (seen->owner != a->owner || a->fresh || a->after <= 0 ||
         a->after + b->before >= 4 * (int64_t)t->slice_ns)
         return 0;
     /* Less than the noise and 1.5 standard deviations explain: its work had run out. */
@@ -150,14 +150,14 @@ static double excess(const struct gs_throttle *t, const struct slice_seen *slice
 /* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
 static double own_between(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           const struct timestamp *a, const struct timestamp *b, bool lasting,
-                          struct slice_seen *slice_seen) {
+                          struct slice_seen *seen) {
     double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
-    struct slice_seen previous = *slice_seen;
+    struct slice_seen previous = *seen;
     unsigned present = 0;
     double unseen = 0; /* number of contexts that can run for a slice without a timestamp */
     if (!same)
-        slice_seen->owner = ME;
+        seen->owner = ME;
     bool unclaimed = !mine && a->after == 0 && b->fresh; /* no known context was on the device */
     if (b->at - a->at > whole(t) || unclaimed) {
         for (unsigned i = 0; i < n; i++) {
@@ -178,15 +178,14 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
     if (preempted)
         unseen = present + !mine;
     if (unclaimed)
-        *slice_seen = (struct slice_seen){b->owner, false, b->at, 0, 0};
+        *seen = (struct slice_seen){b->owner, false, b->at, 0, 0};
     if (unclaimed && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
     if (!mine && ((!lasting && !preempted) || unseen == 0)) {
         if (same || a->owner == ME)
             return 0;
         struct estimate end = switch_time(t, a, b);
-        *slice_seen =
-            (struct slice_seen){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
+        *seen = (struct slice_seen){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
         return previous.mine ? previous.variance * excess(t, &previous, a, b, end) : 0;
     }
     if (same && unseen == 0)
@@ -202,7 +201,7 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
             return 0;
         struct estimate end = switch_time(t, a, b);
         if (a->owner == ME) {
-            *slice_seen =
+            *seen =
                 (struct slice_seen){b->owner, true, b->at, gap - switch_ns - end.ns, end.variance};
             return end.ns;
         }
@@ -213,12 +212,12 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
     /* The contexts of both timestamps ran for more slices in between if their work is long and all
      * others have had their slices. */
     double others = unseen * (t->slice_ns + switch_ns), more = 0;
-    slice_seen->owner = ME;
+    seen->owner = ME;
     if (lasts)
         more = (rest - (same ? others : others / 2)) / (unseen + lasts);
     more = more > 0 ? more : 0;
     if (!mine && preempted)
-        *slice_seen = (struct slice_seen){b->owner, false, b->at, last.ns, last.variance};
+        *seen = (struct slice_seen){b->owner, false, b->at, last.ns, last.variance};
     if (!mine)
         return (rest - lasts * more) / unseen;
     if (a->owner == ME)
@@ -232,14 +231,14 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
                           uint64_t start, uint64_t end, int64_t length, bool fresh) {
     struct timestamps s;
     double own = 0;
-    struct slice_seen slice_seen = {.owner = ME};
+    struct slice_seen seen = {.owner = ME};
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
         insert_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
     struct timestamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
     for (unsigned i = 0; i <= s.n; i++) {
         const struct timestamp *next = i < s.n ? &s.timestamp[i] : &stop;
-        own += own_between(t, peer, n, &last, next, gs_throttle_lasts(t, length), &slice_seen);
+        own += own_between(t, peer, n, &last, next, gs_throttle_lasts(t, length), &seen);
         last = *next;
     }
     return (int64_t)own;
