@@ -23,7 +23,8 @@ SHIM_LIBS := -ldl -lpthread
 # Decompresses images. Only what that needs is linked.
 ZSTD_CFLAGS := -std=gnu11 -Os -fPIC -fvisibility=hidden -ftls-model=initial-exec -ffunction-sections -fdata-sections -w \
 	-DZSTD_DISABLE_ASM=1 -DZSTD_TRACE=0 -DZSTD_LEGACY_SUPPORT=0 \
-	-DZSTDLIB_VISIBLE='__attribute__((visibility("hidden")))' -DZSTDERRORLIB_VISIBLE='__attribute__((visibility("hidden")))'
+	-DZSTDLIB_VISIBLE='__attribute__((visibility("hidden")))' -DZSTDERRORLIB_VISIBLE='__attribute__((visibility("hidden")))' \
+	-DZDICTLIB_VISIBLE='__attribute__((visibility("hidden")))'
 build/zstd/zstd.c: | $(SETUP)
 
 SHIM_SONAME_cuda := libcuda.so.1

@@ -125,8 +125,8 @@ struct sim_bin {
 struct sim_shared {
     uint64_t id; /* 0: free */
     uint64_t bytes;
-    uint64_t offset; /* in the device file; 0: the content is in a memory file with `inode` */
-    uint64_t inode;
+    uint64_t offset; /* of the content, in the device file */
+    uint64_t unused;
     uint32_t owner;
     uint32_t kind;
     uint64_t holders[SIM_MAX_CLIENTS / 64];
@@ -239,8 +239,8 @@ uint64_t sim_used_bytes(struct sim_device *device);
  * Call locked. */
 uint32_t sim_client_pid(struct sim_device *device, uint32_t index);
 
-uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, uint64_t *offset);
-struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id, uint64_t inode);
+uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t *offset);
+struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id);
 enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id);
 void sim_drop_shared(struct sim_device *device, uint64_t id);
 void sim_bury_shared(struct sim_device *device, uint32_t dead_client);

@@ -37,9 +37,9 @@ static uint64_t arena_offset(const struct sim_state *s) {
     return end;
 }
 
-/* Registers memory that the caller has already charged. Returns its ID, or 0 when the table is
- * full. If `offset` is not NULL, also assigns a place in the device file. */
-uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, uint64_t *offset) {
+/* Registers memory that the caller has already charged, and assigns a place in the device file for
+ * its content. Returns its ID, or 0 when the table is full. */
+uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t *offset) {
     uint64_t id = 0;
     sim_lock(device);
     struct sim_state *s = device->state;
@@ -47,9 +47,8 @@ uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, ui
         struct sim_shared *m = &s->shared[i];
         if (m->id)
             continue;
-        *m = (struct sim_shared){.bytes = bytes, .inode = inode, .owner = device->client - 1};
-        if (offset)
-            *offset = m->offset = arena_offset(s);
+        *m = (struct sim_shared){.bytes = bytes, .owner = device->client - 1};
+        *offset = m->offset = arena_offset(s);
         set_holder(m, device->client - 1, true);
         m->id = id = ++s->shared_next_id;
     }
@@ -57,11 +56,11 @@ uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t inode, ui
     return id;
 }
 
-/* Finds by ID, or by the inode of the memory file if `id` is 0. Call locked. */
-struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id, uint64_t inode) {
+/* Call locked. */
+struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id) {
     for (unsigned i = 0; i < SIM_MAX_SHARED; i++) {
         struct sim_shared *m = &device->state->shared[i];
-        if (m->id && (id ? m->id == id : m->inode && m->inode == inode))
+        if (m->id == id && id)
             return m;
     }
     return NULL;
@@ -70,7 +69,7 @@ struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id, uint6
 enum sim_result sim_hold_shared(struct sim_device *device, uint64_t id) {
     sim_lock(device);
     sim_reap(device);
-    struct sim_shared *m = sim_find_shared(device, id, 0);
+    struct sim_shared *m = sim_find_shared(device, id);
     if (m)
         set_holder(m, device->client - 1, true);
     sim_unlock(device);
@@ -100,7 +99,7 @@ static void drop(struct sim_state *s, struct sim_shared *m, uint32_t client) {
 
 void sim_drop_shared(struct sim_device *device, uint64_t id) {
     sim_lock(device);
-    struct sim_shared *m = sim_find_shared(device, id, 0);
+    struct sim_shared *m = sim_find_shared(device, id);
     if (m)
         drop(device->state, m, device->client - 1);
     sim_unlock(device);

@@ -1,9 +1,14 @@
-/* Memory that several processes of the container hold. Whoever allocated it is charged. When that
- * process frees it or dies while another one has it open, it stays; then its row in the usage file
- * is charged to the container, until the last one that has it open closes it or dies. No lock, and
- * nothing that a death at any moment could leave wrong for long: rows name slots, and a slot tells
- * by itself whether its process is alive. */
+/* Memory that several processes of the container hold. The process that allocated it is charged.
+ * When that process frees it or exits while another one has it open, the memory stays; then the
+ * process's row in the usage file is charged to the container, until every process that has it open
+ * has closed it or exited.
+ *
+ * Only its owner changes a row, under lock_exports; other processes read rows without a lock, and
+ * claim those of processes that have exited. A death at any moment leaves nothing wrong for long:
+ * rows name slots, and a slot tells by itself whether its process is alive. */
 #include "gs.h"
+
+#define BYTES (UINT64_MAX >> 8)
 
 static uint64_t load(const uint64_t *word) {
     return __atomic_load_n(word, __ATOMIC_SEQ_CST);
@@ -13,7 +18,7 @@ static void store(uint64_t *word, uint64_t value) {
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
 }
 
-static bool lives(const struct gs_usage *usage, uint64_t owner) {
+static bool is_alive(const struct gs_usage *usage, uint64_t owner) {
     uint64_t index = owner & GS_SHARE_SLOT;
     if (index >= GS_MAX_SLOTS)
         return false;
@@ -22,12 +27,16 @@ static bool lives(const struct gs_usage *usage, uint64_t owner) {
            __atomic_load_n(&slot->generation, __ATOMIC_SEQ_CST) == (uint32_t)(owner >> 32);
 }
 
+static bool matches(uint64_t imported, uint64_t exported) {
+    return imported == exported || imported == GS_SHARE_ANY || exported == GS_SHARE_ANY;
+}
+
 static bool is_open(const struct gs_usage *usage, uint64_t id) {
     if (load(&usage->shares_used) & GS_SHARES_LOST)
         return true;
     for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
-        uint64_t owner = load(&usage->share[i].owner);
-        if (owner & GS_SHARE_IMPORT && load(&usage->share[i].id) == id && lives(usage, owner))
+        uint64_t owner = load(&usage->share[i].owner), opened = load(&usage->share[i].id);
+        if (owner & GS_SHARE_IMPORT && opened && matches(opened, id) && is_alive(usage, owner))
             return true;
     }
     return false;
@@ -35,21 +44,23 @@ static bool is_open(const struct gs_usage *usage, uint64_t id) {
 
 /* An export whose bytes are charged to no process. */
 static bool is_orphan(const struct gs_usage *usage, uint64_t owner) {
-    return owner && !(owner & GS_SHARE_IMPORT) && (owner & GS_SHARE_ORPHAN || !lives(usage, owner));
+    return owner && !(owner & GS_SHARE_IMPORT) &&
+           (owner & GS_SHARE_ORPHAN || !is_alive(usage, owner));
 }
 
-uint64_t gs_share_orphans(const struct gs_usage *usage, int dev, bool surely) {
+uint64_t gs_share_orphans(const struct gs_usage *usage, int dev) {
     uint64_t total = 0;
     for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
         const struct gs_share *row = &usage->share[i];
         uint64_t owner = load(&row->owner), id = load(&row->id), what = load(&row->what);
-        if (!id || (int)(what >> 56) != dev || !is_orphan(usage, owner))
-            continue;
-        if (!surely || is_open(usage, id))
-            total += what & (UINT64_MAX >> 8);
+        if (id && (int)(what >> 56) == dev && what & BYTES && is_orphan(usage, owner) &&
+            is_open(usage, id))
+            total += what & BYTES;
     }
     return total;
 }
+
+/* ---- this process's rows; the caller holds lock_exports -------------------------------------- */
 
 static void clear(struct gs_share *row) {
     store(&row->id, 0);
@@ -59,62 +70,114 @@ static void clear(struct gs_share *row) {
 static bool is_free(const struct gs_usage *usage, const struct gs_share *row, uint64_t owner) {
     if (owner == 0)
         return true;
-    if (owner & GS_SHARE_IMPORT)
-        return !lives(usage, owner);
-    return is_orphan(usage, owner) && !is_open(usage, load(&row->id));
+    if (is_alive(usage, owner))
+        return false;
+    return owner & GS_SHARE_IMPORT || !is_open(usage, load(&row->id));
+}
+
+static uint64_t owner_word(const struct gs_usage *usage, uint64_t kind) {
+    const struct gs_slot *slot = gs_slot();
+    return (uint64_t)slot->generation << 32 | (uint64_t)(slot - usage->slot) | kind;
+}
+
+static int find(const struct gs_usage *usage, uint64_t owner, uint64_t id, int dev) {
+    for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
+        const struct gs_share *row = &usage->share[i];
+        if (load(&row->owner) == owner && load(&row->id) == id &&
+            (int)(load(&row->what) >> 56) == dev)
+            return (int)i;
+    }
+    return -1;
+}
+
+/* The row of (owner, id, dev), made where there is none; -1 when all are taken. */
+static int row_for(struct gs_usage *usage, uint64_t owner, uint64_t id, int dev) {
+    int known = find(usage, owner, id, dev);
+    for (unsigned i = id == GS_SHARE_ANY ? GS_SHARES_OWN : 0;
+         known < 0 && i < (id == GS_SHARE_ANY ? GS_MAX_SHARES : GS_SHARES_OWN); i++) {
+        struct gs_share *row = &usage->share[i];
+        uint64_t before = load(&row->owner);
+        if (!is_free(usage, row, before) ||
+            !__atomic_compare_exchange_n(&row->owner, &before, owner, false, __ATOMIC_SEQ_CST,
+                                         __ATOMIC_SEQ_CST))
+            continue;
+        store(&row->id, 0);
+        store(&row->what, (uint64_t)(unsigned)dev << 56);
+        __atomic_fetch_or(&usage->shares_used, 1, __ATOMIC_SEQ_CST);
+        store(&row->id, id);
+        known = (int)i;
+    }
+    return known;
+}
+
+/* What this process has freed and nobody has open any more is gone. */
+static void drop_closed(struct gs_usage *usage) {
+    uint64_t orphan = owner_word(usage, GS_SHARE_ORPHAN);
+    for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
+        struct gs_share *row = &usage->share[i];
+        if (load(&row->owner) == orphan && !is_open(usage, load(&row->id)))
+            clear(row);
+    }
+}
+
+static int add(struct gs_usage *usage, uint64_t kind, uint64_t id, int dev, uint64_t bytes) {
+    uint64_t owner = owner_word(usage, kind);
+    int row = row_for(usage, owner, id, dev);
+    if (row < 0)
+        row = row_for(usage, owner, GS_SHARE_ANY, dev);
+    if (row >= 0)
+        store(&usage->share[row].what, load(&usage->share[row].what) + bytes);
+    return row;
+}
+
+/* Take `bytes` out of a row of this process, and the row away with the last of them. */
+static void subtract(struct gs_share *row, uint64_t bytes) {
+    uint64_t what = load(&row->what);
+    store(&row->what, what - ((what & BYTES) < bytes ? what & BYTES : bytes));
+    if ((load(&row->what) & BYTES) == 0)
+        clear(row);
 }
 
 int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
-    const struct gs_slot *slot = gs_slot();
-    if (!slot) /* a forked child, whose calls do not come this far */
+    if (!gs_slot()) /* a forked child, whose calls do not come this far */
         return -1;
-    uint64_t mine = (uint64_t)slot->generation << 32 | (uint64_t)(slot - usage->slot);
-    if (import)
-        mine |= GS_SHARE_IMPORT;
-    for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
-        struct gs_share *row = &usage->share[i];
-        uint64_t owner = load(&row->owner);
-        if (!is_free(usage, row, owner) ||
-            !__atomic_compare_exchange_n(&row->owner, &owner, mine, false, __ATOMIC_SEQ_CST,
-                                         __ATOMIC_SEQ_CST))
-            continue;
-        store(&row->id, 0);
-        store(&row->what, (uint64_t)(unsigned)dev << 56 | bytes);
-        __atomic_fetch_or(&usage->shares_used, 1, __ATOMIC_SEQ_CST);
-        store(&row->id, id);
-        return (int)i;
-    }
-    if (import) /* from now on whatever was exported counts as open */
+    gs_lock(&gs_self()->lock_exports);
+    drop_closed(usage);
+    int row = import ? add(usage, GS_SHARE_IMPORT, id, 0, 1) : add(usage, 0, id, dev, bytes);
+    gs_unlock(&gs_self()->lock_exports);
+    if (row < 0 && import) /* from now on whatever was exported counts as open */
         __atomic_fetch_or(&usage->shares_used, GS_SHARES_LOST, __ATOMIC_SEQ_CST);
-    return -1;
+    return row;
 }
 
-void gs_share_freed(int row) {
+void gs_share_freed(int row, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
     struct gs_share *share = &usage->share[row];
-    store(&share->owner, load(&share->owner) | GS_SHARE_ORPHAN);
-    if (!is_open(usage, load(&share->id)))
-        clear(share);
+    gs_lock(&gs_self()->lock_exports);
+    uint64_t id = load(&share->id);
+    /* First counted twice, then once: never not at all. */
+    if (is_open(usage, id) &&
+        add(usage, GS_SHARE_ORPHAN, id, (int)(load(&share->what) >> 56), bytes) < 0)
+        store(&share->owner, load(&share->owner) | GS_SHARE_ORPHAN);
+    else
+        subtract(share, bytes);
+    gs_unlock(&gs_self()->lock_exports);
 }
 
 void gs_share_closed(int row) {
     struct gs_usage *usage = gs_region()->usage;
     if (row < 0)
         return;
-    uint64_t id = load(&usage->share[row].id);
-    clear(&usage->share[row]);
-    for (unsigned i = 0; i < GS_MAX_SHARES && !is_open(usage, id); i++) {
-        struct gs_share *other = &usage->share[i];
-        uint64_t owner = load(&other->owner);
-        if (load(&other->id) == id && is_orphan(usage, owner))
-            clear(other);
-    }
+    gs_lock(&gs_self()->lock_exports);
+    subtract(&usage->share[row], 1);
+    drop_closed(usage);
+    gs_unlock(&gs_self()->lock_exports);
 }
 
 uint64_t gs_share_id(const void *name, size_t size) {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (size_t i = 0; i < size; i++)
         hash = (hash ^ ((const unsigned char *)name)[i]) * UINT64_C(0x100000001b3);
-    return hash ? hash : 1;
+    return hash && hash != GS_SHARE_ANY ? hash : 1;
 }

@@ -71,6 +71,7 @@ struct gs_self {
     _Atomic uint32_t lock_pool;
     _Atomic uint32_t lock_virtual;
     _Atomic uint32_t lock_border;
+    _Atomic uint32_t lock_exports;
     _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
 };
 
@@ -152,18 +153,18 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
 
 /* A slot whose process is alive. */
 bool gs_alive(const struct gs_slot *slot);
-/* A row for memory that this process exports (`bytes` on `dev`) or opens. -1 when there is none: an
- * export must then stay charged for the life of the process; for an opening all is seen to. */
+/* Count memory that this process exports (`bytes` on `dev`) or opens, and return its row. -1 when
+ * there is none: an export must then stay charged while the process lives. */
 int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes);
-/* The memory was freed here. The container is charged for it from now on while somebody has it
- * open; the caller gives its own charge up afterwards. */
-void gs_share_freed(int row);
-/* Closed here, or never opened after all. */
+/* `bytes` of an export were freed here. The container is charged for them from now on while another
+ * process has the id open; the caller releases its own charge afterwards. */
+void gs_share_freed(int row, uint64_t bytes);
+/* Closed here, or not opened after all. */
 void gs_share_closed(int row);
-/* Bytes that are charged to nobody, since whoever exported them has freed them or died. `surely`:
- * only what somebody alive has open. */
-uint64_t gs_share_orphans(const struct gs_usage *usage, int dev, bool surely);
-/* An id of these bytes, never 0. */
+/* Bytes charged to no process: their exporter has freed them or exited, and a living process has
+ * them open. */
+uint64_t gs_share_orphans(const struct gs_usage *usage, int dev);
+/* An id of these bytes, never 0 nor GS_SHARE_ANY. */
 uint64_t gs_share_id(const void *name, size_t size);
 
 /* ---- map.c ---------------------------------------------------------------------------- */

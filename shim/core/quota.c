@@ -97,7 +97,7 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
     }
     if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
         return total;
-    uint64_t orphans = gs_share_orphans(usage, dev, living_only);
+    uint64_t orphans = gs_share_orphans(usage, dev);
     return total + orphans < total ? UINT64_MAX : total + orphans;
 }
 

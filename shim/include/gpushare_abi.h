@@ -135,19 +135,26 @@ struct gs_slot {
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
-/* Memory of one process that other processes may open: each export has a row, and so has each
- * opening of it. A row is claimed by its owner word and in use while id is not 0. Any process can
- * claim a row of a process that has ended, unless it is an export that a living process still has
- * open. */
+/* Memory that several processes may hold. A process has one row for each id that it exports, with
+ * the bytes that are still allocated; one for what it has freed of that id while another process
+ * has the id open (GS_SHARE_ORPHAN); and one for each id that it has open (GS_SHARE_IMPORT), with
+ * how often. Many allocations can have one id: descriptors of most drivers cannot be told apart.
+ * GS_SHARE_ANY stands for all ids for which there was no row.
+ *
+ * A row is claimed by its owner word, which only its process changes while it lives, and in use
+ * while id is not 0. Any process can claim a row of a process that has ended, unless it is an export
+ * that a living process has open. */
 struct gs_share {
     uint64_t id;    /* of the memory, the same in all processes */
     uint64_t owner; /* slot index | GS_SHARE_* | the slot's generation << 32 */
-    uint64_t what;  /* device slot << 56 | bytes */
+    uint64_t what;  /* device slot << 56 | bytes; of an import: how often it is open */
 };
 #define GS_MAX_SHARES 160u
 #define GS_SHARE_IMPORT (1u << 30)
 #define GS_SHARE_ORPHAN (1u << 31) /* the exporter has freed it, another process has it open */
 #define GS_SHARE_SLOT 0xffffu
+#define GS_SHARE_ANY UINT64_MAX /* an id */
+#define GS_SHARES_OWN 128u      /* rows from here on are for GS_SHARE_ANY */
 #define GS_SHARES_LOST 2u /* openings were not recorded: all exports count as open */
 
 struct gs_usage {

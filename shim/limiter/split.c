@@ -147,15 +147,21 @@ static double excess(const struct gs_throttle *t, const struct slice_seen *seen,
     return less < 0 || less * less < 2.25 * both ? more / (both + slice.variance) : 0;
 }
 
+/* Note what was seen up to timestamp `b`. */
+static void note_slice(struct slice_seen *seen, const struct timestamp *b, bool mine, double ns,
+                       double variance) {
+    *seen = (struct slice_seen){b->owner, mine, b->at, ns, variance};
+}
+
 /* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
 static double own_between(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           const struct timestamp *a, const struct timestamp *b, bool lasting,
                           struct slice_seen *seen) {
-    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
+    /* unseen: number of contexts that can run for a slice without a timestamp */
+    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns, unseen = 0;
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
     struct slice_seen previous = *seen;
     unsigned present = 0;
-    double unseen = 0; /* number of contexts that can run for a slice without a timestamp */
     if (!same)
         seen->owner = ME;
     bool unclaimed = !mine && a->after == 0 && b->fresh; /* no known context was on the device */
@@ -178,14 +184,14 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
     if (preempted)
         unseen = present + !mine;
     if (unclaimed)
-        *seen = (struct slice_seen){b->owner, false, b->at, 0, 0};
+        note_slice(seen, b, false, 0, 0);
     if (unclaimed && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
     if (!mine && ((!lasting && !preempted) || unseen == 0)) {
         if (same || a->owner == ME)
             return 0;
         struct estimate end = switch_time(t, a, b);
-        *seen = (struct slice_seen){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
+        note_slice(seen, b, false, gap - switch_ns - end.ns, end.variance);
         return previous.mine ? previous.variance * excess(t, &previous, a, b, end) : 0;
     }
     if (same && unseen == 0)
@@ -201,8 +207,7 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
             return 0;
         struct estimate end = switch_time(t, a, b);
         if (a->owner == ME) {
-            *seen =
-                (struct slice_seen){b->owner, true, b->at, gap - switch_ns - end.ns, end.variance};
+            note_slice(seen, b, true, gap - switch_ns - end.ns, end.variance);
             return end.ns;
         }
         return gap - end.ns +
@@ -217,7 +222,7 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
         more = (rest - (same ? others : others / 2)) / (unseen + lasts);
     more = more > 0 ? more : 0;
     if (!mine && preempted)
-        *seen = (struct slice_seen){b->owner, false, b->at, last.ns, last.variance};
+        note_slice(seen, b, false, last.ns, last.variance);
     if (!mine)
         return (rest - lasts * more) / unseen;
     if (a->owner == ME)

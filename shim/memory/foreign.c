@@ -32,7 +32,8 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     if (!gs_map_get(&exported, base, &known)) {
         uint64_t id = gs_share_id(handle, sizeof(*handle));
         int row = gs_share_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
-        known = (struct gs_entry){.extra = (uint64_t)(unsigned)row};
+        known = (struct gs_entry){.extra = (uint64_t)(unsigned)row,
+                                  .bytes = gs_round_up(bytes, GS_BLOCK)};
         if (gs_map_put(&exported, base, &known))
             atomic_fetch_add(&exports, 1);
         else
@@ -50,7 +51,7 @@ bool gs_share_address_freed(uint64_t address) {
     atomic_fetch_sub(&exports, 1);
     if ((int)entry.extra < 0)
         return false;
-    gs_share_freed((int)entry.extra);
+    gs_share_freed((int)entry.extra, entry.bytes);
     return true;
 }
 
@@ -117,7 +118,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
 uint64_t gs_share_id_of_file(int fd) {
     struct stat st;
     if (fstat(fd, &st) != 0)
-        return 0;
+        return GS_SHARE_ANY;
     uint64_t name[2] = {st.st_dev, st.st_ino};
     return gs_share_id(name, sizeof(name));
 }

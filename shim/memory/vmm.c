@@ -48,7 +48,7 @@ static void put_use(struct physical *memory) {
     if (memory->foreign)
         gs_share_closed(memory->row);
     else if (memory->row >= 0)
-        gs_share_freed(memory->row);
+        gs_share_freed(memory->row, memory->bytes);
     if (!memory->exported || memory->row >= 0)
         gs_release(memory->dev, memory->bytes);
     free(memory);
@@ -251,7 +251,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return real(handle, osHandle, type);
     uint64_t id = gs_share_id_of_file((int)(intptr_t)osHandle);
-    int row = id ? gs_share_add(id, true, 0, 0) : -1;
+    int row = gs_share_add(id, true, 0, 0);
     struct physical *fresh = calloc(1, sizeof(*fresh));
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     if (fresh)
@@ -262,7 +262,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
     if (memory) {
         memory->refs++;
         memory->uses++;
-    } else if (result == CUDA_SUCCESS && handle && id) {
+    } else if (result == CUDA_SUCCESS && handle) {
         *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true, false, 0};
         struct gs_entry entry = {.extra = (uintptr_t)fresh, .dev = GS_NO_DEV};
         gs_map_put(&handles, *handle, &entry);

@@ -37,31 +37,28 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHa
     return CUDA_SUCCESS;
 }
 
-/* Finds the device with memory of this inode, and copies its entry. */
-static int find_by_inode(uint64_t inode, struct sim_shared *copy) {
-    for (int d = 0; d < sim.n_devices; d++) {
-        if (join_device(d) != CUDA_SUCCESS)
-            continue;
-        sim_lock(&sim.device[d].sim);
-        struct sim_shared *m = sim_find_shared(&sim.device[d].sim, 0, inode);
-        if (m)
-            *copy = *m;
-        sim_unlock(&sim.device[d].sim);
-        if (m)
-            return d;
-    }
-    return -1;
+/* Finds the memory that a descriptor stands for (see vmm.c), and copies its entry. Returns its
+ * device, -1 when there is none. */
+static int find_described(int fd, struct sim_shared *copy) {
+    off_t position = lseek(fd, 0, SEEK_CUR);
+    int d = position > 0 ? (int)(position >> 39) - 1 : -1;
+    if (d < 0 || d >= sim.n_devices || join_device(d) != CUDA_SUCCESS)
+        return -1;
+    sim_lock(&sim.device[d].sim);
+    struct sim_shared *m = sim_find_shared(&sim.device[d].sim, position & ((1ll << 39) - 1));
+    if (m)
+        *copy = *m;
+    sim_unlock(&sim.device[d].sim);
+    return m ? d : -1;
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
                                                void *os_handle, CUmemAllocationHandleType type) {
     ENTER();
-    struct stat st;
     struct sim_shared shared;
     CHECK_VALUE(handle && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     int fd = (int)(intptr_t)os_handle;
-    CHECK_VALUE(!fstat(fd, &st));
-    int device = find_by_inode(st.st_ino, &shared);
+    int device = find_described(fd, &shared);
     CHECK_VALUE(device >= 0);
     struct physical *p = physical_shared_as(shared.id);
     if (p) {
@@ -75,6 +72,7 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *han
         p = physical_open(device, shared.bytes, &props);
         CHECK(p, CUDA_ERROR_OUT_OF_MEMORY);
         p->shared_id = shared.id;
+        p->place = shared.offset;
         p->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     }
     *handle = (CUmemGenericAllocationHandle)p;
@@ -88,7 +86,7 @@ static CUresult share_span(struct mem *m) {
     struct stat st;
     if (m->shared_id)
         return CUDA_SUCCESS;
-    uint64_t id = sim_share(d, m->span, 0, &offset);
+    uint64_t id = sim_share(d, m->span, &offset);
     CHECK(id, CUDA_ERROR_OUT_OF_MEMORY);
     bool fits = !fstat(d->fd, &st) && ((uint64_t)st.st_size >= offset + m->span ||
                                        !ftruncate(d->fd, (off_t)(offset + m->span)));
@@ -139,7 +137,7 @@ static CUresult import_pointer(const struct ipc_handle *h, CUdeviceptr *va) {
     }
     CHECK(sim_hold_shared(&d->sim, h->shared_id) == SIM_OK, CUDA_ERROR_INVALID_HANDLE);
     sim_lock(&d->sim);
-    struct sim_shared *found = sim_find_shared(&d->sim, h->shared_id, 0);
+    struct sim_shared *found = sim_find_shared(&d->sim, h->shared_id);
     if (found)
         shared = *found;
     sim_unlock(&d->sim);

@@ -3,6 +3,8 @@
 #include "vmm.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -105,6 +107,8 @@ static void close_if_unused(struct physical *p) {
 /* Returns the descriptor of p's content and its offset there. */
 static int content_of(struct physical *p, uint64_t *offset) {
     *offset = p->place;
+    if (p->shared_id)
+        return sim.device[p->device].sim.fd;
     if (p->fd >= 0)
         return p->fd;
     if (content_fd < 0)
@@ -174,16 +178,32 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/* Gives exportable memory its own memory file; importers find the memory by the file's inode. */
+/* As the real driver's, all descriptors of exported memory are the control device, and look alike.
+ * The file position, which every copy of a descriptor shares, tells what it stands for. */
+static int describe(int device, uint64_t shared_id) {
+    char path[PATH_MAX + 16];
+    snprintf(path, sizeof path, "%s/nvidiactl", sim_device_dir());
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0)
+        lseek(fd, (off_t)((uint64_t)(device + 1) << 39 | shared_id), SEEK_SET);
+    return fd;
+}
+
+/* The content of exportable memory lies in the device file. */
 static CUresult make_exportable(struct physical *p) {
+    if (p->on_host) { /* not registered: importing host memory is not simulated */
+        p->fd = memfd_create("sim-host-memory", MFD_CLOEXEC);
+        return p->fd < 0 || ftruncate(p->fd, (off_t)p->bytes) ? CUDA_ERROR_OPERATING_SYSTEM
+                                                              : CUDA_SUCCESS;
+    }
+    struct sim_device *d = &sim.device[p->device].sim;
     struct stat st;
-    p->fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
-    if (p->fd < 0 || ftruncate(p->fd, (off_t)p->bytes) || fstat(p->fd, &st))
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    if (p->on_host) /* not registered: importing host memory is not simulated */
-        return CUDA_SUCCESS;
-    p->shared_id = sim_share(&sim.device[p->device].sim, p->bytes, st.st_ino, NULL);
-    return p->shared_id ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    p->shared_id = sim_share(d, p->bytes, &p->place);
+    CHECK(p->shared_id, CUDA_ERROR_OUT_OF_MEMORY);
+    bool fits = !fstat(d->fd, &st) && ((uint64_t)st.st_size >= p->place + p->bytes ||
+                                       !ftruncate(d->fd, (off_t)(p->place + p->bytes)));
+    p->fd = describe(p->device, p->shared_id);
+    return fits && p->fd >= 0 ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
 
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,

@@ -13,7 +13,7 @@ struct physical {
     bool on_host;
     /* of exportable or imported memory, which is charged through the shared table */
     uint64_t shared_id;
-    int fd; /* its own memory file; -1: it has a place in the process's common file */
+    int fd; /* stands for it in other processes; -1: not exportable */
     bool placed;
     uint64_t place;
     struct physical *next;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB, peak, run
+from tests.shim.inside import MIB, PRELUDE, peak, run
 
 SHARING = """
 import array, signal, socket
@@ -92,3 +92,77 @@ def test_closed_shared_memory_is_released() -> None:
     """
     with Box([1 * GIB]) as box:
         assert run(box, program) == ["0"]
+
+
+def test_exports_that_nobody_opens_are_released() -> None:
+    """Descriptors of all exports look alike, and there are more exports than rows."""
+    program = """
+        start()
+        def create(size):
+            handle, props = c_uint64(), (c_uint32 * 8)(1, 1, 1, 0)
+            ok(cuda.cuMemCreate(byref(handle), c_size_t(size), props, c_uint64(0)))
+            return handle
+        before, inodes = info()[0], set()
+        for _ in range(4):
+            handles = [create(2 * MIB) for _ in range(300)]
+            for handle in handles:
+                fd = c_int()
+                ok(cuda.cuMemExportToShareableHandle(byref(fd), handle, 1, c_uint64(0)))
+                inodes.add(os.fstat(fd.value).st_ino)
+                os.close(fd.value)
+            print((before - info()[0]) // MIB)
+            for handle in handles:
+                ok(cuda.cuMemRelease(handle))
+            print((before - info()[0]) // MIB)
+        print(len(inodes))
+    """
+    with Box([1 * GIB]) as box:
+        assert run(box, program) == ["600", "0"] * 4 + ["1"]
+
+
+def test_more_exports_than_rows_stay_charged_while_open() -> None:
+    """IPC handles differ: beyond the table's rows, they are counted together."""
+    program = """
+        start()
+        import socket
+        ours, theirs = socket.socketpair()
+        class Handle(ctypes.Structure):
+            _fields_ = [("raw", ctypes.c_char * 64)]
+        names, addresses = [], []
+        for _ in range(200):
+            name = Handle()
+            ok(alloc(2 * MIB, addresses))
+            ok(cuda.cuIpcGetMemHandle(byref(name), addresses[-1]))
+            names.append(bytes(name))
+        before = info()[0]
+        importer = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        for name in names:
+            ours.sendall(name)
+        ours.recv(4)
+        context = before - info()[0]
+        for address in addresses:
+            ok(cuda.cuMemFree_v2(address))
+        print((before - info()[0] - context) // MIB)
+        ours.sendall(b"done")
+        importer.wait()
+        print((info()[0] - before) // MIB)
+    """
+    importer = (
+        PRELUDE
+        + """
+import socket
+class Handle(ctypes.Structure):
+    _fields_ = [("raw", ctypes.c_char * 64)]
+channel = socket.socket(fileno=int(sys.argv[1]))
+start()
+for _ in range(200):
+    name, address = Handle(), c_uint64()
+    ctypes.memmove(byref(name), channel.recv(64, socket.MSG_WAITALL), 64)
+    ok(cuda.cuIpcOpenMemHandle_v2(byref(address), name, 1))
+channel.sendall(b"open")
+channel.recv(4)
+"""
+    )
+    with Box([2 * GIB]) as box:
+        assert run(box, program, importer) == ["0", "400"]
+        assert peak(box) <= 2 * GIB

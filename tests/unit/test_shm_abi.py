@@ -30,6 +30,7 @@ CONSTANTS = {
     "GS_RECENT": usage_reader.RECENT,
     "GS_RECENT_NS": usage_reader.RECENT_NS,
     "GS_MAX_SHARES": shm_abi.MAX_SHARES,
+    "GS_SHARE_ANY": usage_reader.SHARE_ANY,
     "GS_SHARE_IMPORT": usage_reader.SHARE_IMPORT,
     "GS_SHARE_ORPHAN": usage_reader.SHARE_ORPHAN,
     "GS_SHARE_SLOT": usage_reader.SHARE_SLOT,

@@ -26,6 +26,7 @@ from .shm_abi import (
 RECENT_NS = 125_000_000  # GS_RECENT_NS: length of a window
 RECENT = 10  # windows that a bucket stores
 _LAST_SECOND = 8  # windows
+SHARE_ANY = (1 << 64) - 1  # an id
 SHARE_IMPORT = 1 << 30
 SHARE_ORPHAN = 1 << 31
 SHARE_SLOT = 0xFFFF
@@ -122,11 +123,14 @@ def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int,
     def lives(owner: int) -> bool:
         return generations.get(owner & SHARE_SLOT) == owner >> 32
 
-    opened = {id_ for id_, owner, _ in rows if owner & SHARE_IMPORT and lives(owner)}
+    def is_open(id_: int) -> bool:
+        return bool(used & SHARES_LOST or id_ in opened or SHARE_ANY in opened or (opened and id_ == SHARE_ANY))
+
+    opened = {id_ for id_, owner, _ in rows if id_ and owner & SHARE_IMPORT and lives(owner)}
     total = [0] * count
     for id_, owner, what in rows:
         is_orphan = owner and not owner & SHARE_IMPORT and (owner & SHARE_ORPHAN or not lives(owner))
-        if id_ and is_orphan and what >> 56 < count and (used & SHARES_LOST or id_ in opened):
+        if id_ and is_orphan and what >> 56 < count and is_open(id_):
             total[what >> 56] += what & (1 << 56) - 1
     return tuple(total)
 
