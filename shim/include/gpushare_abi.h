@@ -142,8 +142,8 @@ struct gs_slot {
  * GS_SHARE_ANY stands for all ids for which there was no row.
  *
  * A row is claimed by its owner word, which only its process changes while it lives, and in use
- * while id is not 0. Any process can claim a row of a process that has ended, unless it is an export
- * that a living process has open. */
+ * while id is not 0. Any process can claim a row of a process that has ended, unless it is an
+ * export that a living process has open. */
 struct gs_share {
     uint64_t id;    /* of the memory, the same in all processes */
     uint64_t owner; /* slot index | GS_SHARE_* | the slot's generation << 32 */
@@ -155,7 +155,7 @@ struct gs_share {
 #define GS_SHARE_SLOT 0xffffu
 #define GS_SHARE_ANY UINT64_MAX /* an id */
 #define GS_SHARES_OWN 128u      /* rows from here on are for GS_SHARE_ANY */
-#define GS_SHARES_LOST 2u /* openings were not recorded: all exports count as open */
+#define GS_SHARES_LOST 2u       /* openings were not recorded: all exports count as open */
 
 struct gs_usage {
     uint64_t magic;

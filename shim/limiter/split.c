@@ -1,230 +1,209 @@
-/* Divide device time between contexts. Every context publishes timestamps, moments at which it was
- * on the device. The time between two timestamps of one context was its own, unless it is longer
- * than a slice and another context waited with work that can run for a slice without a timestamp.
- * Between timestamps of two contexts there is one switch. Its cost is deducted, and the rest is
- * divided in proportion to how far apart each context's own timestamps are. So the charges of all
- * contexts add up to the time that the device was busy, however wrong one expectation is. */
+/* Whose was a stretch of device time: everybody publishes stamps, moments at which his context was
+ * on the device. Between two stamps of one context the time was its own, unless that took longer
+ * than a slice and somebody else waited with work that leaves no stamps for so long. Between stamps
+ * of two contexts lies one switch: what is left without its cost is divided by how far apart their
+ * own stamps lie. So what all are charged together is what the device was busy, however wrong one
+ * expectation is. */
 #include "throttle_parts.h"
 
-#define MAX_TIMESTAMPS 192u
+#define MAX_STAMPS 192u
 
-struct timestamp {
+struct stamp {
     uint64_t at;
-    unsigned owner; /* index of the peer, or ME */
-    /* Own device time to the context's previous and next timestamp; 0: it had no work there. */
-    int64_t before, after;
-    bool fresh; /* the context was idle before, so its slice began here */
+    unsigned owner;        /* peer, or ME */
+    int64_t before, after; /* own time to its last and to its next stamp; 0: no work there */
+    bool fresh;            /* it had been idle, so its slice began here */
 };
 #define ME UINT32_MAX
 
-struct timestamps {
-    struct timestamp timestamp[MAX_TIMESTAMPS];
+struct stamps {
+    struct stamp stamp[MAX_STAMPS];
     unsigned n;
 };
 
-static void insert(struct timestamps *s, uint64_t at, unsigned owner, int64_t before, int64_t after,
-                   bool fresh) {
+static void add(struct stamps *s, uint64_t at, unsigned owner, int64_t before, int64_t after,
+                bool fresh) {
     unsigned i = s->n;
-    if (i == MAX_TIMESTAMPS)
+    if (i == MAX_STAMPS)
         return;
-    for (; i && s->timestamp[i - 1].at > at; i--)
-        s->timestamp[i] = s->timestamp[i - 1];
-    s->timestamp[i] = (struct timestamp){at, owner, before, after, fresh};
+    for (; i && s->stamp[i - 1].at > at; i--)
+        s->stamp[i] = s->stamp[i - 1];
+    s->stamp[i] = (struct stamp){at, owner, before, after, fresh};
     s->n++;
 }
 
-static const struct gs_run *nth_newest(const struct gs_activity *a, uint32_t i) {
+static const struct gs_run *newest(const struct gs_activity *a, uint32_t i) {
     return &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
 }
 
-static int64_t own_ns(const struct gs_run *run) {
+static int64_t own_of(const struct gs_run *run) {
     return (int64_t)min64(run->run_ns, run->end_ns - run->start_ns);
 }
 
-static bool ran_throughout(const struct gs_run *run) {
+static bool solid(const struct gs_run *run) {
     return run->run_ns >= run->end_ns - run->start_ns;
 }
 
-static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsigned peer,
-                        uint64_t start, uint64_t end) {
+static void add_peer(struct stamps *s, const struct gs_activity *a, unsigned peer, uint64_t start,
+                     uint64_t end) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
     int64_t next = open ? (int64_t)(a->expects_ns < INT64_MAX ? a->expects_ns : 0) : 0;
     if (open && a->busy_from_ns > start && a->busy_from_ns < end && a->busy_from_ns > a->horizon_ns)
-        insert(s, a->busy_from_ns, peer, 0, next, true);
+        add(s, a->busy_from_ns, peer, 0, next, true);
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = nth_newest(a, i);
+        const struct gs_run *run = newest(a, i);
         if (run->end_ns <= start || run->end_ns < run->start_ns)
             break;
-        bool first = i + 1 == n || nth_newest(a, i + 1)->end_ns != run->start_ns;
+        bool first = i + 1 == n || newest(a, i + 1)->end_ns != run->start_ns;
         if (run->end_ns < end)
-            insert(s, run->end_ns, peer, own_ns(run), next_start == run->end_ns ? next : 0, false);
+            add(s, run->end_ns, peer, own_of(run), next_start == run->end_ns ? next : 0, false);
         if (first && run->start_ns > start && run->start_ns < end)
-            insert(s, run->start_ns, peer, 0, own_ns(run), true);
+            add(s, run->start_ns, peer, 0, own_of(run), true);
         next_start = run->start_ns;
-        next = own_ns(run);
+        next = own_of(run);
     }
 }
 
-/* The margin keeps irregular work, which is this long only now and then, out: a predictor would
- * learn longer times from an interval that was treated as lasting. */
+/* Irregular work may do so now and then, but is not taken for it: whoever thinks so learns longer
+ * times from it. */
 bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length) {
     return length >= (int64_t)t->slice_ns * 5 / 4;
 }
 
-/* The state of a peer between two adjacent timestamps: without work; waiting with work that
- * leaves timestamps; waiting with work that can run for a slice without one; on the device all
- * the time. */
-enum peer_state { AWAY, WAITING, LASTING, HOLDING };
+/* How a peer stands to the time between two stamps that lie next to each other. */
+enum stance { AWAY, WAITING, LASTING, HOLDING };
 
-static enum peer_state peer_state(const struct gs_throttle *t, const struct gs_activity *a,
-                                  uint64_t from, uint64_t to) {
+static enum stance stance(const struct gs_throttle *t, const struct gs_activity *a, uint64_t from,
+                          uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     if (a->busy_from_ns && max64(a->horizon_ns, a->busy_from_ns) <= from && a->busy_until_ns > to)
         return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : WAITING;
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = nth_newest(a, i);
+        const struct gs_run *run = newest(a, i);
         if (run->start_ns <= from && run->end_ns >= to)
-            return ran_throughout(run)                 ? HOLDING
-                   : gs_throttle_lasts(t, own_ns(run)) ? LASTING
-                                                       : WAITING;
+            return solid(run) ? HOLDING : gs_throttle_lasts(t, own_of(run)) ? LASTING : WAITING;
         if (run->end_ns <= from)
             break;
     }
     return AWAY;
 }
 
-/* An estimate of how long a context ran next to one of its timestamps if it was preempted between
- * two of them: any time in between is as likely, but a context that was idle starts with a whole
- * slice. */
-struct estimate {
+/* How long a context that was interrupted between two of its stamps ran on one side: somewhere in
+ * between, but who has just begun has a whole slice. */
+struct side {
     double ns, variance;
 };
 
-static struct estimate run_estimate(const struct gs_throttle *t, int64_t length, bool fresh) {
+static struct side side(const struct gs_throttle *t, int64_t length, bool fresh) {
     double slice = t->slice_ns, most = (double)length < slice ? (double)length : slice;
     if (fresh)
-        return (struct estimate){slice, slice * slice / 75};
-    return (struct estimate){most / 2, most * most / 12};
+        return (struct side){slice, slice * slice / 75};
+    return (struct side){most / 2, most * most / 12};
 }
 
-/* A slice of another context, as far as timestamps show it. It should have the full length. */
-struct slice_seen {
-    unsigned owner;      /* ME: there is none */
-    bool mine;           /* it began when a slice of this context ended */
-    uint64_t from;       /* its first timestamp */
-    double ns, variance; /* before the first timestamp */
+/* A turn of another context, as far as it is seen. It should be a slice. */
+struct turn {
+    unsigned owner;      /* ME: none */
+    bool mine;           /* it began when mine ended */
+    uint64_t from;       /* its first stamp */
+    double ns, variance; /* before that */
 };
 
-/* Estimate when the context of timestamp `a` was switched out for the context of `b`, as a time
- * after `a`. */
-static struct estimate switch_time(const struct gs_throttle *t, const struct timestamp *a,
-                                   const struct timestamp *b) {
+/* When the context of stamp `a` gave the device to that of `b`: so long after `a`. */
+static struct side change(const struct gs_throttle *t, const struct stamp *a,
+                          const struct stamp *b) {
     double gap = (double)(b->at - a->at), most = gap - t->switch_ns;
-    struct estimate first = run_estimate(t, a->after, a->fresh),
-                    last = run_estimate(t, b->before, false);
+    struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
     double both = first.variance + last.variance, rest = most - first.ns - last.ns;
     double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
     left = left < most ? left : most;
-    return (struct estimate){left > 0 ? left : 0,
-                             both > 0 ? first.variance * last.variance / both : 0};
+    return (struct side){left > 0 ? left : 0, both > 0 ? first.variance * last.variance / both : 0};
 }
 
-/* How much longer than a full slice the slice that ended `end` after timestamp `a` seems to be,
- * divided by the variance. The caller multiplies the result by the variance of each end, so each
- * end absorbs its part of the error. */
-static double excess(const struct gs_throttle *t, const struct slice_seen *seen,
-                     const struct timestamp *a, const struct timestamp *b, struct estimate end) {
-    struct estimate slice = run_estimate(t, 0, true);
-    double both = end.variance + seen->variance;
-    double more = seen->ns + (double)(a->at - seen->from) + end.ns - slice.ns;
-    if (seen->owner != a->owner || a->fresh || a->after <= 0 ||
+/* The turn that is over with `end` after stamp `a` seems to be so much longer than a slice, for
+ * each of variance: what of it is an error of its ends is in proportion to theirs. */
+static double excess(const struct gs_throttle *t, const struct turn *turn, const struct stamp *a,
+                     const struct stamp *b, struct side end) {
+    struct side slice = side(t, 0, true);
+    double both = end.variance + turn->variance;
+    double more = turn->ns + (double)(a->at - turn->from) + end.ns - slice.ns;
+    if (turn->owner != a->owner || a->fresh || a->after <= 0 ||
         a->after + b->before >= 4 * (int64_t)t->slice_ns)
         return 0;
-    /* Less than the noise and 1.5 standard deviations explain: its work had run out. */
-    double less = -more - slice.ns / 5;
+    double less = -more - slice.ns / 5; /* than by its noise and one deviation and a half: its work
+                                         * was over */
     return less < 0 || less * less < 2.25 * both ? more / (both + slice.variance) : 0;
 }
 
-/* Note what was seen up to timestamp `b`. */
-static void note_slice(struct slice_seen *seen, const struct timestamp *b, bool mine, double ns,
-                       double variance) {
-    *seen = (struct slice_seen){b->owner, mine, b->at, ns, variance};
-}
-
-/* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
-static double own_between(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
-                          const struct timestamp *a, const struct timestamp *b, bool lasting,
-                          struct slice_seen *seen) {
-    /* unseen: number of contexts that can run for a slice without a timestamp */
-    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns, unseen = 0;
+/* My part of the time from stamp `a` to the next stamp `b`. */
+static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                   const struct stamp *a, const struct stamp *b, bool lasting, struct turn *turn) {
+    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
-    struct slice_seen previous = *seen;
+    struct turn seen = *turn;
     unsigned present = 0;
+    double turns = 0; /* of contexts that can hold a slice without a stamp */
     if (!same)
-        seen->owner = ME;
-    bool unclaimed = !mine && a->after == 0 && b->fresh; /* no known context was on the device */
-    if (b->at - a->at > whole(t) || unclaimed) {
+        turn->owner = ME;
+    bool free = !mine && a->after == 0 && b->fresh; /* nobody else is known to have it */
+    if (b->at - a->at > whole(t) || free) {
         for (unsigned i = 0; i < n; i++) {
-            enum peer_state s = i == a->owner || i == b->owner
-                                    ? AWAY
-                                    : peer_state(t, peer[i].activity, a->at, b->at);
+            enum stance s =
+                i == a->owner || i == b->owner ? AWAY : stance(t, peer[i].activity, a->at, b->at);
             if (s == HOLDING && !mine)
                 return 0;
-            unseen += s == LASTING;
+            turns += s == LASTING;
             present += s != AWAY;
         }
-        unseen += !mine && lasting;
+        turns += !mine && lasting;
     }
     double alone = (double)a->after + (double)whole(t);
     double most = (double)t->slice_ns * 5 / 4 + switch_ns;
-    /* The time is too long for one context alone, even if no peer's work lasts for a slice. */
-    bool preempted = same && unseen == 0 && gap > (alone < most ? alone : most);
-    if (preempted)
-        unseen = present + !mine;
-    if (unclaimed)
-        note_slice(seen, b, false, 0, 0);
-    if (unclaimed && !present)
+    /* They need not last: the time is too long for one alone. */
+    bool cut = same && turns == 0 && gap > (alone < most ? alone : most);
+    if (cut)
+        turns = present + !mine;
+    if (free)
+        *turn = (struct turn){b->owner, false, b->at, 0, 0};
+    if (free && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
-    if (!mine && ((!lasting && !preempted) || unseen == 0)) {
+    if (!mine && ((!lasting && !cut) || turns == 0)) {
         if (same || a->owner == ME)
             return 0;
-        struct estimate end = switch_time(t, a, b);
-        note_slice(seen, b, false, gap - switch_ns - end.ns, end.variance);
-        return previous.mine ? previous.variance * excess(t, &previous, a, b, end) : 0;
+        struct side end = change(t, a, b);
+        *turn = (struct turn){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
+        return seen.mine ? seen.variance * excess(t, &seen, a, b, end) : 0;
     }
-    if (same && unseen == 0)
+    if (same && turns == 0)
         return gap;
-    struct estimate first = run_estimate(t, a->after, a->fresh),
-                    last = run_estimate(t, b->before, false);
+    struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
     double rest = gap - switch_ns - first.ns - last.ns, own = 0;
     bool again = gs_throttle_lasts(t, a->after), before = gs_throttle_lasts(t, b->before);
     unsigned lasts = same ? again : again + before;
-    /* Exactly one switch, at an unknown time. */
-    if (rest < 0 || (unseen == 0 && (!lasts || rest < t->slice_ns))) {
+    if (rest < 0 || (turns == 0 && (!lasts || rest < t->slice_ns))) { /* one switch, somewhere */
         if (!mine)
             return 0;
-        struct estimate end = switch_time(t, a, b);
+        struct side end = change(t, a, b);
         if (a->owner == ME) {
-            note_slice(seen, b, true, gap - switch_ns - end.ns, end.variance);
+            *turn = (struct turn){b->owner, true, b->at, gap - switch_ns - end.ns, end.variance};
             return end.ns;
         }
         return gap - end.ns +
-               (end.variance + (previous.mine ? previous.variance : 0)) *
-                   excess(t, &previous, a, b, end);
+               (end.variance + (seen.mine ? seen.variance : 0)) * excess(t, &seen, a, b, end);
     }
-    /* The contexts of both timestamps ran for more slices in between if their work is long and all
-     * others have had their slices. */
-    double others = unseen * (t->slice_ns + switch_ns), more = 0;
-    seen->owner = ME;
+    /* Those at the ends have more turns in between, if their work is long and all others have had
+     * theirs. */
+    double others = turns * (t->slice_ns + switch_ns), more = 0;
+    turn->owner = ME;
     if (lasts)
-        more = (rest - (same ? others : others / 2)) / (unseen + lasts);
+        more = (rest - (same ? others : others / 2)) / (turns + lasts);
     more = more > 0 ? more : 0;
-    if (!mine && preempted)
-        note_slice(seen, b, false, last.ns, last.variance);
+    if (!mine && cut)
+        *turn = (struct turn){b->owner, false, b->at, last.ns, last.variance};
     if (!mine)
-        return (rest - lasts * more) / unseen;
+        return (rest - lasts * more) / turns;
     if (a->owner == ME)
         own += first.ns + (again ? more : 0);
     if (b->owner == ME)
@@ -234,16 +213,16 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
 
 int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           uint64_t start, uint64_t end, int64_t length, bool fresh) {
-    struct timestamps s;
+    struct stamps s;
     double own = 0;
-    struct slice_seen seen = {.owner = ME};
+    struct turn turn = {.owner = ME};
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
-        insert_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
-    struct timestamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
+        add_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
+    struct stamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
     for (unsigned i = 0; i <= s.n; i++) {
-        const struct timestamp *next = i < s.n ? &s.timestamp[i] : &stop;
-        own += own_between(t, peer, n, &last, next, gs_throttle_lasts(t, length), &seen);
+        const struct stamp *next = i < s.n ? &s.stamp[i] : &stop;
+        own += part(t, peer, n, &last, next, gs_throttle_lasts(t, length), &turn);
         last = *next;
     }
     return (int64_t)own;

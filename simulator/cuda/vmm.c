@@ -189,7 +189,7 @@ static int describe(int device, uint64_t shared_id) {
     return fd;
 }
 
-/* The content of exportable memory lies in the device file. */
+/* The content of exportable memory is in the device file. */
 static CUresult make_exportable(struct physical *p) {
     if (p->on_host) { /* not registered: importing host memory is not simulated */
         p->fd = memfd_create("sim-host-memory", MFD_CLOEXEC);
