@@ -135,7 +135,8 @@ def test_more_exports_than_rows_stay_charged_while_open() -> None:
             ok(cuda.cuIpcGetMemHandle(byref(name), addresses[-1]))
             names.append(bytes(name))
         before = info()[0]
-        importer = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        end = theirs.fileno()
+        importer = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(end)], pass_fds=[end])
         for name in names:
             ours.sendall(name)
         ours.recv(4)
