@@ -90,7 +90,7 @@ static void step(struct truth *truth, struct input *in, int *row) {
         break;
     case 6:
         if (*row >= 0)
-            gs_share_freed(*row), truth->known = false;
+            gs_share_freed(*row, take(in, 3)), truth->known = false;
         break;
     case 7:
         gs_share_closed(*row);
