@@ -1,5 +1,4 @@
-/* CPython that writes its own memory as a program, and continues from there when that program
- * starts.
+/* CPython that writes its own memory as a program, and continues when that program starts.
  *
  *     python BOOT LIBRARY ORDER FILE     runs BOOT with Python's modules in LIBRARY; writes FILE
  *     FILE [ARGUMENT]...                 calls BOOT's `resume` with its arguments and environment
@@ -45,15 +44,12 @@ static void fail(const char *what) {
 
 /* Memory for Python and the C library, from a pool at a fixed address, which is a segment of the
  * snapshot. Block sizes are multiples of 16 bytes up to 1 KiB, and above that four sizes for each
- * power of two. All blocks begin 8 bytes before a multiple of 16. Freed blocks are reused, the last
- * one first. A start uses what ORDER left at the front of the pool, then chunks. A large block is a
- * mapping of its own, which is unmapped when it is freed, since RLIMIT_AS counts addresses. Python
- * has one thread here.
+ * power of two. All blocks begin 8 bytes before a multiple of 16. A large block is a mapping of its
+ * own, which is unmapped when it is freed, since RLIMIT_AS counts addresses. Python has one thread.
  *
- * A start uses a tenth of its objects, if only to count references, and the kernel copies each page
- * that is written to. So these objects come first, side by side: ORDER lists the numbers of their
- * blocks. tools/train.py determines them, with this program compiled for one block a page
- * (SPACING). */
+ * A start writes to a tenth of its objects, and the kernel copies each page that is written to. So
+ * these come first: ORDER lists the numbers of their blocks. tools/train.py determines them with
+ * this program compiled for one block a page (SPACING). */
 
 #define HEADER sizeof(size_t)
 #define CHUNK ((size_t)1 << 18)
@@ -220,11 +216,10 @@ static void resume_python(int count, char **argv) {
     PyObject *words = PyList_New(count), *variables = PyDict_New();
     for (int i = 0; words && i < count; i++)
         PyList_SET_ITEM(words, i, PyUnicode_DecodeFSDefault(argv[i]));
-    for (char **one = environ; variables && *one; one++) {
+    for (char **one = environ; variables && *one; one++) { /* the first of a name counts */
         const char *equals = strchr(*one, '=');
         PyObject *name = equals ? PyBytes_FromStringAndSize(*one, equals - *one) : NULL;
         PyObject *value = name ? PyBytes_FromString(equals + 1) : NULL;
-        /* The first variable of a name counts. */
         if (value && !PyDict_SetDefault(variables, name, value))
             break;
     }
@@ -247,8 +242,7 @@ static void check(PyStatus status) {
         Py_ExitStatusException(status);
 }
 
-/* Use nothing of the host or of the environment. The seed of hashes is fixed, since strings in the
- * snapshot keep their hashes. */
+/* Use nothing of the host or of the environment. The hash seed is fixed: strings keep hashes. */
 static void start_python(const char *library) {
     PyPreConfig before;
     PyConfig config;

@@ -271,8 +271,8 @@ def test_archive_matches_its_checksum_and_names_no_build_machine(bundle: Path) -
     assert {(member.uid, member.gid) for member in members} == {(0, 0)}
     assert not [member.name for member in members if member.mode & 0o022 and not member.issym()]
     for name in ("bin/gpushare", "bin/gpushare-hook", "bin/gpushare-runtime", "shim/libcuda.so", "shim/libnvidia-ml.so",
-                 "config/config.yaml", "config/config.schema.json", "licenses/libc6", "licenses/musl-dev", "licenses/zstd",
-                 *(() if host.WITHOUT_SNAPSHOT else OF_SNAPSHOT)):  # fmt: skip
+                 "config/config.yaml", "config/config.schema.json", "licenses/libc6", "licenses/musl-dev",
+                 "licenses/zstd", *(() if host.WITHOUT_SNAPSHOT else OF_SNAPSHOT)):  # fmt: skip
         assert f"{top}/{name}" in names
     here = str(host.TREE).encode()
     assert not [path for path in bundle.rglob("*") if path.is_file() and here in path.read_bytes()]

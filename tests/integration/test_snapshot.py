@@ -26,6 +26,7 @@ SNAPSHOT = BUILD / "libexec" / "snapshot"
 STATIC = BUILD / "snapshot" / "python"  # the interpreter that writes it
 ORDER = BUILD / "snapshot" / "order"  # order of objects in memory; a file of four bytes has none
 LIBRARY = sysconfig.get_path("stdlib")
+PAGE = 1 << 16  # of snapshot.c: where the pool begins in the file
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 
 
@@ -132,14 +133,48 @@ def test_no_segment_is_writable_and_executable() -> None:
     assert not [words for words in segments if "".join(words[6:-1]) in ("RWE", "WE")]
 
 
+def wait_for_read(one: subprocess.Popen[bytes]) -> None:
+    while Path(f"/proc/{one.pid}/syscall").read_text().split()[:2] != ["0", "0x0"]:  # read(0, ...)
+        assert one.poll() is None
+
+
+def test_no_function_for_this_processor_is_in_the_snapshot() -> None:
+    """The C library selects functions when the snapshot starts (IFUNC). The file has what the linker wrote, and no word
+    of Python's memory is the address of a selected function."""
+    linked, written = STATIC.read_bytes(), SNAPSHOT.read_bytes()
+    lines = subprocess.run(["readelf", "-rSW", STATIC], capture_output=True, text=True, check=True).stdout
+    slots = [int(slot, 16) for slot in re.findall(r"^(\w+) .*R_X86_64_IRELATIVE", lines, re.M)]
+    found = re.search(r" python +PROGBITS +\w+ (\w+) (\w+)", lines)
+    assert found and len(slots) > 20
+    begin, size = (int(word, 16) for word in found.groups())
+    after_headers = slice(1 << 10, begin)
+    assert linked[after_headers] == written[after_headers]
+    assert linked[begin + size :] == written[begin + size : len(linked)]
+
+    one = waiting(SNAPSHOT)
+    try:
+        wait_for_read(one)
+        with open(f"/proc/{one.pid}/mem", "rb", buffering=0) as memory:
+            selected = {os.pread(memory.fileno(), 8, slot) for slot in slots}
+    finally:
+        one.kill()
+        one.communicate()
+    assert len(selected) > 20
+    for part in (written[begin : begin + size], written[-(-len(linked) // PAGE) * PAGE :]):
+        assert selected.isdisjoint(part[at : at + 8] for at in range(0, len(part), 8))
+
+
+def test_source_stays_small() -> None:
+    assert sum(len(file.read_text().splitlines()) for file in (TREE / "hook/snapshot").iterdir()) <= 500
+
+
 def test_each_process_has_its_own_canary_and_addresses() -> None:
     """Stack canary and pointer guard are at fixed offsets of the thread block; glibc takes them from AT_RANDOM."""
     seen: list[tuple[str, ...]] = []
     for _ in range(3):
         one = waiting(SNAPSHOT)
         try:
-            while Path(f"/proc/{one.pid}/syscall").read_text().split()[:2] != ["0", "0x0"]:  # read(0, ...)
-                assert one.poll() is None
+            wait_for_read(one)
             words = ["gdb", "-batch", "-p", str(one.pid)]
             for offset in (0x28, 0x30):
                 words += ["-ex", f"p/x *(unsigned long*)($fs_base+{offset})"]
