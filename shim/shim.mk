@@ -77,7 +77,7 @@ $(call shim_library,cuda,$(1),$(2),$(3),$(4))
 $(call shim_library,nvml,$(1),$(2),$(3),$(4))
 endef
 
-# clang with the headers and symbols of any glibc, a package of Python's; its cache is not one of somebody's home.
+# clang with the headers and symbols of any glibc, from a Python package; its cache stays in build/.
 SHIM_ZIG = ZIG_GLOBAL_CACHE_DIR=$(CURDIR)/build/zig ZIG_LOCAL_CACHE_DIR=$(CURDIR)/build/zig $(VENV_PYTHON) -m ziglang cc
 SHIM_RELEASE_FLAGS := -ffile-prefix-map=$(CURDIR)=.
 SHIM_MACHINES := x86_64 aarch64

@@ -102,7 +102,7 @@ static Elf64_Shdr section_of(const struct cubin *c, uint32_t i) {
     return section;
 }
 
-/* A section's name, "" when it lies outside of the file. */
+/* A section's name, "" if it is outside of the file. */
 static const char *name_of(const struct cubin *c, const Elf64_Shdr *section) {
     if (section->sh_name >= c->names.sh_size)
         return "";

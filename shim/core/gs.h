@@ -103,24 +103,24 @@ static inline struct gs_slot *gs_slot(void) {
 uint64_t gs_used(int dev);
 /* The memory limit: 0 for GS_NO_DEV, GS_UNLIMITED when there is none. */
 uint64_t gs_limit(int dev);
-/* Where the part of a share is counted that lies on the host; all functions here take it as a
- * "dev", whose limit is 0 where there is no such part. */
+/* The index that counts the host part of a share. All functions here take it as a "dev"; its limit
+ * is 0 if the share has no host part. */
 static inline int gs_host_part(int dev) {
     return dev < 0 ? dev : (int)GS_HOST_PART((unsigned)dev);
 }
-/* Both parts together: what a program is told. */
+/* Both parts together, as programs see them. */
 struct gs_whole {
     uint64_t limit, used;
     bool oversubscribed;
 };
 struct gs_whole gs_whole(int dev);
-/* What may change while a container lives, all of one moment. */
+/* The limits that may change while a container runs, read consistently. */
 struct gs_limit_now {
     uint64_t generation, memory_bytes, virtual_bytes;
     uint32_t percent, priority, weight, flags;
 };
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
-/* The same as the host says it, also where MPS holds the percentage. */
+/* The same as in the limits file, also where MPS enforces the percentage. */
 struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev);
 /* Limits of this container have changed since it began. */
 bool gs_limits_changed(void);
@@ -155,17 +155,17 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
 bool gs_alive(const struct gs_slot *slot);
 /* Count memory that this process exports (`bytes` on `dev`) or opens, and return its row. -1 when
  * there is none: an export must then stay charged while the process lives. */
-int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes);
+int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes);
 /* `bytes` of an export were freed here. The container is charged for them from now on while another
  * process has the id open; the caller releases its own charge afterwards. */
-void gs_share_freed(int row, uint64_t bytes);
+void gs_export_freed(int row, uint64_t bytes);
 /* Closed here, or not opened after all. */
-void gs_share_closed(int row);
+void gs_export_closed(int row);
 /* Bytes charged to no process: their exporter has freed them or exited, and a living process has
  * them open. */
-uint64_t gs_share_orphans(const struct gs_usage *usage, int dev);
+uint64_t gs_export_orphans(const struct gs_usage *usage, int dev);
 /* An id of these bytes, never 0 nor GS_SHARE_ANY. */
-uint64_t gs_share_id(const void *name, size_t size);
+uint64_t gs_export_id(const void *name, size_t size);
 
 /* ---- map.c ---------------------------------------------------------------------------- */
 

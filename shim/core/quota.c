@@ -57,8 +57,8 @@ struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev
     return now;
 }
 
-/* Under MPS the driver holds the percentage: contexts there do not take turns, so the law's
- * arithmetic would not hold. */
+/* Under MPS the driver enforces the percentage: contexts run at the same time, which the rate
+ * limiter does not account for. */
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
     struct gs_limit_now now = gs_limit_stated(limits, dev);
     if (limits->mps_device == dev + 1) {
@@ -97,7 +97,7 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
     }
     if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
         return total;
-    uint64_t orphans = gs_share_orphans(usage, dev);
+    uint64_t orphans = gs_export_orphans(usage, dev);
     return total + orphans < total ? UINT64_MAX : total + orphans;
 }
 
@@ -106,7 +106,7 @@ uint64_t gs_used(int dev) {
     return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
 }
 
-/* Both limits of one moment: their border may move just now. */
+/* Both limits, read consistently: the residency boundary may be moving. */
 struct gs_whole gs_whole(int dev) {
     const struct gs_view *view = gs_region();
     struct gs_whole whole = {.used = gs_used(dev)};
@@ -151,8 +151,8 @@ static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
     return now.flags & GS_DEVICE_OVERSUBSCRIBE ? now.virtual_bytes : GS_UNLIMITED;
 }
 
-/* For `bytes` more. Both parts are looked at, too: when the border between them has moved, and one
- * still holds what it had before, each has room that they have not together. */
+/* Whether `bytes` more fit. Also check both parts together: after the residency boundary moved, one
+ * part may still hold its earlier bytes, so each has room although the sum does not. */
 static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves) {
     uint64_t limit = gs_limit(dev);
     if (bytes > limit || !within(view->usage, dev, limit - bytes))
@@ -194,23 +194,22 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
     const struct gs_view *view = gs_region();
     if (!slot || dev < 0)
         return false;
-    if (bytes == 0) /* what takes nothing goes ahead also when a limit was lowered below the use */
+    if (bytes == 0) /* allowed even if a limit was lowered below the use */
         return true;
     if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
     for (unsigned attempt = 0, looks = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
-        /* Who finds no room adds nothing: it would be refused, and until it has taken that back
-         * others that do fit would be, too. */
+        /* Check first: a reservation that is bound to fail would make concurrent ones fail too. */
         if (!has_room(view, dev, bytes, moves)) {
             if (++looks == LOOKS)
                 return false;
             continue;
         }
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
-        /* The limit is read after that: a host that lowers it, then reads what is used, sees all
-         * that was granted by the old one. */
+        /* Read the limit after the addition: a host that lowers the limit and then reads the use
+         * sees everything that the earlier limit allowed. */
         if (has_room(view, dev, 0, moves))
             return true;
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
@@ -258,7 +257,7 @@ static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
     return bytes <= limit && (bounds >= used || used - bounds <= limit - bytes);
 }
 
-/* Whoever holds a bound is in the driver, and does not wait for us. */
+/* A thread that holds a bound is inside the driver and never waits for this thread. */
 bool gs_reserve_patiently(int dev, uint64_t bytes) {
     const struct timespec nap = {.tv_nsec = 50000};
     const struct gs_view *view = gs_region();

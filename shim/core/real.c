@@ -44,7 +44,7 @@ void gs_real_or(unsigned symbol, void *otherwise) {
         atomic_store_explicit(&gs_real_function[symbol], otherwise, memory_order_release);
 }
 
-/* ---- where its code lies ----------------------------------------------------------------------
+/* ---- where its code is ------------------------------------------------------------------------
  */
 
 struct text {

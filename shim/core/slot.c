@@ -83,7 +83,7 @@ void gs_unlock(_Atomic uint32_t *word) {
     errno = saved;
 }
 
-/* The parked thread's robust list: one node, whose futex word lies in the usage file. */
+/* The parked thread's robust list: one node, whose futex word is in the usage file. */
 struct parked {
     struct robust_list_head head;
     struct robust_list node;
@@ -143,8 +143,8 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     return true;
 }
 
-/* Asleep until limits change, so that launches which are paid for hear of it, too. A mapping that
- * is only read can be waited on; where a sandbox cannot, the thread just sleeps. */
+/* Sleep until limits change, so that launches with a reserve of time see the change too. A futex
+ * wait works on a read-only mapping; in a sandbox without it, the thread sleeps on. */
 static void sleep_on_changes(struct parked *p) {
     const uint32_t *word = (const uint32_t *)&p->view->limits->generation;
     uint32_t seen = p->seen;

@@ -21,7 +21,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (gs_virtual_holds(dptr)) {
-        gs_log("cuIpcGetMemHandle refused", "this memory lies on the host, by oversubscription");
+        gs_log("cuIpcGetMemHandle refused", "oversubscription placed this memory on the host");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     CUresult result = real(handle, dptr);
@@ -30,8 +30,8 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
         return result;
     gs_lock(&gs_self()->lock_vmm);
     if (!gs_map_get(&exported, base, &known)) {
-        uint64_t id = gs_share_id(handle, sizeof(*handle));
-        int row = gs_share_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
+        uint64_t id = gs_export_id(handle, sizeof(*handle));
+        int row = gs_export_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
         known = (struct gs_entry){.extra = (uint64_t)(unsigned)row,
                                   .bytes = gs_round_up(bytes, GS_BLOCK)};
         if (gs_map_put(&exported, base, &known))
@@ -43,7 +43,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     return result;
 }
 
-bool gs_share_address_freed(uint64_t address) {
+bool gs_export_address_freed(uint64_t address) {
     struct gs_entry entry;
     if (atomic_load_explicit(&exports, memory_order_relaxed) == 0 ||
         !gs_map_take(&exported, address, &entry))
@@ -51,7 +51,7 @@ bool gs_share_address_freed(uint64_t address) {
     atomic_fetch_sub(&exports, 1);
     if ((int)entry.extra < 0)
         return false;
-    gs_share_freed((int)entry.extra, entry.bytes);
+    gs_export_freed((int)entry.extra, entry.bytes);
     return true;
 }
 
@@ -60,10 +60,10 @@ static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, 
     struct gs_entry entry;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    int row = gs_share_add(gs_share_id(&handle, sizeof(handle)), true, 0, 0);
+    int row = gs_export_add(gs_export_id(&handle, sizeof(handle)), true, 0, 0);
     CUresult result = real(out, handle, flags);
     if (result != CUDA_SUCCESS || !out) {
-        gs_share_closed(row);
+        gs_export_closed(row);
         return result;
     }
     gs_lock(&gs_self()->lock_vmm);
