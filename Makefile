@@ -78,7 +78,7 @@ playground: root build ## a shell with a simulated GPU, gpushare and docker: doc
 	@packaging/bootstrap playground
 	@$(VENV_PYTHON) -m demo.playground
 
-pictures: root build ## draw the pictures of README.md anew, from what the programs show
+pictures: root build ## draw the pictures of README.md again, from the output of the programs
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
 newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share

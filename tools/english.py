@@ -18,7 +18,7 @@ BOUNDS = TREE / "tools" / "english.txt"
 FIRST = "b9ab0e3"  # the first commit that this rule applies to
 SUBJECT_LENGTH = 72
 BANNED = {
-    r"\b(?:nobody|somebody|everybody|whoever|whomever)\b": "name the process, container or user",
+    r"\b(?:nobody(?![\":])|somebody|everybody|whoever|whomever)\b": "name the process, container or user",
     r"(?:^|[.!?:;]\s+|\"\"\"|#\s*|/\*\s*)(?-i:Who|Whose|Whom) (?![^.]*\?)": "do not start with Who",
     r"\b(?:anew)\b": "again",
     r"\b(?:he|him|his)\b": "repeat the noun",

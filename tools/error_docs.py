@@ -116,7 +116,7 @@ ADVICE = {
     ("state/storage.py", ""): _REMOVE,
     (
         "allocation/backends/__init__.py",
-        "nothing holds",
+        "no backend can",
     ): "use another device or backend, as the message says ([backends](backends.md))",
     ("cli/export.py", ""): "use another --port or --socket, or run as root",
     ("core/errors.py", ""): _FULL,

@@ -76,7 +76,7 @@ static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, 
     gs_map_put(&opened, *out, &entry);
     gs_unlock(&gs_self()->lock_vmm);
     if (again)
-        gs_share_closed(row);
+        gs_export_closed(row);
     return result;
 }
 
@@ -106,7 +106,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
     }
     gs_unlock(&gs_self()->lock_vmm);
     if (last)
-        gs_share_closed((int)(uint32_t)entry.extra);
+        gs_export_closed((int)(uint32_t)entry.extra);
     return result;
 }
 
@@ -115,12 +115,12 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
 /* If all descriptors of a driver refer to one file, their memory forms one class: freed memory of
  * the class counts until all of the class is closed. */
 
-uint64_t gs_share_id_of_file(int fd) {
+uint64_t gs_export_id_of_file(int fd) {
     struct stat st;
     if (fstat(fd, &st) != 0)
         return GS_SHARE_ANY;
     uint64_t name[2] = {st.st_dev, st.st_ino};
-    return gs_share_id(name, sizeof(name));
+    return gs_export_id(name, sizeof(name));
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle,

@@ -319,7 +319,7 @@ def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
     pid = host.pid()
     shutil.rmtree(host.folder / "pipe")
     assert host.mps("status", code=1)[0]["state"] == "dead"
-    assert f"(pid {pid}) runs and listens no more; `gpushare mps stop" in host.refused("start")
+    assert f"(pid {pid}) runs but no longer accepts connections; `gpushare mps stop" in host.refused("start")
     assert host.mps("stop") == [{"uuid": UUID, "stopped": True}] and not os.path.exists(f"/proc/{pid}/exe")
     assert host.mps("start")[0]["how"] == "started"
 

@@ -108,7 +108,7 @@ def test_free_condition_excludes_own_request() -> None:
     where = host(gpu(0))
     env = ("GPUSHARE_DEVICES=any,free>=4Gi", "GPUSHARE_MEMORY=1Gi")
     assert grant(where, *env, taken=held(share(gpu(0), 12)))
-    with pytest.raises(CapacityError, match=r"^free>=4Gi asked, device 0: 3 GiB of 16 GiB free; "):
+    with pytest.raises(CapacityError, match=r"^free>=4Gi requested, device 0: 3 GiB of 16 GiB free; "):
         grant(where, *env, taken=held(share(gpu(0), 13)))
     with pytest.raises(CapacityError, match="of unknown size"):
         grant(host(gpu(0, 0)), *env)

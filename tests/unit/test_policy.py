@@ -120,7 +120,7 @@ def test_nvidia_variable_does_not_make_injected_device_acceptable() -> None:
 def test_own_request_replaces_unaccepted_injected_device() -> None:
     found = resolve(LIMIT, linux=injected(1), rules={"accept_cdi": "never"})
     assert found.selection == Selection("any", count=1)
-    assert found.ignored == ("/dev/nvidia1 in config.json: GPUSHARE_MEMORY says which",)
+    assert found.ignored == ("/dev/nvidia1 in config.json: GPUSHARE_MEMORY names the devices",)
 
 
 def test_void_with_injected_device_is_refused() -> None:

@@ -91,7 +91,9 @@ def _not_listening(case: Case) -> Optional[Result]:
     if case.daemon is not None and case.daemon.pid == case.found.pid:
         return None
     if case.daemon is None:
-        return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) no longer listens", case.again)
+        return Result(
+            FAIL, f"the daemon of {case.name} (pid {case.found.pid}) no longer accepts connections", case.again
+        )
     other = f"pid {case.daemon.pid} listens for {case.name}, and pid {case.found.pid} was given its limits"
     return Result(FAIL, other, case.again)
 

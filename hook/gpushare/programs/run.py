@@ -91,7 +91,7 @@ def resolve(bundle: Bundle, host: Node) -> session.Start:
     found = session.resolve(bundle, lambda: host, on_host=True)
     if found is None or found.asked.selection.kind == "none":
         raise RequestError(
-            f"{constants.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is"
+            f"{constants.ENV_DEVICES}: no device is requested", "name one, or start the command as it is"
         )
     asked = found.asked._replace(dialect=constants.RUN_DIALECT)
     return found._replace(asked=asked, host=backends.for_programs(asked, host))
@@ -159,7 +159,7 @@ def _enter_user_namespace() -> str:
     except (KernelError, OSError) as error:
         reason = error.message if isinstance(error, KernelError) else f"{error.filename}: {error.strerror}"
         raise KernelError(
-            f"a user cannot have mounts of his own on this host ({reason})", "run it with sudo --preserve-env"
+            f"this host does not allow users to make mounts ({reason})", "run it with sudo --preserve-env"
         ) from None
     return rootless.COOPERATIVE
 

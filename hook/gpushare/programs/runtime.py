@@ -172,7 +172,7 @@ def _require_descriptors() -> None:
     if 0 <= limit < MIN_DESCRIPTORS:
         raise KernelError(
             f"RLIMIT_NOFILE is {limit}: a start needs {MIN_DESCRIPTORS} descriptors",
-            "raise it (ulimit -n) for whoever starts containers",
+            "raise it (ulimit -n) for the process that starts containers",
         )
 
 
@@ -323,7 +323,7 @@ def _restore(call: Call, paths: Paths) -> int:
         name = shown_name(start.asked.sources[0][0])
         raise RequestError(
             f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
-            "start it anew",
+            "start a new container",
         )
     edited = _withheld(bundle, path, paths) or clean
     if edited is not spec:

@@ -49,7 +49,7 @@ def _resource(one: Value, gpu: dict[str, Any], name: str) -> str:
 
 
 def _percent(one: Value, gpu: dict[str, Any], name: str) -> Optional[int]:
-    """1 to 99; None where it is not said, or 100: a whole device is not limited."""
+    """Return 1 to 99; None if it is not set, or 100: a whole device has no limit."""
     text = _resource(one, gpu, name)
     if not text:
         return None
@@ -68,8 +68,8 @@ def _memory(one: Value, uuid: str, gpu: dict[str, Any]) -> Limit:
     return Limit(one, uuid, part=None if ratio is None else (ratio, 100))
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    one = said[0]
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    one = values[0]
     gpus = _gpus(one)
     if not gpus:  # only network or other devices
         return ParsedRequest("koordinator")

@@ -37,9 +37,9 @@ def _percent(one: Value) -> tuple[Limit, tuple[str, ...]]:
     return Limit(one, None, top // bottom if top < 100 * bottom else None), rounded
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     parsed = ParsedRequest("mps")
-    for one in said:
+    for one in values:
         if one.name == "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT":
             parsed = parsed._replace(memory=_memory(one))
         elif one.name == "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE":

@@ -39,10 +39,10 @@ def _devices(one: Optional[Value], inventory: Inventory) -> Optional[Selection]:
     return Selection("list", names=tuple(dict.fromkeys(by_minor[node] for node in nodes)))
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    words = {one.name: one for one in said}
-    parsed = ParsedRequest("tencent", devices=_devices(words.get(_DEVICE), inventory), named=words.get(_DEVICE))
-    core, may, blocks = words.get(_CORE), words.get(_CORE_LIMIT), words.get(_MEMORY)
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    by_name = {one.name: one for one in values}
+    parsed = ParsedRequest("tencent", devices=_devices(by_name.get(_DEVICE), inventory), named=by_name.get(_DEVICE))
+    core, may, blocks = by_name.get(_CORE), by_name.get(_CORE_LIMIT), by_name.get(_MEMORY)
     cores = number(core, 1, 1600, "a number of hundredths") if core is not None else 0
     if core is not None and cores > 100 and cores % 100:
         raise wrong(core.name, core.value, "neither below 100 nor a multiple of it", "write 50, 100 or 200")
