@@ -88,7 +88,7 @@ newcomer: root ## how long it takes from a clone to the demo, and to a docker co
 DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
 
 # Three workers for two processors, since a test that starts containers waits for most of its time: tests/support/turns.py
-# says what may run beside what. WORKERS=0: one process, one test after the other.
+# decides which tests run in parallel. WORKERS=0: one process, one test after the other.
 WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
@@ -132,7 +132,7 @@ fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET
 	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
 	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
-# What is generated: cppcheck reads it, too
+# Generated files that cppcheck reads
 lint check format: $(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codespell, names that must not be committed
@@ -177,7 +177,7 @@ docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hoo
 hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
 
-# What both are written from
+# Sources of both pages
 CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \
     tools/commands.py tools/config_docs.py
 

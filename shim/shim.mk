@@ -9,8 +9,8 @@
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
-# Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Only what knows nothing of CUDA
-# is in both libraries.
+# Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Both libraries contain only the
+# files that do not use CUDA.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
 SHIM_COMMON := $(addprefix core/,quota.c real.c region.c exports.c slot.c)
 SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))

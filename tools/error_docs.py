@@ -19,7 +19,7 @@ HEAD = """\
 
 `make docs` generates the second half of this page from the sources, and a test compares them, so no message is missing.
 
-`gpushare doctor` finds problems of a host, tries a share over its driver, and says what to do. The reason why a container was refused is in the
+`gpushare doctor` finds problems of a host, tries a share over its driver, and tells you what to do. The reason why a container was refused is in the
 engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
 `gpushare explain BUNDLE` shows what a container would get, and why, without starting it.
 

@@ -22,10 +22,10 @@ void gs_code_give(uint64_t context, int dev, uint64_t bytes);
 bool gs_code_is_charged(uint64_t owner, const struct gs_here *here, uint64_t part);
 /* Record a part whose bytes were taken; gives them back when another thread was first. */
 CUresult gs_code_record(uint64_t owner, const struct gs_here *here, uint64_t part, uint64_t bytes);
-/* What a part of an image takes, read while lock_context keeps the image. */
+/* The bytes of a part of an image, read while lock_context keeps the image. */
 struct gs_part {
     uint64_t part, bytes;
-    uint64_t shared; /* what is loaded with any part, 0 where `bytes` has it */
+    uint64_t shared; /* bytes that are loaded with any part; 0 if `bytes` includes them */
     bool known;
 };
 struct gs_part gs_part_of(const struct gs_image *image, uint64_t part);

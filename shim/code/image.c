@@ -324,7 +324,7 @@ static struct gs_image *fatbin(const unsigned char *data, size_t size, unsigned 
     return most;
 }
 
-/* What a file may hold, too: no wrapper, which has addresses in it. */
+/* Read an image that may come from a file: not a wrapper, which contains addresses. */
 static struct gs_image *plain(const void *image, size_t size, unsigned arch) {
     uint32_t magic;
     if (size < sizeof(magic))

@@ -82,7 +82,7 @@ static uint64_t number(struct text *t) {
     return value;
 }
 
-/* What does not fit 64 bits, or is negative, is not a size. */
+/* A value that does not fit 64 bits, or is negative, is not a size. */
 static uint64_t product(struct text *t) {
     uint64_t value = number(t);
     while (!t->bad) {

@@ -1,4 +1,4 @@
-/* Which context is current, and which device it is on: what every wrapper asks first. */
+/* The current context and its device, which every wrapper reads first. */
 #ifndef GPUSHARE_CONTEXT_H
 #define GPUSHARE_CONTEXT_H
 
@@ -40,14 +40,14 @@ static inline CUstream gs_per_thread(CUstream stream) {
 /* Addresses of device memory that this process has. */
 extern struct gs_map gs_memory;
 
-/* ---- the table of contexts, for those who make and destroy them ------------------------------ */
+/* ---- the table of contexts, for functions that create and destroy them ----------------------- */
 
 /* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
 extern struct gs_map gs_contexts;
 static inline uint64_t gs_context_key(CUcontext context) {
     return (uint64_t)(uintptr_t)context;
 }
-/* What a context takes on a device, by the limits file. */
+/* The memory that a context takes on a device, by the limits file. */
 uint64_t gs_context_overhead(int dev);
 /* Record a context that was made, with what was charged for it; false when it is known already.
  * A new one may have the handle of one that went, which other threads still remember. Without

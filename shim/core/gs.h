@@ -9,7 +9,7 @@
  *   charge   an allocation's charge, from call to free            charge.c
  *   cuda_*   one thin wrapper per intercepted function
  *
- * region, slot and quota know nothing of CUDA: libnvidia-ml.so is built from them too.
+ * region, slot and quota do not use CUDA: libnvidia-ml.so is built from them too.
  * "dev" is a device's slot in the limits file, 0..15, or GS_NO_DEV (limit 0).
  */
 #ifndef GPUSHARE_GS_H
@@ -25,7 +25,8 @@
 #ifndef GS_EXPORT
 #define GS_EXPORT __attribute__((visibility("default")))
 
-/* Of this function its callers know nothing. clang, which builds releases, has no word for that. */
+/* The compiler must not use the body of this function in its callers. clang, which builds releases,
+ * has no such attribute. */
 #if __has_attribute(noipa)
 #define GS_APART __attribute__((noinline, noipa))
 #else
@@ -58,7 +59,7 @@ void gs_log(const char *text, const char *detail);
 
 /* ---- slot.c --------------------------------------------------------------------------- */
 
-/* What belongs to this process and not to its forked children: the kernel wipes the page in a
+/* State of this process that its forked children must not have: the kernel wipes the page in a
  * child (MADV_WIPEONFORK), locks included, so a child neither has a slot nor can hang on a lock
  * that another thread of its parent held. */
 struct gs_self {

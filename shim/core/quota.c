@@ -122,7 +122,7 @@ struct gs_whole gs_whole(int dev) {
     return whole;
 }
 
-/* The dead are looked at only when it matters: the first sum takes every slot as it is. */
+/* Check for exited processes only if needed: the first sum counts every slot. */
 static bool within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return sum(usage, dev, false) <= limit || sum(usage, dev, true) <= limit;
 }
@@ -139,7 +139,7 @@ static bool both_within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return false;
 }
 
-/* What an oversubscribed share may hold in both parts, of which `dev` is one. */
+/* The limit of an oversubscribed share on both parts together. `dev`: one of them. */
 static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
     unsigned device = (unsigned)dev < limits->n_devices ? (unsigned)dev : GS_HOST_PART(dev);
     if (device >= limits->n_devices || limits->n_devices > GS_MAX_DEVICES / 2)

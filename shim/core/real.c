@@ -1,5 +1,5 @@
 /* Finding the real driver's functions. The private file is in the process already, as a dependency
- * of the shim: RTLD_NOLOAD says so, and an absolute path leaves no search to anybody. */
+ * of the shim: RTLD_NOLOAD requires that, and an absolute path prevents any search. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -49,7 +49,7 @@ def test_clamped_request_is_reported_in_explain_inspect_and_log(
     (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
     (share,) = listed["shares"]
     assert (share["memory_limit_bytes"], share["clamped_from"]) == (2 << 30, "3Gi of memory")
-    said = "3Gi of memory was asked, policy allows less"
+    said = "3Gi of memory was requested, policy allows less"
     assert said in node.cli("inspect", one.id).stdout
     assert 'clamped="slot 0: 3Gi of memory"' in log.read_text()
     assert f"note: slot 0: {said}" in node.cli("explain", str(one.bundle)).stdout

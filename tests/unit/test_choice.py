@@ -1,4 +1,4 @@
-"""Which device `any` selects: conditions, strategies, and equal shares for containers without a limit."""
+"""The choice of a device for `any`: conditions, strategies, and equal shares for containers without a limit."""
 
 from __future__ import annotations
 

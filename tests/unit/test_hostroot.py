@@ -1,5 +1,4 @@
-"""Which parts of a plan the host already has, which need an overlay layer, and that neither layers nor mounts reach the
-host."""
+"""A plan on the host's own root: parts that exist already, parts in an overlay layer, and no effect on the host."""
 
 from __future__ import annotations
 

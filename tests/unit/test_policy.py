@@ -310,4 +310,4 @@ def test_clamped_amount_is_shown_by_explain() -> None:
     asked = resolve("GPUSHARE_MEMORY=5Gi")
     text = explain.explain_text(asked, plan.make_plan(bundle(), asked, node(), held, image(), files()))
     assert "clamped from 5Gi of memory" in text
-    assert "note: slot 0: 5Gi of memory was asked, policy allows less" in text
+    assert "note: slot 0: 5Gi of memory was requested, policy allows less" in text

@@ -33,7 +33,7 @@ class SlotRequest(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What a device would give. None: no limit."""
+    """The grant that a device would give. None: no limit."""
 
     memory_limit_bytes: Optional[int]
     compute_percent: Optional[int]
@@ -92,7 +92,7 @@ def _within_policy(
         said = "no compute limit" if compute is None else f"{compute}% of compute"
         if not clamps:
             raise PolicyError(
-                f"{said} was asked for, more than policy.max_compute ({policy.max_compute_percent}%) allows",
+                f"{said} was requested, more than policy.max_compute ({policy.max_compute_percent}%) allows",
                 f"set {constants.ENV_COMPUTE}={policy.max_compute_percent}% or less",
             )
         over.append(said)

@@ -308,7 +308,7 @@ Op = Union[
     ProcMask,
 ]
 
-# What can execute an op: only config.json, only a hook in the container's namespace, or either
+# The way to execute an op: only in config.json, only by a hook in the container's namespace, or either
 NEEDS = {
     "spec": (InPlace,),
     "namespace": (WriteLimits, TenantTmpfs, ImageFile, Cover, LdCache, ProcMask),

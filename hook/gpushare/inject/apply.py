@@ -363,7 +363,7 @@ class ContainerRoot(mountpoint.Root):
 
 
 class Access:
-    """What a plan grants at its end: device rules, and limits that the container's cgroup holds."""
+    """The grants at the end of a plan: device rules, and limits in the container's cgroup."""
 
     def __init__(self, plan: Plan) -> None:
         self.rules: list[tuple[int, int]] = []

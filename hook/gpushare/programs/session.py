@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """What a start would get now. `placed`: why these devices; `held`: which backends enforce the limits."""
+    """The result of a start if it happened now. `placed`: reasons for these devices; `held`: for these backends."""
 
     plan: Plan
     placed: tuple[Reason, ...]
@@ -183,7 +183,7 @@ def preview(start: Start, way: Way) -> Preview:
     return Preview(placed.plan._replace(notes=(*placed.plan.notes, *taken)), *reasons)
 
 
-# What people see of it
+# Messages and the audit log
 
 
 def _tell(sink: audit_log.Sink, way: Way, asked: Request, placed: Placed) -> None:

@@ -139,8 +139,8 @@ def refuse_claims(bundle: Bundle) -> None:
     not count, and a request that depends on them must neither be granted twice nor ignored."""
     name, value = bundle.claims
     raise RequestError(
-        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration does "
-        "not say that the engine is a CRI",
+        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration "
+        "does not declare the engine a CRI",
         "on containerd or CRI-O run `gpushare runtime configure containerd` (or crio) again and restart it; elsewhere "
         "leave the annotation out",
     )
@@ -179,7 +179,7 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         name = _unscoped(request)
         own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
         raise RequestError(
-            f"{shown_name(name)} says nothing about which container, and {other.id} of this pod has a share by it",
+            f"{shown_name(name)} names no container, and {other.id} of this pod has a share by it",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",
         )
 

@@ -200,7 +200,7 @@ def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
     for name, value in gpushare_env.unknown(env):
         raise wrong(name, value, "unknown name", f"use {', '.join(gpushare_env.ROWS)}")
     for name, value in gpushare_env.unattributed(annotations):
-        raise wrong(name, value, "the engine does not say which container this is", "leave out the prefix")
+        raise wrong(name, value, "the engine does not name this container", "leave out the prefix")
 
 
 def _check_rootfs(bundle: Bundle) -> None:

@@ -1,4 +1,4 @@
-"""Which backend enforces which limit: the table of backends, and the choice for each share (start path).
+"""The table of backends, and the choice of a backend for each limit of a share (start path).
 
     BACKENDS                                      name -> Backend; docs/backends.md is written from it
     BEYOND                                        the backend of memory beyond the device, which no request names

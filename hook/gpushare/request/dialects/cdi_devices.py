@@ -126,8 +126,8 @@ def _minor_of_device(device: dict[str, Any]) -> int:
 
 
 def _mounted_nodes(spec: dict[str, Any]) -> list[object]:
-    """Where mounts put nodes of the driver's. Only those whose source is called so, too: an image chooses the target of
-    a volume (VOLUME /dev/nvidia0), and the engine its source."""
+    """Return the targets of mounts of driver nodes. The source must be such a node too: an image chooses the target
+    of a volume (VOLUME /dev/nvidia0), and the engine its source."""
     mounts = [mount for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
     return [
         mount.get("destination")

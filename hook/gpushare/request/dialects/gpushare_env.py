@@ -159,7 +159,7 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
 
 def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
     """Return the devices that CDI gave, as one value of GPUSHARE_DEVICES. That variable, `value`, may only name the
-    same devices: the engine was asked for these, and a variable must neither add nor remove any."""
+    same devices: the user requested these from the engine, and a variable must neither add nor remove any."""
     given = [Found(name, text.strip()) for name, text in env if name.startswith(constants.ENV_CDI_PREFIX)]
     if not given:
         return None

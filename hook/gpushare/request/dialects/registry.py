@@ -86,9 +86,8 @@ SCHEDULERS = (
         memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
         compute="percent; 0 and 100 are no limit",
         trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
-        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together, and "
-        "`oversubscription.scaling`, which should be HAMi's deviceMemoryScaling, says how many times its part on the "
-        "device it is.",
+        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together: its part on the device, "
+        "multiplied by `oversubscription.scaling`, which should have the value of HAMi's deviceMemoryScaling.",
     ),
     Row(
         "vgpu-manager",
@@ -109,8 +108,8 @@ SCHEDULERS = (
         trap="The number is that of `MANAGER_VISIBLE_DEVICE_<number>`, else the place in `MANAGER_VISIBLE_DEVICES` "
         "(which has a uuid of zeros for devices of other containers) or, in older versions, in `GPU_DEVICES_UUID`. "
         "Without these variables it is the index on the host, so `CUDA_MEM_LIMIT_3` also names device 3. Empty values "
-        "are no limit. If memory is oversold (a ratio above 1) a limit is for device and host memory together, and the "
-        "ratio says how many times its part on the device it is, up to `oversubscription.scaling`.",
+        "are no limit. If memory is oversold (a ratio above 1) a limit is for device and host memory together: its "
+        "part on the device, multiplied by the ratio, which is at most `oversubscription.scaling`.",
     ),
     Row(
         "volcano",
@@ -174,8 +173,7 @@ SCHEDULERS = (
         (Key("scheduling.koordinator.sh/device-allocated", EVERYTHING),),
         memory="JSON: `koordinator.sh/gpu-memory`, a Kubernetes quantity, else `gpu-memory-ratio`, percent",
         compute="`koordinator.sh/gpu-core`, percent; 100 is no limit",
-        trap="Devices are named by minor, not by index; so are those that Koordinator itself puts into "
-        "`NVIDIA_VISIBLE_DEVICES`.",
+        trap="Devices are named by minor, not by index, also in the `NVIDIA_VISIBLE_DEVICES` that Koordinator sets.",
     ),
     Row(
         "tencent",

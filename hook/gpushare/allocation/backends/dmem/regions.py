@@ -136,8 +136,8 @@ def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequenc
 
 
 def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
-    """The cgroup of the container whose init is `pid` has these limits, and the record says so. Raises KernelError,
-    with nothing changed."""
+    """Set these limits in the cgroup of the container whose init is `pid`, and record them. On KernelError, nothing
+    has changed."""
     directory = _directory(pid, limits[0].tree)
     _require_own(directory, pid)
     held = Held(directory, {limit.uuid: limit.region for limit in limits}, limits[0].library)
@@ -244,7 +244,7 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
         held = Held(**json.loads(_read(record) or ""))
         _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
-        raise KernelError(f"{shown(record)} does not say which cgroup the container has", "start it again") from None
+        raise KernelError(f"{shown(record)} does not name the container's cgroup", "start it again") from None
     done: list[tuple[str, Optional[int]]] = []
     try:
         for old, new in changed:
