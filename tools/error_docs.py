@@ -95,7 +95,7 @@ ADVICE = {
     ("allocation/limit_update.py", "limits file"): _REMOVE,
     (
         "allocation/backends/mps/control.py",
-        "MPS did not take",
+        "MPS did not accept",
     ): "request a limit that it supports, or see the daemon's log",
     (
         "allocation/backends/mps/control.py",

@@ -155,7 +155,7 @@ static uint64_t ask_limiter(struct gs_compute *c, CUcontext context, struct requ
         until = gs_compute_stopped(c);
     } else if (!w->s || (w->s->unmarked > UNMARKED && c->law.limit.mode != GS_THROTTLE_UNLIMITED)) {
         w->refused = CUDA_ERROR_NOT_SUPPORTED;
-        gs_log("launch refused", "nothing can be timed in its stream, so its limit cannot be held");
+        gs_log("launch refused", "work in its stream cannot be timed, so its limit cannot be enforced");
     } else {
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
             c->law.capturing = true;

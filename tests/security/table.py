@@ -229,10 +229,10 @@ SPEC = (
     both("env is a number", "deep or wrong types", spec.put("process.env", 1), RUNC),
     both("annotations are a list", "deep or wrong types", spec.put("annotations", ["gpushare.io/memory"]), RUNC),
     both("two processes in one file", "duplicate variables; deep or wrong types", spec.duplicate_objects, refused("twice")),
-    both("a second process in another case", "duplicate variables; deep or wrong types", spec.other_case, refused("in other letters")),
+    both("a second process in another case", "duplicate variables; deep or wrong types", spec.other_case, refused("in the wrong case")),
     both("a device rule in a second object", "device rule; duplicate variables", spec.rule_in_a_second_object, refused("twice")),
-    both("a device rule under a key in another case", "device rule; deep or wrong types", spec.rule_in_another_case, refused("in other letters")),
-    both("a device rule with a key in another case", "device rule; deep or wrong types", rules.allowing(rules.IN_ANOTHER_CASE, asks=False), refused("in other letters")),
+    both("a device rule under a key in another case", "device rule; deep or wrong types", spec.rule_in_another_case, refused("in the wrong case")),
+    both("a device rule with a key in another case", "device rule; deep or wrong types", rules.allowing(rules.IN_ANOTHER_CASE, asks=False), refused("in the wrong case")),
 )  # fmt: skip
 
 INSIDE = (

@@ -85,7 +85,7 @@ DEAD = {"start": 1}
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "well": ({}, OK, "runs on GPU 0, at most 60%, for 1 container", ""),
     "wrong user": (
-        *({"listens": USERS}, FAIL, "the daemon of GPU 0 (pid 1) is of uid 1000, a user who can change its limits"),
+        *({"listens": USERS}, FAIL, "the daemon of GPU 0 (pid 1) belongs to uid 1000, who can change its limits"),
         f"end that daemon, then {START}",
     ),
     "dead": (

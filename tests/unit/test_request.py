@@ -77,7 +77,7 @@ def test_combined_request_keeps_limits() -> None:
 
 @pytest.mark.parametrize("word", ["void", "none"])
 def test_limit_without_device_is_refused(word: str) -> None:
-    with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": a limit, but GPUSHARE_DEVICES is {word}'):
+    with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": sets a limit, but GPUSHARE_DEVICES is {word}'):
         resolve("GPUSHARE_MEMORY=4Gi", f"GPUSHARE_DEVICES={word}")
 
 

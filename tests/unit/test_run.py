@@ -120,7 +120,7 @@ def test_user_option_is_parsed() -> None:
         with pytest.raises(RequestError, match="no such"):
             user_of(text)
     for text in ("4294967295", "0:4294967295", "4294967296", "9" * 5000):
-        with pytest.raises(RequestError, match="is no id; write one below 4294967295"):
+        with pytest.raises(RequestError, match="is not an id; write one below 4294967295"):
             user_of(text)
 
 

@@ -290,7 +290,7 @@ def _bound_to_file(path: str) -> _Server:
     """A server on a unix socket. Replaces the socket of a server that was killed, never one on which a process listens.
     Files of another type are checked first: for them connect() also fails with ECONNREFUSED, but they must stay."""
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise GpushareError(f"cannot serve on {shown(path)}: it is there, and is no socket", "give another --socket")
+        raise GpushareError(f"cannot serve on {shown(path)}: it exists and is not a socket", "give another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

@@ -46,7 +46,7 @@ def _uid(text: str) -> int:
         return mps.ANY_UID
     if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < mps.ANY_UID:
         return int(text)
-    raise RequestError(f"--uid {shown(text)} is no user id", "use a number, or any")
+    raise RequestError(f"--uid {shown(text)} is not a user id", "use a number, or any")
 
 
 def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:

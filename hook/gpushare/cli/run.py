@@ -129,5 +129,5 @@ def user_of(text: str) -> programs.User:
 def _id(text: str, digits: str) -> int:
     """A user or group id. Raises RequestError, also for the highest number: for the kernel it means "unchanged"."""
     if len(digits) > 10 or int(digits) >= _NO_ID:
-        raise RequestError(f"--user {shown(text)}: {digits[:20]} is no id", f"write one below {_NO_ID}")
+        raise RequestError(f"--user {shown(text)}: {digits[:20]} is not an id", f"write one below {_NO_ID}")
     return int(digits)

@@ -57,8 +57,8 @@ class Case(NamedTuple):
 def _wrong_user(case: Case) -> Optional[Result]:
     if case.daemon is None or case.daemon.uid == 0:
         return None
-    who = f"the daemon of {case.name} (pid {case.daemon.pid}) is of uid {case.daemon.uid}"
-    return Result(FAIL, f"{who}, a user who can change its limits", f"end that daemon, then {case.start}")
+    who = f"the daemon of {case.name} (pid {case.daemon.pid}) belongs to uid {case.daemon.uid}"
+    return Result(FAIL, f"{who}, who can change its limits", f"end that daemon, then {case.start}")
 
 
 def _dead(case: Case) -> Optional[Result]:

@@ -29,7 +29,7 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     _refuse_foreign_record(record, state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
-        raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
+        raise RequestError(f"the state's pid {bundle.pid} is not a process", "adopt is a createRuntime hook")
     if record.leased and not rootless.is_rootless():
         from ..system import cgroup
 

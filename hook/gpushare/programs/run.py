@@ -61,7 +61,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
     """Start the command. Raise GpushareError; then nothing is left."""
     if os.path.lexists(constants.LIMITS):
         raise RequestError(
-            f"{constants.LIMITS} is there already: this runs in a share of a GPU",
+            f"{constants.LIMITS} exists already: this process is in a share of a GPU",
             "start the command as it is: it has the same share",
         )
     find(job.command[0])

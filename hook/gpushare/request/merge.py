@@ -199,7 +199,7 @@ def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> R
     dialects = request.dialect.split("+")
     dialects += [one.dialect for one in parsed_requests if one.dialect in limited and one.dialect not in dialects]
     notes = [note for parsed in parsed_requests for note in parsed.ignored]
-    notes += [line(one, "no memory limit, so there is nothing to go beyond") for one in dict.fromkeys(idle)]
+    notes += [line(one, "there is no memory limit to exceed") for one in dict.fromkeys(idle)]
     return request._replace(
         dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *collected.ignored, *notes), **changes
     )

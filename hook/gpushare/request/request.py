@@ -174,7 +174,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         if limits:
             (name, value), word = limits[0], mine.selection.kind
             raise RequestError(
-                f"{setting(name, value)}: a limit, but {constants.ENV_DEVICES} is {word}",
+                f"{setting(name, value)}: sets a limit, but {constants.ENV_DEVICES} is {word}",
                 "name a device, or leave one out",
             )
         return mine if mine.selection.kind == "none" else None

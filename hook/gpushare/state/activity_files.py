@@ -175,7 +175,7 @@ def _create(file: str, place: str, holders: dict[int, str]) -> int:
         grown = _cut_back(place)
     if not grown:
         raise CapacityError(
-            f"{shown(place)} is full: pages of ended containers are still open",
+            f"{shown(place)} is full: activity files of ended containers are still open",
             "stop the processes that have them open",
         )
     who = ", ".join(constants.short(holders.get(number, f"page {number}")) for number in grown)

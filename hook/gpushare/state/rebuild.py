@@ -291,7 +291,7 @@ def _share_dir(found: Found) -> int:
     device = os.fstat(share).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(share)
-        raise OSError(f"{constants.PRIVATE_DIR} is of another file system")
+        raise OSError(f"{constants.PRIVATE_DIR} is on another file system")
     return share
 
 
@@ -303,7 +303,7 @@ def _limits_of(found: Found) -> bytes:
         try:
             device = os.fstat(fd).st_dev
             if f"{os.major(device)}:{os.minor(device)}" != found.device:
-                raise OSError(f"{constants.LIMITS} is of another file system")
+                raise OSError(f"{constants.LIMITS} is on another file system")
             return os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0)
         finally:
             os.close(fd)
@@ -344,5 +344,5 @@ def open_limits(state_dir: str, container_id: str) -> int:
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(fd)
-        raise KernelError(f"{constants.LIMITS} of {shown(constants.short(container_id))} is of another file system")
+        raise KernelError(f"{constants.LIMITS} of {shown(constants.short(container_id))} is on another file system")
     return fd

@@ -181,7 +181,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], spec, inventory))
     if not uuids:
         raise DeviceError(
-            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device that is there",
+            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device of this host",
             "run gpushare refresh",
         )
     return Request(

@@ -97,9 +97,9 @@ def _one(word: str) -> Condition:
         key, sign, text = word.partition("=")
     key, text = key.strip().lower(), text.strip()
     if not sign or key not in CONDITIONS:
-        raise RequestError(f"{shown(word)} is no condition for a device", _HINT)
+        raise RequestError(f"{shown(word)} is not a condition for a device", _HINT)
     if sign != CONDITIONS[key][0]:
-        raise RequestError(f"{shown(word)} has {sign} where only {CONDITIONS[key][0]} makes sense", _HINT)
+        raise RequestError(f"{shown(word)} has {sign} where only {CONDITIONS[key][0]} is allowed", _HINT)
     return Condition(key, f"{key}{sign}{text}", CONDITIONS[key][1](key, text))
 
 
@@ -109,10 +109,10 @@ def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
     for word in words:
         if word in CONDITIONS:  # what a shell leaves of free>=20Gi
             raise wrong(
-                name, value, f"{word} of what?", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
+                name, value, f"{word} has no value", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
             )
         if "=" not in word and word.partition(">")[0].partition("<")[0].strip() in CONDITIONS:
-            raise wrong(name, value, f"{shown(word)} is no condition for a device", _HINT)
+            raise wrong(name, value, f"{shown(word)} is not a condition for a device", _HINT)
         if "=" not in word:
             raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
         try:

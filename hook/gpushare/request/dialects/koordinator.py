@@ -31,7 +31,7 @@ def _gpus(one: Value) -> list[dict[str, Any]]:
         raise wrong(one.name, one.value, "not valid JSON", _HINT) from None
     found = value.get("gpu") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(found or [], list):
-        raise wrong(one.name, one.value, "no list of devices by type", _HINT)
+        raise wrong(one.name, one.value, "not a list of devices by type", _HINT)
     for gpu in found or []:
         minor = gpu.get("minor") if isinstance(gpu, dict) else None
         if not isinstance(minor, int) or isinstance(minor, bool) or not isinstance(gpu.get("resources") or {}, dict):
@@ -44,7 +44,7 @@ def _resource(one: Value, gpu: dict[str, Any], name: str) -> str:
     resources = gpu.get("resources") or {}
     value: Any = next((resources[prefix + name] for prefix in _PREFIXES if prefix + name in resources), "")
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise wrong(one.name, one.value, f"{name} is no quantity", _HINT)
+        raise wrong(one.name, one.value, f"{name} is not a quantity", _HINT)
     return str(value)
 
 
@@ -63,7 +63,7 @@ def _memory(one: Value, uuid: str, gpu: dict[str, Any]) -> Limit:
     if text and (ratio is not None or not _resource(one, gpu, "gpu-memory-ratio")):
         unit = text.lstrip("0123456789.")
         if unit not in UNITS:
-            raise wrong(one.name, one.value, f"gpu-memory {shown(text)} is no quantity", _HINT)
+            raise wrong(one.name, one.value, f"gpu-memory {shown(text)} is not a quantity", _HINT)
         return Limit(one, uuid, memory(one, {unit.lower(): UNITS[unit]}, decimals=True, hint=_HINT, value=text))
     return Limit(one, uuid, part=None if ratio is None else (ratio, 100))
 

@@ -34,7 +34,12 @@ def _quantity(one: Value) -> Limit:
 def _part(one: Value) -> Limit:
     top, bottom = fraction(one, "a fraction of a device")
     if top > bottom and (top % bottom or one.name == _CEILING or top // bottom > MAX_SLOTS):
-        raise wrong(one.name, one.value, "more than a device, and no number of devices", "write a fraction such as 0.5")
+        raise wrong(
+            one.name,
+            one.value,
+            "more than one device, but not a whole number of devices",
+            "write a fraction such as 0.5",
+        )
     return Limit(one, part=(top, bottom)) if top < bottom else Limit(one)
 
 

@@ -212,7 +212,7 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
                 os.close(fd)
         except FileNotFoundError:
             raise KernelError(
-                f"{shown(path)} is not there: the container's cgroup has no dmem controller",
+                f"{shown(path)} does not exist: the container's cgroup has no dmem controller",
                 "write +dmem to cgroup.subtree_control of the cgroups above, or set policy.allowed_backends to shim",
             ) from None
         except OSError as error:
@@ -229,7 +229,9 @@ def _require(path: str, region: str, limit_bytes: int) -> None:
         name, _, value = line.partition(" ")
         if name == region and value.strip().isdigit() and int(value) <= limit_bytes:
             return
-    raise KernelError(f"{shown(path)} does not say {region} {limit_bytes} after it was written", "update the kernel")
+    raise KernelError(
+        f"{shown(path)} does not contain {region} {limit_bytes} after it was written", "update the kernel"
+    )
 
 
 def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None:

@@ -141,7 +141,7 @@ def _require_adoptable(
     """Refuse a daemon that listens here and cannot be adopted. It is left from a killed start, or a user's own."""
     who = f"the MPS daemon in {shown(folder + '/pipe')} (pid {daemon.pid})"
     if daemon.uid != os.geteuid():
-        raise DeviceError(f"{who} is of uid {daemon.uid}", "stop it as that user")
+        raise DeviceError(f"{who} belongs to uid {daemon.uid}", "stop it as that user")
     try:
         with open(f"/proc/{daemon.pid}/environ", "rb") as file:
             sees_it = f"CUDA_VISIBLE_DEVICES={device.uuid}".encode() in file.read().split(b"\0")
