@@ -334,7 +334,7 @@ def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> 
     try:
         with stage.one() as one, ExitStack() as refused:
             if missing:
-                said = f"no backend that is allowed on this node enforces a limit on {missing[0]}"
+                said = f"no backend that this node allows enforces a limit on {missing[0]}"
                 refused.enter_context(pytest.raises(RuntimeFailed, match=said))
             one.create()
     finally:

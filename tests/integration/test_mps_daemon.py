@@ -232,7 +232,7 @@ def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
     real = host.control.rename(host.control.with_name("real"))
     host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
     host.control.chmod(0o755)
-    assert "did not take a limit of 40%" in host.refused("start", "--compute", "40")
+    assert "did not accept a limit of 40%" in host.refused("start", "--compute", "40")
     assert not (host.folder / "ready").exists() and not list((host.folder / "share").iterdir())
     host.control.unlink()
     real.rename(host.control)
@@ -251,8 +251,8 @@ def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
-    assert "is of uid 1000, a user who can change its limits" in finding(host.node, "MPS").detail
-    assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
+    assert "belongs to uid 1000, who can change its limits" in finding(host.node, "MPS").detail
+    assert "belongs to uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
     host.quit()
 
 

@@ -33,8 +33,8 @@ def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
     limit."""
     if size is None:
         raise RequestError(
-            f"{ENV_OVERSUBSCRIBE}: no memory limit is requested for device {device_name(device)}, so there is nothing "
-            "to go beyond",
+            f"{ENV_OVERSUBSCRIBE}: no memory limit is requested for device {device_name(device)}, so there is no "
+            "limit to exceed",
             f"set {ENV_MEMORY}",
         )
     whole = round(size * scaling)

@@ -19,7 +19,7 @@ from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Lease
 from ..gpu.nvml_usage import Gpu
-from ..monitor.overuse import Finding, Look
+from ..monitor.overuse import Comparison, Finding
 from ..request import oci
 from . import facts
 from .options import Paths
@@ -75,7 +75,7 @@ class Seen(NamedTuple):
     """The driver's last answer, and its comparison with limits. `gpus` None: the driver did not answer."""
 
     gpus: Optional[dict[str, Gpu]] = None
-    look: Look = Look((), {})
+    comparison: Comparison = Comparison((), {})
     time_s: float = 0.0  # unix; 0: never
     exceeded: dict[str, int] = {}
 
@@ -152,7 +152,7 @@ class Metrics(Collector):
         put("gpushare_state_up", (), int(not sample.note))
         put("gpushare_damaged_leases", (), sum(line.container.state == "damaged" for line in sample.lines))
         lines = [line for line in sample.lines if line.use is not None and line.container.state not in facts.GONE]
-        findings = {(one.id, one.uuid): one for one in seen.look.findings}
+        findings = {(one.id, one.uuid): one for one in seen.comparison.findings}
         leases: dict[str, Lease] = {}
         for line in lines:
             lease = line.container.lease
@@ -203,7 +203,7 @@ def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Option
     gpu = (seen.gpus or {}).get(device["uuid"])
     if gpu is not None:
         yield "gpushare_device_memory_used_bytes", gpu.used_bytes
-        yield "gpushare_device_memory_unshared_bytes", seen.look.nobodys_bytes.get(device["uuid"])
+        yield "gpushare_device_memory_unshared_bytes", seen.comparison.unshared_bytes.get(device["uuid"])
         yield "gpushare_device_utilization_ratio", None if gpu.busy_percent is None else gpu.busy_percent / 100
         yield "gpushare_device_temperature_celsius", gpu.celsius
         yield "gpushare_device_power_watts", None if gpu.milliwatts is None else gpu.milliwatts / 1000

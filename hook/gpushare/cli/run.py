@@ -67,17 +67,19 @@ def run(
     from ..programs import run as programs
     from ..programs.runtime import Paths as RunPaths
 
-    asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
+    variables = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
     if oversubscribe:
-        asked.append((constants.ENV_OVERSUBSCRIBE, "1"))
-    job = programs.Job(name or default_name(command[0]), command, tuple(asked), None if user is None else user_of(user))
+        variables.append((constants.ENV_OVERSUBSCRIBE, "1"))
+    job = programs.Job(
+        name or default_name(command[0]), command, tuple(variables), None if user is None else user_of(user)
+    )
     try:
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
         if not isinstance(error, programs.CannotExecute):
             where = node.log_target(paths.config, paths.state_dir)
             audit_log.refused(where, job.name, "run", error)
-        given = {variable for variable, _ in asked}
+        given = {variable for variable, _ in variables}
         error.message = as_typed(error.message, given)
         error.hint = as_typed(error.hint, _OPTIONS if given or not _has_own_variables(os.environ) else ())
         raise

@@ -100,7 +100,7 @@ def _not_listening(case: Case) -> Optional[Result]:
 
 def _daemon_reports(case: Case) -> Optional[Result]:
     """Findings from the daemon's own status."""
-    seen = mps_status.look(case.host, case.device, case.live)
+    seen = mps_status.query(case.host, case.device, case.live)
     if seen.state != "running":
         return Result(FAIL, f"the daemon of {case.name}: {seen.note}", case.again)
     driver, loaded = case.found.driver_version, case.host.inventory.driver_version

@@ -78,7 +78,7 @@ def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> 
         found = DIALECTS["injected"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if found is None:
         return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
-    name, value = nvidia.asked(env, spec)
+    name, value = nvidia.device_source(env, spec)
     try:
         named = nvidia.selection(env, spec, node.inventory)
     except (RequestError, DeviceError):  # device plugins write paths and CDI names there too

@@ -36,19 +36,19 @@ class Numbers(NamedTuple):
 
 def _places(one: Value) -> dict[int, str]:
     """Return place in the list -> device. MANAGER_VISIBLE_DEVICES has a place for each device of the host."""
-    words = (word.strip(" '\"") for word in one.value.split(","))
-    return {place: word for place, word in enumerate(words) if word not in ("", _NONE)}
+    names = (name.strip(" '\"") for name in one.value.split(","))
+    return {place: name for place, name in enumerate(names) if name not in ("", _NONE)}
 
 
 def _numbers(values: tuple[Value, ...], inventory: Inventory) -> Numbers:
-    words = {one.key.name: one for one in values if one.number is None and one.key.about == DEVICES}
+    by_name = {one.key.name: one for one in values if one.number is None and one.key.about == DEVICES}
     each = {one.number: one for one in values if one.key.name == "MANAGER_VISIBLE_DEVICE" and one.value.strip()}
     if each:
         return Numbers({n: one.value.strip() for n, one in each.items() if n is not None}, next(iter(each.values())))
-    whole = words.get("MANAGER_VISIBLE_DEVICES")
+    whole = by_name.get("MANAGER_VISIBLE_DEVICES")
     if whole is not None and _places(whole):
         return Numbers(_places(whole), whole)
-    older = words.get("GPU_DEVICES_UUID")
+    older = by_name.get("GPU_DEVICES_UUID")
     if older is None or not _places(older):
         return Numbers({}, None)
     places = _places(older)

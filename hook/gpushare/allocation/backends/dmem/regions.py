@@ -2,7 +2,7 @@
 
     unsupported(device, inventory) -> reason | None
     ops(shares, inventory, folder) -> ops           one KernelLimit for each share
-    hold(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
+    enforce(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
     change(folder, before, after)                   the same for a running container; needs no process
 
 A region is a device's memory, named by its PCI address: `nvidia/0000:01:00.0/vidmem` in dmem.capacity of the root
@@ -135,7 +135,7 @@ def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequenc
 # Effects
 
 
-def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
+def enforce(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
     """Set these limits in the cgroup of the container whose init is `pid`, and record them. On KernelError, nothing
     has changed."""
     directory = _directory(pid, limits[0].tree)
