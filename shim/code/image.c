@@ -268,7 +268,7 @@ static unsigned fit(const struct fatbin_entry *entry, unsigned arch) {
                    : 0;
     if (entry->kind == KIND_PTX)
         return unknown || entry->arch <= arch ? 1000 + entry->arch : 0;
-    return 1; /* a form that is not known here: of several, the best that is */
+    return 1; /* an unknown kind: any known kind that fits wins */
 }
 
 /* CUDA_FORCE_PTX_JIT makes the driver pass over cubins: any entry may be the one. */

@@ -1,6 +1,6 @@
-/* The size of what PTX text declares. Only declarations are read; an array size that is not made of
- * numbers and + - * / % << >> and parentheses makes the module too large for any limit: compilers
- * write plain numbers. */
+/* The size of the variables that PTX text declares. Only declarations are read; an array size that
+ * is not made of numbers and + - * / % << >> and parentheses makes the module too large for any
+ * limit: compilers write plain numbers. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <string.h>

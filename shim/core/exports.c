@@ -90,7 +90,7 @@ static int find(const struct gs_usage *usage, uint64_t owner, uint64_t id, int d
     return -1;
 }
 
-/* The row of (owner, id, dev), made where there is none; -1 when all are taken. */
+/* Return the row of (owner, id, dev), created if necessary; -1 if all are taken. */
 static int row_for(struct gs_usage *usage, uint64_t owner, uint64_t id, int dev) {
     int known = find(usage, owner, id, dev);
     for (unsigned i = id == GS_SHARE_ANY ? GS_SHARES_OWN : 0;
@@ -130,7 +130,7 @@ static int add(struct gs_usage *usage, uint64_t kind, uint64_t id, int dev, uint
     return row;
 }
 
-/* Take `bytes` out of a row of this process, and the row away with the last of them. */
+/* Subtract `bytes` from a row of this process, and free the row with the last of them. */
 static void subtract(struct gs_share *row, uint64_t bytes) {
     uint64_t what = load(&row->what);
     store(&row->what, what - ((what & BYTES) < bytes ? what & BYTES : bytes));
@@ -140,7 +140,7 @@ static void subtract(struct gs_share *row, uint64_t bytes) {
 
 int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
-    if (!gs_slot()) /* a forked child, whose calls do not come this far */
+    if (!gs_slot()) /* a forked child, whose calls are refused earlier */
         return -1;
     gs_lock(&gs_self()->lock_exports);
     drop_closed(usage);

@@ -3,7 +3,7 @@
  *   region   the two shared files, validated and mapped           region.c
  *   slot     this process's slot in the usage file                slot.c
  *   quota    reserve, release and read, per device                quota.c
- *   share    memory that several processes hold                share.c
+ *   exports  memory that several processes hold                   exports.c
  *   map      key -> entry, lock-free                              map.c
  *   blocks   how many allocations touch a 2 MiB block             blocks.c
  *   charge   an allocation's charge, from call to free            charge.c
@@ -45,9 +45,9 @@ struct gs_view {
     struct gs_usage *usage;
 };
 
-/* Both files, mapped once for the life of the process; NULL when refused. */
+/* Return both files, mapped once for the life of the process; NULL if they are refused. */
 const struct gs_view *gs_region(void);
-/* Why the last gs_region() gave NULL; a static string. */
+/* Return why the last gs_region() returned NULL; a static string. */
 const char *gs_region_refusal(void);
 /* The slot of the device with this raw uuid, or GS_NO_DEV. */
 int gs_slot_of_uuid(const uint8_t uuid[16]);
@@ -73,20 +73,19 @@ struct gs_self {
     _Atomic uint32_t lock_virtual;
     _Atomic uint32_t lock_border;
     _Atomic uint32_t lock_exports;
-    _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
+    _Atomic uint32_t lock_compute[64]; /* one for each context: GS_MAX_COMPUTES */
 };
 
-/* The page, made at the first call; NULL when the kernel has no memory. */
+/* Return that state, created at the first call; NULL if the kernel has no memory. */
 struct gs_self *gs_self(void);
-/* Claim a slot for this process; false when all are taken or no thread can be made. Its parked
+/* Claim a slot for this process; false if all are taken or no thread can be started. Its parked
  * thread calls `changed` whenever limits have changed. */
 bool gs_slot_claim(const struct gs_view *view, void (*changed)(void));
-/* Tiny futex locks, for paths that are slow anyway; never on the way of a plain allocation. */
+/* Small futex locks for slow paths; a plain allocation takes none. */
 void gs_lock(_Atomic uint32_t *word);
 void gs_unlock(_Atomic uint32_t *word);
-/* Around what a thread must finish that others wait for: one that is cancelled in between (open,
- * pread and the driver are places where it may be) would leave them waiting. As with a lock held.
- */
+/* Call around work for which other threads wait, as with a lock held: a thread that is cancelled
+ * in it (open, pread and the driver are cancellation points) would leave them waiting. */
 void gs_no_cancel(void);
 void gs_cancel_again(void);
 
@@ -127,19 +126,20 @@ struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev
 bool gs_limits_changed(void);
 /* Charge this process; false when the container would be over its limit. */
 bool gs_reserve(int dev, uint64_t bytes);
-/* The same for what the other part of the share holds until the caller releases it there. */
+/* The same for bytes that move from the other part of the share, where the caller releases them
+ * afterwards. */
 bool gs_reserve_moved(int dev, uint64_t bytes);
-/* The same for a bound, of which most is given back as soon as a call returns. */
+/* The same for an upper bound, most of which is released as soon as a call returns. */
 bool gs_bound(int dev, uint64_t bytes);
 void gs_bound_end(int dev, uint64_t bytes);
-/* gs_reserve, and while others hold bounds wait a moment for them to be given back. */
+/* gs_reserve, but wait a moment for other threads to release their bounds. */
 bool gs_reserve_patiently(int dev, uint64_t bytes);
-/* Charge what is already there: cannot be refused. */
+/* Charge memory that is already allocated: cannot be refused. */
 void gs_charge_anyway(int dev, uint64_t bytes);
 void gs_release(int dev, uint64_t bytes);
 /* True when the container holds more than its limit (after gs_charge_anyway). */
 bool gs_over(int dev);
-/* The same for a moment that what others reserve and give back at once does not last. */
+/* The same, but ignore an excess by reservations that other threads release at once. */
 bool gs_over_lastingly(int dev);
 void gs_count_refusal(int dev);
 void gs_warn(uint32_t warning);
@@ -150,7 +150,7 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
 
-/* ---- share.c -------------------------------------------------------------------------- */
+/* ---- exports.c ------------------------------------------------------------------------ */
 
 /* A slot whose process is alive. */
 bool gs_alive(const struct gs_slot *slot);
@@ -160,7 +160,7 @@ int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes);
 /* `bytes` of an export were freed here. The container is charged for them from now on while another
  * process has the id open; the caller releases its own charge afterwards. */
 void gs_export_freed(int row, uint64_t bytes);
-/* Closed here, or not opened after all. */
+/* The memory was closed here, or was not opened after all. */
 void gs_export_closed(int row);
 /* Bytes charged to no process: their exporter has freed them or exited, and a living process has
  * them open. */
@@ -200,8 +200,8 @@ struct gs_map {
 bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
 bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
-/* Another `extra` where it is `before`; who takes the key out meanwhile has it, or this is false.
- */
+/* Replace `extra` if it is `before`. A thread that takes the key out at the same time gets the new
+ * value, or this returns false. */
 bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after);
 /* Take every entry for which `want` is true, one by one; `taken` is called for each. */
 void gs_map_take_all(struct gs_map *map,
@@ -210,9 +210,10 @@ void gs_map_take_all(struct gs_map *map,
 
 /* ---- blocks.c ------------------------------------------------------------------------- */
 
-/* Count [address, address + bytes) in; returns the bytes of blocks that nothing touched before. */
+/* Count [address, address + bytes); return the bytes of blocks that no allocation touched before.
+ */
 uint64_t gs_blocks_take(uint64_t address, uint64_t bytes);
-/* Count it out; returns the bytes of blocks that nothing touches any more. */
+/* Remove it from the counts; return the bytes of blocks that no allocation touches any more. */
 uint64_t gs_blocks_give(uint64_t address, uint64_t bytes);
 
 #endif

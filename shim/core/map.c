@@ -115,7 +115,7 @@ static void copy_cell(const struct cell *cell, struct gs_entry *out) {
             __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
 }
 
-/* Of an entry that was taken, so that a swap which comes too late finds nothing to change. */
+/* `extra` of an entry that was taken, so that a late swap changes nothing. */
 #define NO_EXTRA (UINT64_MAX - 2)
 
 static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out) {
@@ -137,7 +137,8 @@ bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out) {
     return false;
 }
 
-/* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
+/* The copy is valid if the key is the same before and after: a cell is rewritten only while BUSY.
+ */
 static bool read_cell(const struct cell *cell, uint64_t key, struct gs_entry *out) {
     copy_cell(cell, out);
     atomic_thread_fence(memory_order_acquire);

@@ -1,4 +1,4 @@
-/* Reserve, then look. There is no shared total: a reservation adds to this process's own counter
+/* Reserve, then check. There is no shared total: a reservation adds to this process's own counter
  * and then reads all counters (both seq_cst). Of any set of grants that are out at one time, the
  * one that added last has read all the others, so their sum is within the limit. A crash loses
  * nothing, since a dead process's counter counts as zero. */
@@ -8,7 +8,7 @@
 #include "gs.h"
 
 #define ATTEMPTS 6
-#define LOOKS 2       /* that find no room, before it is believed */
+#define REFUSALS 2    /* checks without room before the reservation fails */
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 
@@ -17,7 +17,7 @@ static bool is_oversubscribed(const struct gs_limits *limits, const struct gs_li
            now->virtual_bytes > now->memory_bytes;
 }
 
-/* Zero unless a device of that number from the other end has a part on the host. */
+/* The limit of the host part with that number; 0 if its device has none. */
 static uint64_t host_limit(const struct gs_limits *limits, unsigned part) {
     unsigned dev = GS_HOST_PART(part);
     if (part >= GS_MAX_DEVICES || dev >= limits->n_devices)
@@ -39,7 +39,7 @@ uint64_t gs_limit(int dev) {
 }
 
 #define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
-/* Again when there was a change in between: the host writes only the copy that is not in force. */
+/* Read again after a change in between: the host writes only the copy that is not in force. */
 struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev) {
     const struct gs_device_limit *l = &limits->device[dev];
     struct gs_limit_now now;
@@ -73,7 +73,7 @@ bool gs_limits_changed(void) {
     return view && LOAD(&view->limits->generation) > 1;
 }
 
-/* Alive: its parked thread is, and it has finished claiming (see gpushare_abi.h). */
+/* Whether the parked thread lives and has finished claiming the slot (see gpushare_abi.h). */
 bool gs_alive(const struct gs_slot *slot) {
     uint32_t tid = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST) & GS_TID_MASK;
     return tid != 0 && __atomic_load_n(&slot->live, __ATOMIC_SEQ_CST) == tid;
@@ -179,7 +179,8 @@ bool gs_over_lastingly(int dev) {
     return over;
 }
 
-/* Two that reserve at once can refuse each other; slots differ, so they part after a few rounds. */
+/* Two threads that reserve at once can refuse each other. The delay depends on the slot, so they
+ * separate after a few rounds. */
 static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, unsigned attempt) {
     unsigned spins = (32u << attempt) + (unsigned)(slot - usage->slot) % 8u * (16u << attempt);
     for (volatile unsigned i = 0; i < spins; i++)
@@ -198,12 +199,12 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         return true;
     if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
-    for (unsigned attempt = 0, looks = 0; attempt < ATTEMPTS; attempt++) {
+    for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
         /* Check first: a reservation that is bound to fail would make concurrent ones fail too. */
         if (!has_room(view, dev, bytes, moves)) {
-            if (++looks == LOOKS)
+            if (++refusals == REFUSALS)
                 return false;
             continue;
         }
@@ -243,8 +244,8 @@ void gs_bound_end(int dev, uint64_t bytes) {
         __atomic_fetch_sub(&slot->bounds, bytes, __ATOMIC_SEQ_CST);
 }
 
-/* True when it would fit, were it not for bounds. They are read first: one that goes in between
- * makes this true, which costs the caller one more round. */
+/* Whether it would fit without the bounds of running calls. They are read first: a bound that is
+ * released in between makes this true, which costs the caller one more round. */
 static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
     uint64_t limit = gs_limit(dev), bounds = 0;
     uint32_t high = slots_high(usage);

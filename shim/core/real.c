@@ -31,7 +31,7 @@ void *gs_real_find(unsigned symbol) {
     void *handle = library();
     void *function = handle ? dlsym(handle, gs_symbol_name[symbol]) : NULL;
     if (!function)
-        dlerror(); /* the program must not find our failure when it asks about its own */
+        dlerror(); /* clear our failure, which the program could take for its own */
     if (handle)
         atomic_store_explicit(&gs_real_function[symbol], function ? function : GS_MISSING,
                               memory_order_release);

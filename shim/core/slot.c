@@ -1,5 +1,5 @@
-/* A process's slot is held by a thread that does nothing else: when it is gone, however it went,
- * the kernel itself marks the slot's robust futex word. Nothing else tells a death at once:
+/* A process's slot is held by a thread that does nothing else: when it ends, for whatever reason,
+ * the kernel itself marks the slot's robust futex word. Nothing else shows a death at once:
  * descriptors survive in forked children and are closed by programs, pids differ between
  * namespaces, and a robust mutex of an ordinary thread is given up when that thread ends. */
 #include <errno.h>
@@ -63,7 +63,7 @@ void gs_cancel_again(void) {
         pthread_setcancelstate(cancel_state, &ours);
 }
 
-/* 0 free, 1 held, 2 held and someone waits. errno is the program's: kept. */
+/* 0 free, 1 held, 2 held while another thread waits. errno belongs to the program and is kept. */
 void gs_lock(_Atomic uint32_t *word) {
     uint32_t seen = 0;
     gs_no_cancel();

@@ -1,6 +1,6 @@
 /* Memory that another process or another API allocated and this process only opens. It is charged
- * where it was allocated, as long as it exists (share.c). Freeing or closing it here releases
- * nothing. */
+ * where it was allocated, as long as it exists (core/exports.c). Freeing or closing it here
+ * releases nothing. */
 #include <sys/stat.h>
 
 #include "pool.h"

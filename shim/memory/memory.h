@@ -58,7 +58,7 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
         result_; \
     })
 
-/* ---- foreign.c: memory that other processes may have open (share.c) ----------------------- */
+/* ---- foreign.c: memory that other processes may have open (core/exports.c) ---------------- */
 
 /* Return false if it cannot be tracked when the memory is closed; it then stays charged. */
 bool gs_export_address_freed(uint64_t address);

@@ -10,7 +10,7 @@ struct physical {
     int dev;
     uint32_t uses; /* handles not released + mappings + bindings */
     uint32_t refs; /* handles only; 0 = the driver may reuse the handle for other memory */
-    int row;       /* in share.c; -1: none */
+    int row;       /* in core/exports.c; -1: none */
     bool exported; /* without a row it stays charged */
     bool foreign;  /* memory of another process */
     bool moved;    /* to the host, from the device `asked` (vmm_host.c) */
