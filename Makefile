@@ -121,7 +121,7 @@ test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compil
 	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)
 
 # They count the instructions of the shim that is shipped.
-NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_a_launch_that_is_paid_for
+NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_prepaid_launch_costs_few_instructions
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
 	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(NOT_SANITIZED) tests/shim tests/fuzz $(PYTEST_ARGS)
 

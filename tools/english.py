@@ -43,7 +43,8 @@ _SKIPPED = re.compile(r"(^|/)(test_)?english\.py$|^tests/(fuzz/corpus|schemas|go
 
 
 def problems(text: str) -> list[tuple[int, str, str]]:
-    """Return (line, text, suggestion) for each banned construction."""
+    """Return (line, text, suggestion) for each banned construction, also in names of tests."""
+    text = re.sub(r"\bdef test_\w+", lambda match: match.group().replace("_", " "), text)
     found = [
         (text.count("\n", 0, match.start()) + 1, match.group().strip(), use)
         for pattern, use in _PATTERNS

@@ -1,6 +1,6 @@
 """The device plugin's main loop: register the resources, and register them again whenever kubelet has restarted.
 
-    run(first, state_dir, settings, say)      until SIGTERM
+    run(first, state_dir, settings, report)   until SIGTERM
 
 When kubelet starts, it empties its directory and creates a new socket. The plugin watches that directory with inotify,
 and registers again if kubelet's socket is a new one or the plugin's own sockets are gone. /proc and /sys send no events

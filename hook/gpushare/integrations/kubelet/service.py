@@ -1,6 +1,6 @@
 """Serve one resource to kubelet on its own socket.
 
-    with Service(kind, name, say) as service:
+    with Service(kind, name, report) as service:
         service.show(offers, healthy, placement)      set the offers; raises ConfigError if they exceed a message
         service.serve(path)                           serve on a socket (0600); raises GpushareError
 
