@@ -144,7 +144,7 @@ def test_any_selects_mig_or_whole_gpu_by_condition() -> None:
             "write any or any:2, then with commas model=",
         ),
         ("any,model>=A100", '"model>=A100" has >= where only = is allowed', "write any or"),
-        ("any,free", "free of what", "write 'free>=...', in quotes for a shell"),
+        ("any,free", "free has no value", "write 'free>=...', in quotes for a shell"),
         ("any,model=A100,0", "any cannot be combined", "write any"),
         ("any,free=4Gi", '"free=4Gi" has = where only >= is allowed', "write any or"),
         ("any,free>4Gi", '"free>4Gi" is not a condition for a device', "write any or any:2, then with"),
