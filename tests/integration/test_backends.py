@@ -300,7 +300,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
         ),
         (
             lambda stage, one: away(stage.kernel.leaf(one) / "dmem.max"),
-            r"dmem\.max.* is not there: .*write \+dmem",
+            r"dmem\.max.* does not exist: .*write \+dmem",
         ),
     ),
     "dmem by NVML": (

@@ -335,7 +335,7 @@ def test_status_reports_changed_limits(host: Host) -> None:
 
 def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
     assert "serves one user at a time" in host.refused("start", "--uid", "any")
-    assert "no user id" in host.refused("start", "--uid", "me")
+    assert "not a user id" in host.refused("start", "--uid", "me")
     assert not (host.folder / "ready").exists()
 
 
