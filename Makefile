@@ -78,7 +78,7 @@ playground: root build ## a shell with a simulated GPU, gpushare and docker: doc
 	@packaging/bootstrap playground
 	@$(VENV_PYTHON) -m demo.playground
 
-pictures: root build ## draw the pictures of README.md anew, from what the programs show
+pictures: root build ## draw the pictures of README.md again, from the output of the programs
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
 newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
@@ -88,7 +88,7 @@ newcomer: root ## how long it takes from a clone to the demo, and to a docker co
 DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
 
 # Three workers for two processors, since a test that starts containers waits for most of its time: tests/support/turns.py
-# says what may run beside what. WORKERS=0: one process, one test after the other.
+# decides which tests run in parallel. WORKERS=0: one process, one test after the other.
 WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
@@ -121,7 +121,7 @@ test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compil
 	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)
 
 # They count the instructions of the shim that is shipped.
-NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_a_launch_that_is_paid_for
+NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_prepaid_launch_costs_few_instructions
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
 	@GPUSHARE_TEST_SHIM=shim-asan $(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(NOT_SANITIZED) tests/shim tests/fuzz $(PYTEST_ARGS)
 
@@ -132,7 +132,7 @@ fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET
 	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
 	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
-# What is generated: cppcheck reads it, too
+# Generated files that cppcheck reads
 lint check format: $(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h
 
 lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codespell, names that must not be committed
@@ -177,7 +177,7 @@ docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hoo
 hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
 
-# What both are written from
+# Sources of both pages
 CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \
     tools/commands.py tools/config_docs.py
 

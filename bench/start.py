@@ -1,7 +1,7 @@
 """Measure what gpushare adds to a container start: `create` of the same bundle with and without it.
 
-Each round runs every way once, and each way is first equally often, so that other load affects all ways alike. What a
-way adds is the difference from plain runc in the same round.
+Each round runs every way once, and each way is first equally often, so that other load affects all ways alike. The
+cost of a way is the difference from plain runc in the same round.
 
 `make bench-start` runs only this; published figures use ROUNDS=400. `RUNTIME=/path/to/wrapper` also measures another
 wrapper. `BEFORE=/other/tree/build` instead compares this build with another one, in pairs.

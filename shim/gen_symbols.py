@@ -77,7 +77,7 @@ def _row(path: Path, number: int, line: str) -> Row:
 
 
 def base_name(name: str) -> str:
-    """What cuGetProcAddress is asked for: the name without its version and per-thread-stream suffixes."""
+    """Return the name for cuGetProcAddress, which has no version and no per-thread-stream suffix."""
     return re.sub(r"(_v\d+)?(_pt[sd][sz])?$", "", name)
 
 
@@ -121,7 +121,7 @@ def exports(rows: tuple[Row, ...]) -> str:
 def docs(rows: tuple[Row, ...]) -> str:
     """docs/shim-symbols.md."""
     lines = [
-        "# What the shim intercepts",
+        "# Intercepted functions",
         "",
         "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions and",
         "nothing else: every other function of the driver is reached directly, at no cost.",

@@ -9,8 +9,8 @@
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
-# Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Only what knows nothing of CUDA
-# is in both libraries.
+# Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Both libraries contain only the
+# files that do not use CUDA.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
 SHIM_COMMON := $(addprefix core/,quota.c real.c region.c exports.c slot.c)
 SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))
@@ -77,7 +77,7 @@ $(call shim_library,cuda,$(1),$(2),$(3),$(4))
 $(call shim_library,nvml,$(1),$(2),$(3),$(4))
 endef
 
-# clang with the headers and symbols of any glibc, a package of Python's; its cache is not one of somebody's home.
+# clang with the headers and symbols of any glibc, from a Python package; its cache stays in build/.
 SHIM_ZIG = ZIG_GLOBAL_CACHE_DIR=$(CURDIR)/build/zig ZIG_LOCAL_CACHE_DIR=$(CURDIR)/build/zig $(VENV_PYTHON) -m ziglang cc
 SHIM_RELEASE_FLAGS := -ffile-prefix-map=$(CURDIR)=.
 SHIM_MACHINES := x86_64 aarch64

@@ -152,7 +152,7 @@ struct sim_queue {
     struct sim_slice slice[SIM_QUEUE_SLICES];
 };
 
-/* Which queue has the device, and for how much longer. */
+/* The queue that has the device, and the rest of its slice. */
 struct sim_schedule {
     uint32_t last; /* index + 1 of the queue that had the device last; 0: none yet */
     uint32_t held; /* its slice has not ended */

@@ -3,7 +3,7 @@
     install(root, MULTIUSER=True, ...)   installs it in a simulated host, with other values of its constants
 
 Its answers to commands, its files and their modes, and the commands that need control_privileged are as recorded from
-535.261.03 (tests/integration/test_mps_daemon.py runs the real daemon). What clients receive follows the documentation:
+535.261.03 (tests/integration/test_mps_daemon.py runs the real daemon). The limits of clients follow the documentation:
 at most 48 clients, the smaller of two limits, one user at a time, and a server keeps the limits that it started with.
 Protocol 3 is documented as well. It uses only the standard library, because it runs as a program of the simulated host.
 """

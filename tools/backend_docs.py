@@ -22,58 +22,58 @@ from gpushare.state.ledger import Ledger
 from gpushare.system import rootless
 
 HEAD = """\
-# Who holds a limit
+# Backends: what enforces a limit
 
 Generated from `hook/gpushare/allocation/backends` by `make docs`; a test compares them.
 
-A request names limits; a *backend* holds them. Memory and compute have holders of their own: `GPUSHARE_BACKEND=dmem` is
-memory by the kernel and compute by the shim.
+A request sets limits; a *backend* enforces them. Memory and compute can have different backends:
+with `GPUSHARE_BACKEND=dmem` the kernel enforces the memory limit and the shim the compute limit.
 
-* Without `GPUSHARE_BACKEND` (or `--backend`, or `gpushare.io/backend`), and with `auto`, each limit is held by the
-  first of `policy.allowed_backends` that can on that device. `[mps, shim]` makes MPS the usual one, and the shim what
-  comes where it is not running.
-* With names, `mps` or `dmem,mps`, each holds what it is for, and the shim what none of them is for. One that cannot is
-  refused, with the reason; it is not replaced. `any` takes a device where it can.
-* No limit is ever without a holder: the container does not start then.
-* `gpushare explain` says who holds what, and why: `held memory by dmem (asked); compute by shim (dmem does not hold
-  compute)`. The log of decisions has `backend=`.
-* The shim stands in every container. Whoever enforces a limit, the shim shows it and counts, and keeps it too where it
-  can.
-* All of a MIG device, without a limit, needs no backend for its memory: that is the hardware's.
-* Memory beyond the device (`GPUSHARE_OVERSUBSCRIBE`, `memory_scaling` above 1: [more](oversubscription.md))
-  is `oversubscribe` below, a name that nobody asks for: who holds the memory of such a share lets it go on, and that is
-  the shim alone.
+* Without `GPUSHARE_BACKEND` (or `--backend`, or `gpushare.io/backend`), and with `auto`, gpushare takes the first of
+  `policy.allowed_backends` that can enforce the limit on that device. With `[mps, shim]` it takes MPS, and the shim
+  where MPS is not running.
+* With names, `mps` or `dmem,mps`, each named backend enforces the limits that it can, and the shim the rest. A named
+  backend that cannot enforce its limits on this device is refused with the reason, and not replaced. `any` takes a
+  device on which it can.
+* A container with a limit that no backend can enforce does not start.
+* `gpushare explain` shows the backends and the reasons: `held memory by dmem (requested); compute by shim (dmem does
+  not enforce compute)`. The decision log has `backend=`.
+* The shim is in every container. It reports the limits and counts the use, whichever backend enforces the limits, and
+  enforces them too where it can.
+* All of a MIG device, without a limit, needs no backend for its memory: the hardware enforces its size.
+* `oversubscribe` below is memory beyond the device (`GPUSHARE_OVERSUBSCRIBE`, `memory_scaling` above 1:
+  [oversubscription](oversubscription.md)). A request cannot name it. Only the shim can enforce it.
 
 """
 
 DMEM = """
 ## dmem
 
-Linux 6.14, cgroup v2, driver 615 with CUDA 13.4. Found by the device's line in `dmem.capacity` of the root cgroup,
-`nvidia/<pci address>/vidmem`. The limit is `dmem.max` of the container's cgroup, and the same figure `dmem.min`:
-`gpushare-runtime` puts it into `linux.resources.unified`, and its hook (or `gpushare-hook`) sees to it that it is
-there. Or the container does not start: when its cgroup has no `dmem.max`, or other processes are in it, or the file
-does not say it afterwards. `gpushare limit set --memory` writes them anew; below what is in use newer kernels refuse
-that, and then nothing has changed.
+Needs Linux 6.14, cgroup v2, and driver 615 with CUDA 13.4. gpushare finds the device by its line in `dmem.capacity` of
+the root cgroup, `nvidia/<pci address>/vidmem`. The limit is `dmem.max` of the container's cgroup, and `dmem.min` has
+the same value. `gpushare-runtime` writes both to `linux.resources.unified`, and its hook (or `gpushare-hook`) checks
+them. The container does not start if its cgroup has no `dmem.max`, if other processes are in the cgroup, or if the
+file has another value after the write. `gpushare limit set --memory` writes both files again. Newer kernels refuse a
+value below the use, and then nothing changes.
 
-NVIDIA asks for limits to be set through NVML, which adds `dmem.min` to the cgroups above as well. This does not: that
-would stay there when the container ends. So what the kernel *protects* for a container is what the cgroups above it are
-given by hand, and what it *denies* is exact.
+NVIDIA recommends to set limits through NVML, which adds `dmem.min` to the parent cgroups as well. gpushare does not do
+that: the values would stay there after the container ends. So the kernel *denies* memory beyond the limit exactly, but
+*protects* a container's memory only as far as the administrator sets `dmem.min` in the parent cgroups.
 
-Where the kernel has no dmem controller, a driver of 615 and later counts for each cgroup by itself, and is told through
-`nvmlDeviceSetMemoryLimits_v1` (soft and hard limit the same figure), when the container is made and when the limit
-changes. The start then waits for NVML, which without persistence mode takes seconds.
+Where the kernel has no dmem controller, drivers from 615 on count the memory of each cgroup themselves. gpushare then
+calls `nvmlDeviceSetMemoryLimits_v1` (soft and hard limit with the same value) when the container is created and when
+the limit changes. The start waits for NVML, which takes seconds without persistence mode.
 
-All of this was tried on cgroup trees of plain files, where real crun wrote what `gpushare-runtime` had put into
-config.json, and with a stand-in for that NVML; on a kernel without the controller real runc and crun start nothing. It
-was **not run on hardware**; the check `dmem` of `make gpu-check` says whether a machine has
-the controller, and the GPU in it.
+The tests use cgroup trees of plain files, in which real crun wrote the values that `gpushare-runtime` put into
+config.json, and a stand-in for that NVML. On a kernel without the controller, real runc and crun refuse to start the
+container. This was **not run on hardware**; the check `dmem` of `make gpu-check` tells whether a machine has the
+controller with the GPU in it.
 """
 
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)
 PART = model.Device(0, "MIG-0", 0, "0000:01:00.0", "GPU", 4 << 30, 0, parent="GPU-0", mig_index=0)
 UNDIVIDED, DIVIDED = (), (PART,)
-# title, request, device, the node's MIG devices, backends that hold the compute of containers on the same device
+# title, request, device, the node's MIG devices, compute backends of other containers on the same device
 CASES: tuple[tuple[str, dict[str, Any], model.Device, tuple[model.Device, ...], tuple[str, ...]], ...] = (
     ("`mps` with a soft compute limit", {"backend": "mps", "compute_mode": "soft"}, GPU, UNDIVIDED, ()),
     ("`mps` with a high priority", {"backend": "mps", "priority": 1}, GPU, UNDIVIDED, ()),
@@ -123,7 +123,7 @@ def text() -> str:
     """Return the page."""
     rows = (*backends.BACKENDS.values(), backends.BEYOND)
     facts = (
-        ("holds", [" and ".join(row.enforces) for row in rows]),
+        ("enforces", [" and ".join(row.enforces) for row in rows]),
         ("enforced by", [row.enforced_by for row in rows]),
         ("can be bypassed by", [row.bypassed_by for row in rows]),
         ("changes while the container runs", [row.changes_live for row in rows]),
@@ -131,13 +131,13 @@ def text() -> str:
     )
     lines = ["| | " + " | ".join(f"`{row.name}`" for row in rows) + " |", "|---" * (len(rows) + 1) + "|"]
     lines += [f"| {label} | " + " | ".join(cells) + " |" for label, cells in facts]
-    bad = ["", "## What is refused", "", "On a host that has all of them:", "", "| asked | the reason |", "|---|---|"]
+    bad = ["", "## Refused combinations", "", "On a host with every backend:", "", "| request | reason |", "|---|---|"]
     bad += [f"| {what} | {refusal(asked, device, mig, beside)} |" for what, asked, device, mig, beside in CASES]
     bad += [
         "",
-        "Besides: what is not in `policy.allowed_backends`; MPS that is not running, or serves others",
-        "([mps.md](mps.md)); `dmem` where neither kernel nor driver has it, or no region; both for a user",
-        "without rights over the host; and `dmem` for `gpushare run`, whose programs have no cgroup of their own.",
+        "Also refused: a backend that is not in `policy.allowed_backends`; MPS that is not running or serves another",
+        "user ([mps.md](mps.md)); `dmem` without support in kernel and driver, or without a region of the device; MPS",
+        "and `dmem` for rootless users; and `dmem` for `gpushare run`, whose programs have no cgroup of their own.",
     ]
     return HEAD + "\n".join([*lines, *bad]) + "\n" + DMEM
 

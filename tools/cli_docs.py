@@ -21,8 +21,8 @@ Generated from the commands by `make docs`; a test compares them. The manual pag
 * On a terminal the output has colours and bars; columns that do not fit are listed below the table. In a pipe it is
   plain aligned text and never cut. `--no-color`, `NO_COLOR=1` and `TERM=dumb` turn colours off. Programs should read
   `--format json`: one document, or for `top` one per line.
-* An error is one line on standard error that begins with `gpushare: ` and says what to do. Bytes are numbers in JSON,
-  and use powers of 1024 in tables.
+* An error is one line on standard error that begins with `gpushare: ` and ends with what to do. Bytes are numbers in
+  JSON, and use powers of 1024 in tables.
 * Any unambiguous prefix of an ID works.
 * `source <(gpushare completion bash)` enables completion of commands, options and IDs (also for zsh and fish).
 * Most commands need root, because leases belong to root. For other users they show the user's own shares

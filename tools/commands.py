@@ -52,7 +52,7 @@ class Command(NamedTuple):
         return " ".join([PROGRAM, *self.words, *self.click.collect_usage_pieces(self.context)])
 
     def options(self) -> list[tuple[str, str]]:
-        """Return (syntax, meaning) for each option except those that all commands have."""
+        """Return (syntax, meaning) for each option, without the options that all commands have."""
         wanted = (one for one in self.click.get_params(self.context) if isinstance(one, click.Option))
         mine = (one for one in wanted if not {*one.opts} & _COMMON and not _is_format(one))
         found = (one.get_help_record(self.context) for one in mine)
@@ -330,7 +330,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         {
             "device": "index",
             "uuid": "",
-            "state": "`running`, `stopped`, `dead`, `changed` (its limits differ from those that were set)",
+            "state": "`running`, `stopped`, `dead`, `changed` (its limits are not the ones that were set)",
             "note": "why it is dead or changed, or which of its servers died; else empty",
             "pid": "pid of the control daemon; like the next three, null unless it runs",
             "uid": "user whose processes it serves; null also: all users",

@@ -21,8 +21,8 @@ HEAD = """\
 Generated from the table of keys in `hook/gpushare/config/keys.py` by `make docs`; a test compares them.
 
 One file for a host, `/etc/gpushare/config.yaml`, in YAML. Only `version` must be there; an unknown key is an error.
-`gpushare config check` reads the file and says what is wrong, with the line. A container that starts after a change
-uses the changed file; those that run keep what they were given. `config/config.yaml` is a sample with every key.
+`gpushare config check` reads the file and reports errors with their line. A container that starts after a change
+uses the changed file; running containers keep their limits. `config/config.yaml` is a sample with every key.
 `gpushare runtime configure --profile workstation` (or `cluster`) writes one to begin with.
 Where leases and limits are kept is no key but an option, `--state DIR` of the hook and of `gpushare`; without it they
 are in `/run/gpushare`, a tmpfs of its own.

@@ -17,40 +17,40 @@ HEAD = """\
 
 Generated from `hook/gpushare/request/dialects/registry.py` by `make docs`; a test compares them.
 
-A container that another scheduler has described needs no second description: gpushare reads what that scheduler
-writes into the container's environment and annotations, and keeps the limits itself. Nothing of the other system has
-to run.
+A container that another scheduler describes needs no second description. gpushare reads the variables and annotations
+that the scheduler writes, and enforces the limits itself. The scheduler's own node software does not have to run.
 
-* Our own names win, each over what others say about the same: with `GPUSHARE_MEMORY=4Gi` a foreign memory limit is
-  not even read, a foreign compute limit still counts. Where `policy.accept.widening` takes no variables, as in the
-  cluster profile, a variable that is larger than the foreign limit is ignored: an image can set it.
-* Two dialects that say the same are fine. Two that disagree are an error that names both words with their values.
-* `NVIDIA_VISIBLE_DEVICES=all`, which images set, gives way to a dialect that names devices. A list of others
+* GPUSHARE_* names override other dialects, each for its own setting. With `GPUSHARE_MEMORY=4Gi` a foreign memory limit
+  is not parsed; a foreign compute limit still counts. An image can set variables, so where `policy.accept.widening`
+  accepts none, as in the cluster profile, a variable that is larger than the foreign limit is ignored.
+* Two dialects may request the same. If they disagree, the container does not start, and the error names both variables
+  with their values.
+* `NVIDIA_VISIBLE_DEVICES=all`, which images set, yields to a dialect that names devices. A list of other devices
   contradicts it.
-* Limits for which nobody names a device ask for one, as ours do; those of an MPS client never ask. An annotation
-  reaches every container of a pod, so in a pod it counts for containers that name a device, and for one of them only.
-* A limit that is malformed, has no unit, or is for a device that the container does not get keeps the container from
-  starting, with the word and its value in the message.
-* Limits that are meant to go on in host memory do so where the node has a budget for it
-  (`oversubscription.host_memory`, [oversubscription.md](oversubscription.md)); elsewhere the container does not start,
-  and the message says which key is missing.
-* Words that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) do not: whoever sets a
-  variable of his container could lift his own limit. `policy.accept.switches` can allow it. They keep the other
-  system's own library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`, and so are a
-  way to have gpushare alone keep the limits.
-* `policy.accept.env` and `policy.accept.annotations` say where requests are listened to, and with
-  `policy.annotations: scoped`, as in the cluster profile, none of the annotations below counts. A limit that is not
-  listened to, in a container that gets a device, is refused, not forgotten. `policy.dialects` says whose words mean
-  something: all, but in the cluster profile none until you name your scheduler in `policy.dialects.enabled`, since
-  our own admission policy counts only what our own names ask for.
-* Of pods' annotations containerd passes on those that its configuration names; `gpushare runtime configure` adds these.
-* `gpushare explain BUNDLE` says which dialects were used, by which words, and what was ignored and why, also where
-  nothing is asked. `--format json` has the same as `request.dialect`, `request.sources`, `request.ignored`, and
-  `unused`.
-* `gpushare run` listens to our own names only.
+* Limits without devices request a device, as in gpushare's own dialect; limits of an MPS client do not. An annotation
+  reaches every container of a pod, so it counts for one container that names a device, and for no other.
+* A container does not start if a limit is malformed, has no unit, or is for a device that the container does not get.
+  The message has the variable and its value.
+* Limits that include host memory need a budget on the node (`oversubscription.host_memory`,
+  [oversubscription.md](oversubscription.md)). Without one the container does not start, and the message names the
+  missing key.
+* Variables that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) have no effect by
+  default, since a user could lift the limit of a container by setting one. `policy.accept.switches` allows them. They
+  also keep the other system's library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`,
+  so that gpushare alone enforces the limits.
+* `policy.accept.env` and `policy.accept.annotations` decide whether variables and annotations are accepted. With
+  `policy.annotations: scoped`, as in the cluster profile, none of the annotations below is. If a container gets a
+  device and a limit for it is not accepted, the container does not start. `policy.dialects` selects the dialects: all
+  by default, none in the cluster profile until you add your scheduler to `policy.dialects.enabled`, since
+  gpushare's admission policy counts GPUSHARE_* names only.
+* containerd passes on those annotations of a pod that its configuration lists; `gpushare runtime configure` adds these.
+* `gpushare explain BUNDLE` shows the dialects and values that were used, and which values were ignored and why, also
+  if the container requests nothing. `--format json` has the same as `request.dialect`, `request.sources`,
+  `request.ignored`, and `unused`.
+* `gpushare run` accepts GPUSHARE_* variables only.
 
-Slot: which device inside the container, from 0. Index: which device of the host, in PCI order. Minor: the number in
-`/dev/nvidia<minor>`. The three differ on many hosts.
+Slot: number of the device inside the container, from 0. Index: number of the device on the host, in PCI order. Minor:
+the number in `/dev/nvidia<minor>`. The three differ on many hosts.
 
 """
 
@@ -69,10 +69,10 @@ ABOUT = {
 
 def section(row: registry.Row) -> str:
     lines = [f"## {row.name}\n", f"{row.system}.\n"]
-    words = [("variable", word) for word in row.variables] + [("annotation", word) for word in row.annotations]
-    if words:
+    keys = [("variable", key) for key in row.variables] + [("annotation", key) for key in row.annotations]
+    if keys:
         lines += ["| name | where | about |", "|---|---|---|"]
-        lines += [f"| `{word.name}`{NUMBERS[word.number]} | {where} | {ABOUT[word.about]} |" for where, word in words]
+        lines += [f"| `{key.name}`{NUMBERS[key.number]} | {where} | {ABOUT[key.about]} |" for where, key in keys]
         lines.append("")
     lines += [f"* {label}: {text}." for label, text in (("Memory", row.memory), ("Compute", row.compute)) if text]
     lines += [f"* Only where `{row.gate}` is set."] if row.gate else []
@@ -84,16 +84,16 @@ def text() -> str:
     return HEAD + "\n".join(section(row) for row in registry.ROWS)
 
 
-TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. Written
-from it by `make docs`; a test compares. Start path."""
+TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
+generates this file; a test compares it. Start path."""
 
-# Beginnings of variables that ask for something
+# Prefixes of variables that request something
 BEGINNINGS = (
 {beginnings})
-# Beginnings of all variables
-WORDS = (
-{words})
-# Annotations, and what they begin with
+# Prefixes of all variables
+VARIABLES = (
+{variables})
+# Annotations, and their prefixes
 KEYS = frozenset((
 {keys}))  # fmt: skip
 KEY_BEGINNINGS = (
@@ -104,7 +104,7 @@ KEY_BEGINNINGS = (
 def triggers() -> str:
     lists = {
         "beginnings": registry.BEGINNINGS,
-        "words": registry.WORDS,
+        "variables": registry.VARIABLES,
         "keys": sorted(registry.KEYS),
         "key_beginnings": registry.KEY_BEGINNINGS,
     }

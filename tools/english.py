@@ -18,8 +18,16 @@ BOUNDS = TREE / "tools" / "english.txt"
 FIRST = "b9ab0e3"  # the first commit that this rule applies to
 SUBJECT_LENGTH = 72
 BANNED = {
-    r"\b(?:nobody|somebody|everybody|whoever|whomever)\b": "name the process, container or user",
+    r"\b(?:nobody(?![\":])|somebody|everybody|whoever|whomever)\b": "name the process, container or user",
     r"(?:^|[.!?:;]\s+|\"\"\"|#\s*|/\*\s*)(?-i:Who|Whose|Whom) (?![^.]*\?)": "do not start with Who",
+    r"(?:\"\"\"|(?<!#)#\s+|/\*\s*|(?<!\*)[.!;:]\s+)"
+    r"(?-i:What|Whatever|Which|Whichever|That which) (?![^.]*\?)": "name the thing",
+    r"\b(?:those|these) (?:that|which|who|whose)\b": "repeat the noun",
+    r"\b(?:is|are|was|were|be|been) (?:said|told(?! apart)|asked)\b": "set, reported, requested",
+    r"\bsays? (?:it|so|which|what|nothing|that|who|how|whether)\b": "sets, reports, names, describes",
+    r"\blook(?:s|ed|ing)? at\b|\ba look\b(?!-up)": "read, check, probe",
+    r"\b(?:goes|go|going|went|gone) (?:round|around)\b": "bypass",
+    r"\bknows? (?:of|nothing)\b": "depends on, contains, detects",
     r"\b(?:anew)\b": "again",
     r"\b(?:he|him|his)\b": "repeat the noun",
     r"\b(?:hears?|heard|hearing|listens? to|speaks?|spoken|lies|liars?)\b": "parses, accepts, reports, spoofs",
@@ -35,7 +43,8 @@ _SKIPPED = re.compile(r"(^|/)(test_)?english\.py$|^tests/(fuzz/corpus|schemas|go
 
 
 def problems(text: str) -> list[tuple[int, str, str]]:
-    """Return (line, text, suggestion) for each banned construction."""
+    """Return (line, text, suggestion) for each banned construction, also in names of tests."""
+    text = re.sub(r"\bdef test_\w+", lambda match: match.group().replace("_", " "), text)
     found = [
         (text.count("\n", 0, match.start()) + 1, match.group().strip(), use)
         for pattern, use in _PATTERNS

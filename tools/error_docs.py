@@ -19,7 +19,7 @@ HEAD = """\
 
 `make docs` generates the second half of this page from the sources, and a test compares them, so no message is missing.
 
-`gpushare doctor` finds problems of a host, tries a share over its driver, and says what to do. The reason why a container was refused is in the
+`gpushare doctor` finds problems of a host, tries a share over its driver, and tells you what to do. The reason why a container was refused is in the
 engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
 `gpushare explain BUNDLE` shows what a container would get, and why, without starting it.
 
@@ -95,7 +95,7 @@ ADVICE = {
     ("allocation/limit_update.py", "limits file"): _REMOVE,
     (
         "allocation/backends/mps/control.py",
-        "MPS did not take",
+        "MPS did not accept",
     ): "request a limit that it supports, or see the daemon's log",
     (
         "allocation/backends/mps/control.py",
@@ -116,7 +116,7 @@ ADVICE = {
     ("state/storage.py", ""): _REMOVE,
     (
         "allocation/backends/__init__.py",
-        "nothing holds",
+        "no backend can",
     ): "use another device or backend, as the message says ([backends](backends.md))",
     ("cli/export.py", ""): "use another --port or --socket, or run as root",
     ("core/errors.py", ""): _FULL,

@@ -126,7 +126,7 @@ def _of_call(call: ast.Call, file: str, local: Local) -> Optional[Message]:
     else:
         return None
     text = _text(_argument(call, reason, ("message", "problem")), local)
-    # placement.py: the other ending says that too few devices fit
+    # placement.py: the other ending is for too few devices that fit
     text = text.replace("{found} {", "no device fits {", 1)
     said = _hint(_argument(call, hint, ("hint",)), local)
     return Message(kind, file, call.lineno, before + text, said) if text else None

@@ -114,7 +114,7 @@ def run_all(parts: list[Part]) -> int:
 
 
 def summary(parts: list[Part], results: dict[str, tuple[int, float]]) -> str:
-    """Return a line for each part, and the command that reruns those that did not pass.
+    """Return a line for each part, and the command that reruns the parts that did not pass.
 
     `results`: (exit code, seconds).
     """

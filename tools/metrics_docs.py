@@ -27,37 +27,39 @@ Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a tes
       - job_name: gpushare
         static_configs: [{{targets: ["127.0.0.1:{PORT}"]}}]
 
-It serves on loopback, without password or encryption; `--listen 0.0.0.0` is for everybody who reaches the host. It
-needs root (leases are root's) and the host's pid namespace; for another user it shows what he has himself. Alert
-rules for Prometheus are in `packaging/metrics/alerts.yaml`, a dashboard for Grafana in
-`packaging/metrics/dashboard.json` (from a package: below `/usr/share/doc/gpushare`).
+The exporter listens on loopback, without password or encryption. With `--listen 0.0.0.0` every machine that reaches the
+host can read the metrics. It needs root (leases belong to root) and the host's pid namespace; run by another user it
+shows the programs of that user. `packaging/metrics` has alert rules for Prometheus (`alerts.yaml`) and a dashboard for
+Grafana (`dashboard.json`); a package installs them below `/usr/share/doc/gpushare`.
 
-* `container`, `pod` and `namespace` are those of Kubernetes, from the container's `config.json`; outside of a pod
-  `container` is its id and the others are empty. `id` is always the engine's id, `slot` the device's number in the
-  container.
-* A container is shown while it runs; its counters begin at 0 when it starts. What its processes say of themselves is
-  not believed beyond what the device has.
-* What NVML says is of the last look (`--interval`, 10 seconds). A series is missing where nobody knows its value: NVML
-  does not answer, the device does not measure it, there is no limit.
+* `container`, `pod` and `namespace` are the names in Kubernetes, from the container's `config.json`. Outside of a pod
+  `container` is the id, and the other two are empty. `id` is always the engine's id, and `slot` the device's number in
+  the container.
+* A container has metrics while it runs; its counters start at 0. Values that its processes report count up to the
+  size of the device and not beyond.
+* Values from NVML are those of the last query (`--interval`, 10 seconds). A series is missing if there is no value:
+  NVML does not answer, the device does not measure it, or there is no limit.
 
 """
 TAIL = """
-## When a program goes round the shim
+## When a program bypasses the shim
 
-A program can load the driver's library by its path and allocate without asking the shim
-([security.md](security.md)). At every interval `gpushare export` asks NVML for the memory of each process, finds the
-container of each by its cgroup, else by its pid namespace, and compares the sum with the container's limit:
+A program can load the driver's library by its path and allocate memory without the shim
+([security.md](security.md)). At every interval `gpushare export` reads the memory of each process from NVML, finds the
+container of each process by its cgroup or its pid namespace, and compares the sum with the container's limit:
 
-* `gpushare_memory_physical_bytes` is that sum, `gpushare_memory_over_bytes` what of it is beyond the limit. The size of
-  CUDA contexts is known only about, so 64 MiB, or a quarter of a context where that is more, are allowed for each
-  process; on a device of which the container has no share nothing is. The limit of a share that goes on in host
-  memory is here what it has on both together.
-* Over at two looks in a row: one line in `log.decisions` (`decision=exceeded`, [log.md](log.md)), one more in
-  `gpushare_exceeded_total`. There is another when it has been below in between.
-* With `reconcile.action: stop` in the configuration its first process and those that hold the memory are killed.
-* Less than the allowance, less than two intervals, and device time are not seen: this is a watch, not a limit.
-  A process that NVML shows without a size counts as 0; programs of `gpushare run` without rights share a cgroup, so
-  only their first process is theirs.
+* `gpushare_memory_physical_bytes` is that sum, and `gpushare_memory_over_bytes` its part beyond the limit. The size of
+  a CUDA context is not known exactly, so each process may use 64 MiB, or a quarter of a context if that is more. On a
+  device of which the container has no share, nothing is allowed. For an oversubscribed share the limit here is that of
+  device and host together.
+* If the container is over the limit at two queries in a row, gpushare writes one line to `log.decisions`
+  (`decision=exceeded`, [log.md](log.md)) and adds one to `gpushare_exceeded_total`. It does so again only after the
+  container was below the limit.
+* With `reconcile.action: stop` in the configuration, gpushare kills the container's first process and the processes
+  that hold the memory.
+* This is a check, not a limit: it does not see amounts below the allowance, uses shorter than two intervals, or device
+  time. A process that NVML shows without a size counts as 0. Programs of `gpushare run` without root share a cgroup,
+  so only the first process of each is attributed to it.
 """
 
 

@@ -1,7 +1,7 @@
-"""What a snapshot has in memory, and how it goes on. snapshot.c runs this once, in the tree, with the files of our
-modules on standard input; two builds must make the same objects in the same order. A start that wants a module which
-is not here becomes the ordinary program with the same command line: at once where the configuration is read, since
-nothing is held by then; else after the work that it stopped is undone."""
+"""Fill a snapshot's memory, and resume it. snapshot.c runs this once, in the tree, with the files of gpushare's
+modules on standard input; two builds must make the same objects in the same order. A start that needs a module which
+is not here becomes the ordinary program with the same command line: at once while the configuration is read, since
+nothing is reserved by then; later only after the start is undone."""
 
 import _ctypes
 import _signal
@@ -60,7 +60,7 @@ FIRST = ("gpushare.config.config", "pynvml")  # with which a start begins that c
 
 
 class Others:
-    """Finds modules last: those that the snapshot does not have."""
+    """Finder for modules that the snapshot does not have; the last one in sys.meta_path."""
 
     umask = 0
     ignored: tuple = ()

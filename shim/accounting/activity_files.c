@@ -207,7 +207,7 @@ static void inherit_from_dead(struct gs_compute *c, struct gs_page *page, _Atomi
                               uint64_t owner) {
     struct gs_activity last = page->buffer[atomic_load(&page->index) & 1];
     if (atomic_compare_exchange_strong(at, &owner, 0))
-        gs_throttle_inherit(&c->law, &last, c->env.now(c->env.arg));
+        gs_throttle_inherit(&c->throttle, &last, c->env.now(c->env.arg));
 }
 
 /* Read the other contexts of this container, in this process and in others. */
@@ -274,7 +274,7 @@ uint32_t gs_activity_others_ppm(const struct gs_compute *c) {
     struct index index = current_index((unsigned)c->dev);
     uint64_t ppm = 0;
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
-        if (i != c->law.container && is_used(&index, i)) {
+        if (i != c->throttle.container && is_used(&index, i)) {
             struct gs_throttle_limit granted = granted_to(&index, i);
             ppm += gs_throttle_may_have(&granted);
         }
@@ -310,7 +310,7 @@ void gs_activity_slices(int dev,
 }
 
 unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned max) {
-    struct reading r = {.c = c, .out = out, .max = max, .granted = c->law.limit};
+    struct reading r = {.c = c, .out = out, .max = max, .granted = c->throttle.limit};
     const struct gs_device_limit *limit = device[c->dev].limit;
     int saved = errno;
     uint32_t mine = __atomic_load_n(&limit->page, __ATOMIC_RELAXED);

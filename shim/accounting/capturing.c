@@ -4,21 +4,21 @@
 
 _Atomic uint32_t gs_captures;
 
-static struct gs_capture_timeout blind;
+static struct gs_capture_timeout timeout;
 
 void gs_capture_opened(void) {
     uint64_t now = gs_compute_now();
     if (!atomic_fetch_add(&gs_captures, 1))
-        gs_capture_timeout_begin(&blind, now);
+        gs_capture_timeout_begin(&timeout, now);
 }
 
 void gs_capture_closed(void) {
-    gs_capture_timeout_end(&blind, gs_compute_now());
+    gs_capture_timeout_end(&timeout, gs_compute_now());
     atomic_fetch_sub(&gs_captures, 1);
 }
 
-bool gs_captures_blind(void) {
-    return atomic_load(&gs_captures) && gs_capture_timed_out(&blind, gs_compute_now());
+bool gs_captures_stop_markers(void) {
+    return atomic_load(&gs_captures) && gs_capture_timed_out(&timeout, gs_compute_now());
 }
 
 /* A launch into a capturing stream does not run now; the launch of its graph will count. */

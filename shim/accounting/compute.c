@@ -43,10 +43,10 @@ void gs_compute_limits(struct gs_compute *c) {
     struct gs_throttle_limit limit =
         gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority, now.weight);
     c->limits_seen = now.generation;
-    if (limit.ppm > c->law.limit.ppm)
-        cap_debt(c->law.bucket);
-    c->law.limit = limit;
-    c->law.rate_ppm = limit.weight ? c->law.rate_ppm : limit.ppm;
+    if (limit.ppm > c->throttle.limit.ppm)
+        cap_debt(c->throttle.bucket);
+    c->throttle.limit = limit;
+    c->throttle.rate_ppm = limit.weight ? c->throttle.rate_ppm : limit.ppm;
     c->stopped = now.flags & GS_DEVICE_PAUSED;
 }
 
@@ -72,7 +72,7 @@ bool gs_compute_is_paused(int dev, uint64_t *generation) {
 /* While launches are held, detect completion of the work on the device and publish it to peers.
  * Return when to check again. */
 uint64_t gs_compute_stopped(struct gs_compute *c) {
-    struct gs_throttle *t = &c->law;
+    struct gs_throttle *t = &c->throttle;
     uint64_t now = gs_compute_now();
     gs_throttle_launched(t);
     gs_throttle_sync_end(t);
@@ -105,16 +105,17 @@ static bool is_in_capture(CUstream stream) {
 
 /* Not during a capture: creating a stream may invalidate it. */
 static int record_probe_event(struct gs_compute *c) {
-    if (c->no_looks || atomic_load(&gs_captures))
+    if (c->no_probe_stream || atomic_load(&gs_captures))
         return -1;
-    if (!c->looks && (!GS_REAL(cuStreamCreate) ||
-                      GS_REAL(cuStreamCreate)(&c->looks, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)) {
-        c->looks = NULL;
-        c->no_looks = true;
+    if (!c->probe_stream &&
+        (!GS_REAL(cuStreamCreate) ||
+         GS_REAL(cuStreamCreate)(&c->probe_stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)) {
+        c->probe_stream = NULL;
+        c->no_probe_stream = true;
         return -1;
     }
     uint64_t marked_ns = c->marked_ns;
-    int event = gs_clock_mark(c, c->looks);
+    int event = gs_clock_mark(c, c->probe_stream);
     c->marked_ns = marked_ns;
     return event;
 }
@@ -200,21 +201,21 @@ static struct gs_compute *make_record(const struct gs_here *here) {
     c->leaves = false;
     c->dev = here->dev;
     c->streams = c->per_thread = 0;
-    c->has_legacy = c->no_looks = false;
-    c->looks = NULL;
+    c->has_legacy = c->no_probe_stream = false;
+    c->probe_stream = NULL;
     struct gs_activity left;
     gs_activity_claim(c, &left);
     c->env =
         (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
-    gs_throttle_init(&c->law, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
+    gs_throttle_init(&c->throttle, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      load_relaxed(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
     uint32_t slice_ns = load_relaxed(&l->slice_ns), switch_ns = load_relaxed(&l->switch_ns);
-    c->law.slice_ns = slice_ns ? slice_ns : c->law.slice_ns;
-    c->law.switch_ns = switch_ns ? switch_ns : c->law.switch_ns;
+    c->throttle.slice_ns = slice_ns ? slice_ns : c->throttle.slice_ns;
+    c->throttle.switch_ns = switch_ns ? switch_ns : c->throttle.switch_ns;
     c->limits_seen = 0;
     gs_compute_limits(c);
-    gs_throttle_inherit(&c->law, &left, gs_compute_now());
+    gs_throttle_inherit(&c->throttle, &left, gs_compute_now());
     atomic_store(&c->context, here->context);
     gs_unlock(c->lock);
     atomic_store(&table[i], c);
@@ -247,7 +248,7 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
         return;
     gs_lock(c->lock);
     if (atomic_load(&c->context) == context && !c->leaves) { /* no other thread was first */
-        struct gs_throttle *t = &c->law;
+        struct gs_throttle *t = &c->throttle;
         c->peers_read = false;
         if (!t->capturing && !atomic_load(&gs_captures))
             gs_throttle_sync_end(t);
@@ -267,7 +268,7 @@ void gs_compute_context_goes(struct gs_leaving *leaving, CUcontext context) {
 /* Its events and its probe stream were destroyed with it. */
 static void release_record(struct gs_compute *c) {
     memset(&c->clock, 0, sizeof(c->clock));
-    c->looks = NULL;
+    c->probe_stream = NULL;
     gs_activity_give(c);
     atomic_store(&c->context, NULL);
     atomic_fetch_sub(&gs_computes, 1);
@@ -287,9 +288,9 @@ void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool s
     uint64_t now = gs_compute_now();
     int64_t took = (int64_t)(now - min64(now, leaving->since_ns));
     stays |= was_refused(result);
-    if (!stays && leaving->since_ns && c->law.limit.mode != GS_THROTTLE_UNLIMITED &&
+    if (!stays && leaving->since_ns && c->throttle.limit.mode != GS_THROTTLE_UNLIMITED &&
         (result == CUDA_SUCCESS || took > leaving->paid_ns))
-        gs_throttle_adjust(&c->law, took - leaving->paid_ns, now);
+        gs_throttle_adjust(&c->throttle, took - leaving->paid_ns, now);
     c->leaves = false;
     if (!stays)
         release_record(c);
@@ -321,7 +322,7 @@ void gs_compute_changed(const void *function) {
         gs_lock(c->lock);
         for (unsigned k = 0; k < GS_PREDICTORS; k++)
             if (c->function[k].function == function)
-                c->function[k].law.samples = 0;
+                c->function[k].predictor.samples = 0;
         gs_unlock(c->lock);
     }
 }

@@ -29,7 +29,7 @@ void gs_compute_forget_all(void);
 extern _Atomic uint32_t gs_captures;
 /* Return whether a capture is open and has not yet been open for so long that the limit could not
  * be enforced. */
-bool gs_captures_blind(void);
+bool gs_captures_stop_markers(void);
 bool gs_compute_is_capturing(CUstream stream);
 void gs_capture_opened(void);
 void gs_capture_closed(void);

@@ -11,15 +11,15 @@
 #define GS_EVENTS (GS_SEGMENTS * (GS_STREAMS + 2)) /* the maximum in flight, and a few more */
 
 struct gs_known_stream {
-    struct gs_throttle_stream law; /* `id` is its number in the table */
-    CUstream handle;               /* NULL: free */
+    struct gs_throttle_stream throttle; /* `id` is its number in the table */
+    CUstream handle;                    /* NULL: free */
     uint64_t name;           /* cuStreamGetId, or the thread of a per-thread stream; 0: none */
     uint32_t used, unmarked; /* `unmarked`: consecutive markers that could not be recorded */
     bool blocks;             /* the legacy stream waits for this stream, and this stream for it */
 };
 
 struct gs_known_function {
-    struct gs_predictor law;
+    struct gs_predictor predictor;
     const void *function;
     struct gs_grid grid;
     uint32_t used;
@@ -41,7 +41,7 @@ struct gs_compute {
     _Atomic(CUcontext) context; /* NULL: free */
     _Atomic uint32_t *lock;
     int dev;
-    struct gs_throttle law;
+    struct gs_throttle throttle;
     struct gs_throttle_env env;
     uint64_t limits_seen; /* generation */
     struct gs_page *page; /* `unshared` if no other is available */
@@ -55,10 +55,10 @@ struct gs_compute {
     bool mixed;          /* the legacy and other blocking streams have unmarked launches */
     uint32_t per_thread; /* number of per-thread streams */
     uint32_t tick, peers_n;
-    uint64_t marked_ns; /* host time of the last marker */
-    CUstream looks;     /* the shim's stream for probe events; NULL: none yet */
-    bool no_looks;      /* that stream could not be created */
-    uint32_t streams;   /* known_stream[] is in use below this index */
+    uint64_t marked_ns;    /* host time of the last marker */
+    CUstream probe_stream; /* the shim's stream for probe events; NULL: none yet */
+    bool no_probe_stream;  /* that stream could not be created */
+    uint32_t streams;      /* known_stream[] is in use below this index */
     struct gs_known_stream stream[GS_STREAMS_KNOWN];
     struct gs_known_function function[GS_PREDICTORS];
     struct gs_clock clock;

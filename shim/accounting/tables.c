@@ -44,9 +44,9 @@ static struct gs_known_stream *room_for_stream(struct gs_compute *c) {
     struct gs_known_stream *oldest = NULL;
     for (uint32_t i = 0; i < c->streams; i++) {
         struct gs_known_stream *s = &c->stream[i];
-        if (!s->handle && !s->law.dirty)
+        if (!s->handle && !s->throttle.dirty)
             return s;
-        if (!s->law.dirty && (!oldest || c->tick - s->used > c->tick - oldest->used))
+        if (!s->throttle.dirty && (!oldest || c->tick - s->used > c->tick - oldest->used))
             oldest = s;
     }
     if (c->streams < GS_STREAMS_KNOWN)
@@ -63,8 +63,8 @@ struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream)
     if (!s || s->name != name) {
         if (!s && !(s = room_for_stream(c)))
             return NULL;
-        if (!s->law.dirty)
-            s->law = (struct gs_throttle_stream){.id = (uint32_t)(s - c->stream)};
+        if (!s->throttle.dirty)
+            s->throttle = (struct gs_throttle_stream){.id = (uint32_t)(s - c->stream)};
         s->handle = stream;
         s->name = name;
         s->blocks = is_blocking(stream);
@@ -77,7 +77,7 @@ struct gs_known_stream *gs_compute_stream(struct gs_compute *c, CUstream stream)
 
 /* Return whether an interval that is not charged yet lists this function. */
 static bool is_noted(const struct gs_compute *c, const struct gs_known_function *f) {
-    return f->law.noted && c->law.number - f->law.noted <= GS_SEGMENTS;
+    return f->predictor.noted && c->throttle.number - f->predictor.noted <= GS_SEGMENTS;
 }
 
 struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *function,
@@ -93,7 +93,7 @@ struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *funct
         struct gs_known_function *f = &set[i];
         if (f->function == function && memcmp(&f->grid, &grid, sizeof(grid)) == 0) {
             f->used = c->tick;
-            return &f->law;
+            return &f->predictor;
         }
         if (!oldest || (!f->function && oldest->function) ||
             (is_noted(c, oldest) && !is_noted(c, f)) ||
@@ -106,15 +106,15 @@ struct gs_predictor *gs_compute_function(struct gs_compute *c, const void *funct
     oldest->function = function;
     oldest->grid = grid;
     oldest->used = c->tick;
-    gs_predictor_init(&oldest->law);
-    return &oldest->law;
+    gs_predictor_init(&oldest->predictor);
+    return &oldest->predictor;
 }
 
 bool gs_compute_is_mixed(struct gs_compute *c) {
     bool legacy = false, others = false;
     for (uint32_t i = 0; c->has_legacy && i < c->streams; i++) {
         const struct gs_known_stream *s = &c->stream[i];
-        if (s->law.dirty && s->blocks)
+        if (s->throttle.dirty && s->blocks)
             *(s->handle == CU_STREAM_LEGACY ? &legacy : &others) = true;
     }
     return legacy && others;

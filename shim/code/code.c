@@ -1,4 +1,4 @@
-/* What the code of a context takes. The driver puts code and global data of all modules of a
+/* Charges for the code of a context. The driver puts code and global data of all modules of a
  * context into shared blocks, so their bytes are added up, and the sum is rounded to blocks once.
  *
  * In gs_loaded, for each context: one entry with the sum (`extra` = bytes, `bytes` = what is
@@ -33,7 +33,7 @@ static uint64_t sum_key(uint64_t context) {
     return mixed(context, UINT64_C(0x636f6465), 0);
 }
 
-/* The caller holds lock_context. What it takes out it puts back: settle(). */
+/* The caller holds lock_context, and puts the entry back with settle(). */
 static struct gs_entry take_sum(uint64_t context, int dev) {
     struct gs_entry sum;
     if (!gs_map_take(&gs_loaded, sum_key(context), &sum))

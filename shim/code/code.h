@@ -12,7 +12,7 @@
 #define GS_PART_ALL UINT64_MAX
 
 bool gs_lazy_loading(void);
-/* 10 * major + minor of a device's compute capability; 0 when the driver does not say. */
+/* 10 * major + minor of a device's compute capability; 0 if the driver does not report it. */
 unsigned gs_arch(CUdevice device);
 /* Charge `bytes` of code to a context. `exact` false: a bound, charged even over the limit.
  * Returns CUDA_ERROR_OUT_OF_MEMORY when the limit has no room. */
@@ -20,12 +20,12 @@ CUresult gs_code_take(const struct gs_here *here, uint64_t bytes, bool exact);
 void gs_code_give(uint64_t context, int dev, uint64_t bytes);
 /* Is a part of `owner` (a module or library) charged in a context? Zero bytes count as charged. */
 bool gs_code_is_charged(uint64_t owner, const struct gs_here *here, uint64_t part);
-/* Record a part whose bytes were taken; gives them back when another thread was first. */
+/* Record a part whose bytes were charged; release them if another thread was first. */
 CUresult gs_code_record(uint64_t owner, const struct gs_here *here, uint64_t part, uint64_t bytes);
-/* What a part of an image takes, read while lock_context keeps the image. */
+/* The bytes of a part of an image, read while lock_context keeps the image. */
 struct gs_part {
     uint64_t part, bytes;
-    uint64_t shared; /* what is loaded with any part, 0 where `bytes` has it */
+    uint64_t shared; /* bytes that are loaded with any part; 0 if `bytes` includes them */
     bool known;
 };
 struct gs_part gs_part_of(const struct gs_image *image, uint64_t part);
@@ -33,7 +33,7 @@ struct gs_part gs_part_of(const struct gs_image *image, uint64_t part);
 CUresult gs_part_use(uint64_t owner, const struct gs_here *here, const struct gs_part *part);
 /* The device of a context that this process made; false when it is not known. */
 bool gs_here_of_context(CUcontext context, struct gs_here *here);
-/* `owner` was unloaded: give back what its parts took in every context. */
+/* `owner` was unloaded: release the bytes of its parts in every context. */
 void gs_code_forget(uint64_t owner);
 
 /* ---- module.c and library.c -------------------------------------------------------------------

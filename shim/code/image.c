@@ -102,7 +102,7 @@ static Elf64_Shdr section_of(const struct cubin *c, uint32_t i) {
     return section;
 }
 
-/* A section's name, "" when it lies outside of the file. */
+/* A section's name, "" if it is outside of the file. */
 static const char *name_of(const struct cubin *c, const Elf64_Shdr *section) {
     if (section->sh_name >= c->names.sh_size)
         return "";
@@ -268,7 +268,7 @@ static unsigned fit(const struct fatbin_entry *entry, unsigned arch) {
                    : 0;
     if (entry->kind == KIND_PTX)
         return unknown || entry->arch <= arch ? 1000 + entry->arch : 0;
-    return 1; /* a form that is not known here: of several, the best that is */
+    return 1; /* an unknown kind: any known kind that fits wins */
 }
 
 /* CUDA_FORCE_PTX_JIT makes the driver pass over cubins: any entry may be the one. */
@@ -324,7 +324,7 @@ static struct gs_image *fatbin(const unsigned char *data, size_t size, unsigned 
     return most;
 }
 
-/* What a file may hold, too: no wrapper, which has addresses in it. */
+/* Read an image that may come from a file: not a wrapper, which contains addresses. */
 static struct gs_image *plain(const void *image, size_t size, unsigned arch) {
     uint32_t magic;
     if (size < sizeof(magic))

@@ -15,7 +15,7 @@ struct gs_kernel {
 struct gs_image {
     uint64_t shared; /* global data, constants and code that belong to no kernel */
     uint64_t all;    /* `shared` and every kernel */
-    bool known;      /* false: a part cannot be read, and the sizes are bounds from above */
+    bool known;      /* false: a part cannot be read, and the sizes are upper bounds */
     uint32_t n_kernels;
     struct gs_kernel kernel[]; /* by ascending hash */
 };
@@ -24,7 +24,7 @@ struct gs_image {
  * it is unknown, `arch` 10 * major + minor of the device's compute capability, 0 where unknown.
  * Never fails for lack of understanding: the driver then refuses the image. NULL: no memory. */
 struct gs_image *gs_image_read(const void *image, size_t size, unsigned arch);
-/* Read an image file; one that cannot be read takes 0 bytes, and the driver says why. */
+/* Read an image file; an unreadable file takes 0 bytes, and the driver reports the reason. */
 struct gs_image *gs_image_read_file(const char *path, unsigned arch);
 /* Hash of a kernel's name, never 0. */
 uint64_t gs_image_hash(const char *name, size_t length);

@@ -30,7 +30,7 @@ static uint64_t threads_of(CUdevice device) {
     return processors > 0 && threads > 0 ? (uint64_t)processors * (uint64_t)threads : 0;
 }
 
-/* Local memory of one thread, 0 when the driver does not say. */
+/* Local memory of one thread, 0 if the driver does not report it. */
 static uint64_t bytes_of(const void *function, CUdevice device) {
     __typeof__(&cuFuncGetAttribute) of_function = GS_REAL(cuFuncGetAttribute);
     __typeof__(&cuKernelGetAttribute) of_kernel = GS_REAL(cuKernelGetAttribute);

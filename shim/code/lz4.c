@@ -1,4 +1,4 @@
-/* One LZ4 block, as fat binaries hold them. Only what lies within both buffers is touched. */
+/* Decode one LZ4 block of a fat binary, without access outside of both buffers. */
 #include <string.h>
 
 #include "image.h"

@@ -171,10 +171,10 @@ GS_EXPORT CUresult CUDAAPI cuModuleGetSurfRef(CUsurfref *pSurfRef, CUmodule hmod
 GS_EXPORT CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction *functions, unsigned int n,
                                                       CUmodule mod) {
     GS_NEED(real, cuModuleEnumerateFunctions);
-    GS_USE(mod, GS_PART_ALL, functions, n, mod); /* nothing says which will be used */
+    GS_USE(mod, GS_PART_ALL, functions, n, mod); /* the program may use any of them */
 }
 
-/* A function that was asked for by name is charged by then. */
+/* A function that the program got by name was charged at that call. */
 GS_EXPORT CUresult CUDAAPI cuFuncLoad(CUfunction function) {
     GS_NEED(real, cuFuncLoad);
     return real(function);

@@ -1,6 +1,6 @@
-/* The size of what PTX text declares. Only declarations are read; an array size that is not made of
- * numbers and + - * / % << >> and parentheses makes the module too large for any limit: compilers
- * write plain numbers. */
+/* The size of the variables that PTX text declares. Only declarations are read; an array size that
+ * is not made of numbers and + - * / % << >> and parentheses makes the module too large for any
+ * limit: compilers write plain numbers. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <string.h>
@@ -82,7 +82,7 @@ static uint64_t number(struct text *t) {
     return value;
 }
 
-/* What does not fit 64 bits, or is negative, is not a size. */
+/* A value that does not fit 64 bits, or is negative, is not a size. */
 static uint64_t product(struct text *t) {
     uint64_t value = number(t);
     while (!t->bad) {

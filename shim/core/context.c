@@ -1,11 +1,11 @@
-/* Contexts as wrappers meet them: the current one, its device, and what was charged for it. */
+/* Contexts for wrappers: the current one, its device, and its charge. */
 #include "context.h"
 
 struct gs_map gs_memory;
 struct gs_map gs_contexts;
 static int slot_of_ordinal[GS_MAX_ORDINALS]; /* plus 1, so that nothing is granted at first */
 
-/* A thread's current context seldom changes; `epoch` changes when any context goes. */
+/* A thread's current context seldom changes; `epoch` changes when any context is destroyed. */
 static _Atomic uint32_t epoch = 1;
 static _Thread_local struct {
     struct gs_here here;
@@ -63,7 +63,7 @@ bool gs_context_learn(CUcontext context, CUdevice device, uint64_t bytes) {
     return true;
 }
 
-/* A context that no wrapper saw being made (a library's private way): charged as it is found. */
+/* Charge a context that no wrapper saw being created (by a library's private interface). */
 static bool find_out(CUcontext context, struct gs_here *here) {
     struct gs_self *self = gs_self();
     __typeof__(&cuCtxGetDevice) get_device = GS_REAL(cuCtxGetDevice);

@@ -1,4 +1,4 @@
-/* Which context is current, and which device it is on: what every wrapper asks first. */
+/* The current context and its device, which every wrapper reads first. */
 #ifndef GPUSHARE_CONTEXT_H
 #define GPUSHARE_CONTEXT_H
 
@@ -25,14 +25,14 @@ struct gs_here {
 };
 /* The calling thread's current context; false when there is none. */
 bool gs_here(struct gs_here *here);
-/* A device's slot in the limits file, GS_NO_DEV when it was not granted. */
+/* Return a device's slot in the limits file, GS_NO_DEV if it was not granted. */
 int gs_dev_of(CUdevice device);
 /* Filled in by cuInit. */
 void gs_devices_learn(void);
 /* The device that a stream works on. */
 bool gs_here_of_stream(CUstream stream, struct gs_here *here);
 
-/* A stream as it was given to a function of per-thread streams. */
+/* The stream that a function of per-thread streams means by this argument. */
 static inline CUstream gs_per_thread(CUstream stream) {
     return stream ? stream : CU_STREAM_PER_THREAD;
 }
@@ -40,20 +40,20 @@ static inline CUstream gs_per_thread(CUstream stream) {
 /* Addresses of device memory that this process has. */
 extern struct gs_map gs_memory;
 
-/* ---- the table of contexts, for those who make and destroy them ------------------------------ */
+/* ---- the table of contexts, for functions that create and destroy them ----------------------- */
 
 /* context -> entry: bytes = its charge, extra = device | attached uses << 32 */
 extern struct gs_map gs_contexts;
 static inline uint64_t gs_context_key(CUcontext context) {
     return (uint64_t)(uintptr_t)context;
 }
-/* What a context takes on a device, by the limits file. */
+/* The memory that a context takes on a device, by the limits file. */
 uint64_t gs_context_overhead(int dev);
-/* Record a context that was made, with what was charged for it; false when it is known already.
- * A new one may have the handle of one that went, which other threads still remember. Without
- * memory for a record the charge stays. */
+/* Record a context that was created, and its charge; false if it is recorded already. A new context
+ * may have the handle of a destroyed one, which other threads still remember. Without memory for a
+ * record the charge stays. */
 bool gs_context_learn(CUcontext context, CUdevice device, uint64_t bytes);
-/* One went: what threads remember of their current context is void. */
+/* A context was destroyed: threads must look up their current context again. */
 void gs_context_forget(void);
 
 #endif

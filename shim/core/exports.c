@@ -48,7 +48,7 @@ static bool is_orphan(const struct gs_usage *usage, uint64_t owner) {
            (owner & GS_SHARE_ORPHAN || !is_alive(usage, owner));
 }
 
-uint64_t gs_share_orphans(const struct gs_usage *usage, int dev) {
+uint64_t gs_export_orphans(const struct gs_usage *usage, int dev) {
     uint64_t total = 0;
     for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
         const struct gs_share *row = &usage->share[i];
@@ -90,7 +90,7 @@ static int find(const struct gs_usage *usage, uint64_t owner, uint64_t id, int d
     return -1;
 }
 
-/* The row of (owner, id, dev), made where there is none; -1 when all are taken. */
+/* Return the row of (owner, id, dev), created if necessary; -1 if all are taken. */
 static int row_for(struct gs_usage *usage, uint64_t owner, uint64_t id, int dev) {
     int known = find(usage, owner, id, dev);
     for (unsigned i = id == GS_SHARE_ANY ? GS_SHARES_OWN : 0;
@@ -110,7 +110,7 @@ static int row_for(struct gs_usage *usage, uint64_t owner, uint64_t id, int dev)
     return known;
 }
 
-/* What this process has freed and nobody has open any more is gone. */
+/* Remove rows of memory that this process has freed and that no process has open any more. */
 static void drop_closed(struct gs_usage *usage) {
     uint64_t orphan = owner_word(usage, GS_SHARE_ORPHAN);
     for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
@@ -130,7 +130,7 @@ static int add(struct gs_usage *usage, uint64_t kind, uint64_t id, int dev, uint
     return row;
 }
 
-/* Take `bytes` out of a row of this process, and the row away with the last of them. */
+/* Subtract `bytes` from a row of this process, and free the row with the last of them. */
 static void subtract(struct gs_share *row, uint64_t bytes) {
     uint64_t what = load(&row->what);
     store(&row->what, what - ((what & BYTES) < bytes ? what & BYTES : bytes));
@@ -138,9 +138,9 @@ static void subtract(struct gs_share *row, uint64_t bytes) {
         clear(row);
 }
 
-int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes) {
+int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
-    if (!gs_slot()) /* a forked child, whose calls do not come this far */
+    if (!gs_slot()) /* a forked child, whose calls are refused earlier */
         return -1;
     gs_lock(&gs_self()->lock_exports);
     drop_closed(usage);
@@ -151,7 +151,7 @@ int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes) {
     return row;
 }
 
-void gs_share_freed(int row, uint64_t bytes) {
+void gs_export_freed(int row, uint64_t bytes) {
     struct gs_usage *usage = gs_region()->usage;
     struct gs_share *share = &usage->share[row];
     gs_lock(&gs_self()->lock_exports);
@@ -165,7 +165,7 @@ void gs_share_freed(int row, uint64_t bytes) {
     gs_unlock(&gs_self()->lock_exports);
 }
 
-void gs_share_closed(int row) {
+void gs_export_closed(int row) {
     struct gs_usage *usage = gs_region()->usage;
     if (row < 0)
         return;
@@ -175,7 +175,7 @@ void gs_share_closed(int row) {
     gs_unlock(&gs_self()->lock_exports);
 }
 
-uint64_t gs_share_id(const void *name, size_t size) {
+uint64_t gs_export_id(const void *name, size_t size) {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
     for (size_t i = 0; i < size; i++)
         hash = (hash ^ ((const unsigned char *)name)[i]) * UINT64_C(0x100000001b3);

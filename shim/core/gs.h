@@ -3,13 +3,13 @@
  *   region   the two shared files, validated and mapped           region.c
  *   slot     this process's slot in the usage file                slot.c
  *   quota    reserve, release and read, per device                quota.c
- *   share    memory that several processes hold                share.c
+ *   exports  memory that several processes hold                   exports.c
  *   map      key -> entry, lock-free                              map.c
  *   blocks   how many allocations touch a 2 MiB block             blocks.c
  *   charge   an allocation's charge, from call to free            charge.c
  *   cuda_*   one thin wrapper per intercepted function
  *
- * region, slot and quota know nothing of CUDA: libnvidia-ml.so is built from them too.
+ * region, slot and quota do not use CUDA: libnvidia-ml.so is built from them too.
  * "dev" is a device's slot in the limits file, 0..15, or GS_NO_DEV (limit 0).
  */
 #ifndef GPUSHARE_GS_H
@@ -25,7 +25,8 @@
 #ifndef GS_EXPORT
 #define GS_EXPORT __attribute__((visibility("default")))
 
-/* Of this function its callers know nothing. clang, which builds releases, has no word for that. */
+/* The compiler must not use the body of this function in its callers. clang, which builds releases,
+ * has no such attribute. */
 #if __has_attribute(noipa)
 #define GS_APART __attribute__((noinline, noipa))
 #else
@@ -44,9 +45,9 @@ struct gs_view {
     struct gs_usage *usage;
 };
 
-/* Both files, mapped once for the life of the process; NULL when refused. */
+/* Return both files, mapped once for the life of the process; NULL if they are refused. */
 const struct gs_view *gs_region(void);
-/* Why the last gs_region() gave NULL; a static string. */
+/* Return why the last gs_region() returned NULL; a static string. */
 const char *gs_region_refusal(void);
 /* The slot of the device with this raw uuid, or GS_NO_DEV. */
 int gs_slot_of_uuid(const uint8_t uuid[16]);
@@ -58,7 +59,7 @@ void gs_log(const char *text, const char *detail);
 
 /* ---- slot.c --------------------------------------------------------------------------- */
 
-/* What belongs to this process and not to its forked children: the kernel wipes the page in a
+/* State of this process that its forked children must not have: the kernel wipes the page in a
  * child (MADV_WIPEONFORK), locks included, so a child neither has a slot nor can hang on a lock
  * that another thread of its parent held. */
 struct gs_self {
@@ -72,20 +73,19 @@ struct gs_self {
     _Atomic uint32_t lock_virtual;
     _Atomic uint32_t lock_border;
     _Atomic uint32_t lock_exports;
-    _Atomic uint32_t lock_compute[64]; /* of one context's law each: GS_MAX_COMPUTES */
+    _Atomic uint32_t lock_compute[64]; /* one for each context: GS_MAX_COMPUTES */
 };
 
-/* The page, made at the first call; NULL when the kernel has no memory. */
+/* Return that state, created at the first call; NULL if the kernel has no memory. */
 struct gs_self *gs_self(void);
-/* Claim a slot for this process; false when all are taken or no thread can be made. Its parked
+/* Claim a slot for this process; false if all are taken or no thread can be started. Its parked
  * thread calls `changed` whenever limits have changed. */
 bool gs_slot_claim(const struct gs_view *view, void (*changed)(void));
-/* Tiny futex locks, for paths that are slow anyway; never on the way of a plain allocation. */
+/* Small futex locks for slow paths; a plain allocation takes none. */
 void gs_lock(_Atomic uint32_t *word);
 void gs_unlock(_Atomic uint32_t *word);
-/* Around what a thread must finish that others wait for: one that is cancelled in between (open,
- * pread and the driver are places where it may be) would leave them waiting. As with a lock held.
- */
+/* Call around work for which other threads wait, as with a lock held: a thread that is cancelled
+ * in it (open, pread and the driver are cancellation points) would leave them waiting. */
 void gs_no_cancel(void);
 void gs_cancel_again(void);
 
@@ -103,42 +103,43 @@ static inline struct gs_slot *gs_slot(void) {
 uint64_t gs_used(int dev);
 /* The memory limit: 0 for GS_NO_DEV, GS_UNLIMITED when there is none. */
 uint64_t gs_limit(int dev);
-/* Where the part of a share is counted that lies on the host; all functions here take it as a
- * "dev", whose limit is 0 where there is no such part. */
+/* The index that counts the host part of a share. All functions here take it as a "dev"; its limit
+ * is 0 if the share has no host part. */
 static inline int gs_host_part(int dev) {
     return dev < 0 ? dev : (int)GS_HOST_PART((unsigned)dev);
 }
-/* Both parts together: what a program is told. */
+/* Both parts together, as programs see them. */
 struct gs_whole {
     uint64_t limit, used;
     bool oversubscribed;
 };
 struct gs_whole gs_whole(int dev);
-/* What may change while a container lives, all of one moment. */
+/* The limits that may change while a container runs, read consistently. */
 struct gs_limit_now {
     uint64_t generation, memory_bytes, virtual_bytes;
     uint32_t percent, priority, weight, flags;
 };
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev);
-/* The same as the host says it, also where MPS holds the percentage. */
+/* The same as in the limits file, also where MPS enforces the percentage. */
 struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev);
 /* Limits of this container have changed since it began. */
 bool gs_limits_changed(void);
 /* Charge this process; false when the container would be over its limit. */
 bool gs_reserve(int dev, uint64_t bytes);
-/* The same for what the other part of the share holds until the caller releases it there. */
+/* The same for bytes that move from the other part of the share, where the caller releases them
+ * afterwards. */
 bool gs_reserve_moved(int dev, uint64_t bytes);
-/* The same for a bound, of which most is given back as soon as a call returns. */
+/* The same for an upper bound, most of which is released as soon as a call returns. */
 bool gs_bound(int dev, uint64_t bytes);
 void gs_bound_end(int dev, uint64_t bytes);
-/* gs_reserve, and while others hold bounds wait a moment for them to be given back. */
+/* gs_reserve, but wait a moment for other threads to release their bounds. */
 bool gs_reserve_patiently(int dev, uint64_t bytes);
-/* Charge what is already there: cannot be refused. */
+/* Charge memory that is already allocated: cannot be refused. */
 void gs_charge_anyway(int dev, uint64_t bytes);
 void gs_release(int dev, uint64_t bytes);
 /* True when the container holds more than its limit (after gs_charge_anyway). */
 bool gs_over(int dev);
-/* The same for a moment that what others reserve and give back at once does not last. */
+/* The same, but ignore an excess by reservations that other threads release at once. */
 bool gs_over_lastingly(int dev);
 void gs_count_refusal(int dev);
 void gs_warn(uint32_t warning);
@@ -149,23 +150,23 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
 
-/* ---- share.c -------------------------------------------------------------------------- */
+/* ---- exports.c ------------------------------------------------------------------------ */
 
 /* A slot whose process is alive. */
 bool gs_alive(const struct gs_slot *slot);
 /* Count memory that this process exports (`bytes` on `dev`) or opens, and return its row. -1 when
  * there is none: an export must then stay charged while the process lives. */
-int gs_share_add(uint64_t id, bool import, int dev, uint64_t bytes);
+int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes);
 /* `bytes` of an export were freed here. The container is charged for them from now on while another
  * process has the id open; the caller releases its own charge afterwards. */
-void gs_share_freed(int row, uint64_t bytes);
-/* Closed here, or not opened after all. */
-void gs_share_closed(int row);
+void gs_export_freed(int row, uint64_t bytes);
+/* The memory was closed here, or was not opened after all. */
+void gs_export_closed(int row);
 /* Bytes charged to no process: their exporter has freed them or exited, and a living process has
  * them open. */
-uint64_t gs_share_orphans(const struct gs_usage *usage, int dev);
+uint64_t gs_export_orphans(const struct gs_usage *usage, int dev);
 /* An id of these bytes, never 0 nor GS_SHARE_ANY. */
-uint64_t gs_share_id(const void *name, size_t size);
+uint64_t gs_export_id(const void *name, size_t size);
 
 /* ---- map.c ---------------------------------------------------------------------------- */
 
@@ -199,8 +200,8 @@ struct gs_map {
 bool gs_map_put(struct gs_map *map, uint64_t key, const struct gs_entry *entry);
 bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out);
 bool gs_map_get(const struct gs_map *map, uint64_t key, struct gs_entry *out);
-/* Another `extra` where it is `before`; who takes the key out meanwhile has it, or this is false.
- */
+/* Replace `extra` if it is `before`. A thread that takes the key out at the same time gets the new
+ * value, or this returns false. */
 bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t after);
 /* Take every entry for which `want` is true, one by one; `taken` is called for each. */
 void gs_map_take_all(struct gs_map *map,
@@ -209,9 +210,10 @@ void gs_map_take_all(struct gs_map *map,
 
 /* ---- blocks.c ------------------------------------------------------------------------- */
 
-/* Count [address, address + bytes) in; returns the bytes of blocks that nothing touched before. */
+/* Count [address, address + bytes); return the bytes of blocks that no allocation touched before.
+ */
 uint64_t gs_blocks_take(uint64_t address, uint64_t bytes);
-/* Count it out; returns the bytes of blocks that nothing touches any more. */
+/* Remove it from the counts; return the bytes of blocks that no allocation touches any more. */
 uint64_t gs_blocks_give(uint64_t address, uint64_t bytes);
 
 #endif

@@ -2,7 +2,7 @@
  *
  * A cell's key is EMPTY (never used), FREE (was used), BUSY (one thread owns its contents) or a
  * key. Cells never go back to EMPTY, so a search may stop there; FREE cells are used again, so
- * deletions leave no debt. A key lies within PROBES cells of its home, or in a later segment. */
+ * deletions leave no debt. A key is within PROBES cells of its home, or in a later segment. */
 #include <sys/mman.h>
 
 #include "gs.h"
@@ -50,7 +50,7 @@ static struct gs_map_segment *grown(struct gs_map *map, unsigned i) {
     return none;
 }
 
-/* After the fence: whoever reads any of this finds the key changed when it looks at it again. */
+/* The fence comes first: a thread that reads any of these words then finds a changed key. */
 static void write_cell(struct cell *cell, const struct gs_entry *entry) {
     atomic_thread_fence(memory_order_release);
     for (size_t i = 0; i < sizeof(*entry) / sizeof(uint64_t); i++)
@@ -115,7 +115,7 @@ static void copy_cell(const struct cell *cell, struct gs_entry *out) {
             __atomic_load_n((const uint64_t *)&cell->entry + i, __ATOMIC_RELAXED);
 }
 
-/* Of an entry that was taken, so that a swap which comes too late finds nothing to change. */
+/* `extra` of an entry that was taken, so that a late swap changes nothing. */
 #define NO_EXTRA (UINT64_MAX - 2)
 
 static bool take_cell(struct cell *cell, uint64_t key, struct gs_entry *out) {
@@ -137,7 +137,8 @@ bool gs_map_take(struct gs_map *map, uint64_t key, struct gs_entry *out) {
     return false;
 }
 
-/* The copy is good when the key is the same before and after: a cell is rewritten only as BUSY. */
+/* The copy is valid if the key is the same before and after: a cell is rewritten only while BUSY.
+ */
 static bool read_cell(const struct cell *cell, uint64_t key, struct gs_entry *out) {
     copy_cell(cell, out);
     atomic_thread_fence(memory_order_acquire);
@@ -160,7 +161,7 @@ bool gs_map_swap(struct gs_map *map, uint64_t key, uint64_t before, uint64_t aft
         return false;
     uint64_t now = atomic_load(&cell->key);
     if (now == key || now >= BUSY || now == EMPTY)
-        return true; /* whoever takes it, or has just done so, has what we put there */
+        return true; /* a thread that takes the entry now, or just took it, gets our value */
     __atomic_compare_exchange_n(&cell->entry.extra, &after, before, false, __ATOMIC_SEQ_CST,
                                 __ATOMIC_SEQ_CST); /* another key's by now */
     return false;

@@ -1,4 +1,4 @@
-/* Reserve, then look. There is no shared total: a reservation adds to this process's own counter
+/* Reserve, then check. There is no shared total: a reservation adds to this process's own counter
  * and then reads all counters (both seq_cst). Of any set of grants that are out at one time, the
  * one that added last has read all the others, so their sum is within the limit. A crash loses
  * nothing, since a dead process's counter counts as zero. */
@@ -8,7 +8,7 @@
 #include "gs.h"
 
 #define ATTEMPTS 6
-#define LOOKS 2       /* that find no room, before it is believed */
+#define REFUSALS 2    /* checks without room before the reservation fails */
 #define PATIENCE 200u /* times 50 us and more */
 #define LASTING 20u   /* times 50 us and more */
 
@@ -17,7 +17,7 @@ static bool is_oversubscribed(const struct gs_limits *limits, const struct gs_li
            now->virtual_bytes > now->memory_bytes;
 }
 
-/* Zero unless a device of that number from the other end has a part on the host. */
+/* The limit of the host part with that number; 0 if its device has none. */
 static uint64_t host_limit(const struct gs_limits *limits, unsigned part) {
     unsigned dev = GS_HOST_PART(part);
     if (part >= GS_MAX_DEVICES || dev >= limits->n_devices)
@@ -39,7 +39,7 @@ uint64_t gs_limit(int dev) {
 }
 
 #define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
-/* Again when there was a change in between: the host writes only the copy that is not in force. */
+/* Read again after a change in between: the host writes only the copy that is not in force. */
 struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev) {
     const struct gs_device_limit *l = &limits->device[dev];
     struct gs_limit_now now;
@@ -57,8 +57,8 @@ struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev
     return now;
 }
 
-/* Under MPS the driver holds the percentage: contexts there do not take turns, so the law's
- * arithmetic would not hold. */
+/* Under MPS the driver enforces the percentage: contexts run at the same time, which the rate
+ * limiter does not account for. */
 struct gs_limit_now gs_limit_now(const struct gs_limits *limits, unsigned dev) {
     struct gs_limit_now now = gs_limit_stated(limits, dev);
     if (limits->mps_device == dev + 1) {
@@ -73,7 +73,7 @@ bool gs_limits_changed(void) {
     return view && LOAD(&view->limits->generation) > 1;
 }
 
-/* Alive: its parked thread is, and it has finished claiming (see gpushare_abi.h). */
+/* Whether the parked thread lives and has finished claiming the slot (see gpushare_abi.h). */
 bool gs_alive(const struct gs_slot *slot) {
     uint32_t tid = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST) & GS_TID_MASK;
     return tid != 0 && __atomic_load_n(&slot->live, __ATOMIC_SEQ_CST) == tid;
@@ -97,7 +97,7 @@ static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
     }
     if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
         return total;
-    uint64_t orphans = gs_share_orphans(usage, dev);
+    uint64_t orphans = gs_export_orphans(usage, dev);
     return total + orphans < total ? UINT64_MAX : total + orphans;
 }
 
@@ -106,7 +106,7 @@ uint64_t gs_used(int dev) {
     return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
 }
 
-/* Both limits of one moment: their border may move just now. */
+/* Both limits, read consistently: the residency boundary may be moving. */
 struct gs_whole gs_whole(int dev) {
     const struct gs_view *view = gs_region();
     struct gs_whole whole = {.used = gs_used(dev)};
@@ -122,7 +122,7 @@ struct gs_whole gs_whole(int dev) {
     return whole;
 }
 
-/* The dead are looked at only when it matters: the first sum takes every slot as it is. */
+/* Check for exited processes only if needed: the first sum counts every slot. */
 static bool within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return sum(usage, dev, false) <= limit || sum(usage, dev, true) <= limit;
 }
@@ -139,7 +139,7 @@ static bool both_within(const struct gs_usage *usage, int dev, uint64_t limit) {
     return false;
 }
 
-/* What an oversubscribed share may hold in both parts, of which `dev` is one. */
+/* The limit of an oversubscribed share on both parts together. `dev`: one of them. */
 static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
     unsigned device = (unsigned)dev < limits->n_devices ? (unsigned)dev : GS_HOST_PART(dev);
     if (device >= limits->n_devices || limits->n_devices > GS_MAX_DEVICES / 2)
@@ -151,8 +151,8 @@ static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
     return now.flags & GS_DEVICE_OVERSUBSCRIBE ? now.virtual_bytes : GS_UNLIMITED;
 }
 
-/* For `bytes` more. Both parts are looked at, too: when the border between them has moved, and one
- * still holds what it had before, each has room that they have not together. */
+/* Whether `bytes` more fit. Also check both parts together: after the residency boundary moved, one
+ * part may still hold its earlier bytes, so each has room although the sum does not. */
 static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves) {
     uint64_t limit = gs_limit(dev);
     if (bytes > limit || !within(view->usage, dev, limit - bytes))
@@ -179,7 +179,8 @@ bool gs_over_lastingly(int dev) {
     return over;
 }
 
-/* Two that reserve at once can refuse each other; slots differ, so they part after a few rounds. */
+/* Two threads that reserve at once can refuse each other. The delay depends on the slot, so they
+ * separate after a few rounds. */
 static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, unsigned attempt) {
     unsigned spins = (32u << attempt) + (unsigned)(slot - usage->slot) % 8u * (16u << attempt);
     for (volatile unsigned i = 0; i < spins; i++)
@@ -194,23 +195,22 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
     const struct gs_view *view = gs_region();
     if (!slot || dev < 0)
         return false;
-    if (bytes == 0) /* what takes nothing goes ahead also when a limit was lowered below the use */
+    if (bytes == 0) /* allowed even if a limit was lowered below the use */
         return true;
     if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
-    for (unsigned attempt = 0, looks = 0; attempt < ATTEMPTS; attempt++) {
+    for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
-        /* Who finds no room adds nothing: it would be refused, and until it has taken that back
-         * others that do fit would be, too. */
+        /* Check first: a reservation that is bound to fail would make concurrent ones fail too. */
         if (!has_room(view, dev, bytes, moves)) {
-            if (++looks == LOOKS)
+            if (++refusals == REFUSALS)
                 return false;
             continue;
         }
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
-        /* The limit is read after that: a host that lowers it, then reads what is used, sees all
-         * that was granted by the old one. */
+        /* Read the limit after the addition: a host that lowers the limit and then reads the use
+         * sees everything that the earlier limit allowed. */
         if (has_room(view, dev, 0, moves))
             return true;
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
@@ -244,8 +244,8 @@ void gs_bound_end(int dev, uint64_t bytes) {
         __atomic_fetch_sub(&slot->bounds, bytes, __ATOMIC_SEQ_CST);
 }
 
-/* True when it would fit, were it not for bounds. They are read first: one that goes in between
- * makes this true, which costs the caller one more round. */
+/* Whether it would fit without the bounds of running calls. They are read first: a bound that is
+ * released in between makes this true, which costs the caller one more round. */
 static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
     uint64_t limit = gs_limit(dev), bounds = 0;
     uint32_t high = slots_high(usage);
@@ -258,7 +258,7 @@ static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
     return bytes <= limit && (bounds >= used || used - bounds <= limit - bytes);
 }
 
-/* Whoever holds a bound is in the driver, and does not wait for us. */
+/* A thread that holds a bound is inside the driver and never waits for this thread. */
 bool gs_reserve_patiently(int dev, uint64_t bytes) {
     const struct timespec nap = {.tv_nsec = 50000};
     const struct gs_view *view = gs_region();

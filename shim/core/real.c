@@ -1,5 +1,5 @@
 /* Finding the real driver's functions. The private file is in the process already, as a dependency
- * of the shim: RTLD_NOLOAD says so, and an absolute path leaves no search to anybody. */
+ * of the shim: RTLD_NOLOAD requires that, and an absolute path prevents any search. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -31,7 +31,7 @@ void *gs_real_find(unsigned symbol) {
     void *handle = library();
     void *function = handle ? dlsym(handle, gs_symbol_name[symbol]) : NULL;
     if (!function)
-        dlerror(); /* the program must not find our failure when it asks about its own */
+        dlerror(); /* clear our failure, which the program could take for its own */
     if (handle)
         atomic_store_explicit(&gs_real_function[symbol], function ? function : GS_MISSING,
                               memory_order_release);
@@ -44,7 +44,7 @@ void gs_real_or(unsigned symbol, void *otherwise) {
         atomic_store_explicit(&gs_real_function[symbol], otherwise, memory_order_release);
 }
 
-/* ---- where its code lies ----------------------------------------------------------------------
+/* ---- where its code is ------------------------------------------------------------------------
  */
 
 struct text {

@@ -13,8 +13,8 @@
 
 #include "symbols.h"
 
-/* NULL: not looked up yet. GS_MISSING: looked up, the driver has none. */
-/* Hidden where it is declared: a launch reads it without a look at the global offset table. */
+/* NULL: not looked up yet. GS_MISSING: looked up, the driver has none. Hidden, so that a launch
+ * reads it without the global offset table. */
 extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT] __attribute__((visibility("hidden")));
 #define GS_MISSING ((void *)1)
 
@@ -31,7 +31,7 @@ static inline void *gs_real(unsigned symbol) {
 }
 
 #define GS_REAL(name) ((__typeof__(&name))gs_real(GS_SYMBOL_##name))
-/* Without looking it up: for those that gs_real_or has seen to. */
+/* The same without a check, for functions that gs_real_or has looked up. */
 #define GS_REAL_NOW(name) \
     ((__typeof__(&name))atomic_load_explicit(&gs_real_function[GS_SYMBOL_##name], \
                                              memory_order_relaxed))

@@ -1,5 +1,5 @@
-/* The two shared files: opened without following what a tenant may have put there into a hang
- * (O_NONBLOCK: a FIFO), checked for exact size and header, mapped, closed again. */
+/* The two shared files: opened so that a file of a tenant cannot block the process (O_NONBLOCK: a
+ * FIFO), checked for exact size and header, mapped, and closed again. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -40,10 +40,9 @@ void gs_log(const char *text, const char *detail) {
 #define F_OFD_SETLK 37
 #endif
 
-/* Tells the host that a process of this container lives: a mapping keeps the open file, and with it
- * this lock, until it is unmapped or its process and all that were forked from it have ended
- * (leftover.py). It is no error where that fails: another process holds a conflicting lock,
- * or the kernel has no such locks.
+/* Show the host that a process of this container lives: a mapping keeps the open file, and with it
+ * this lock, until it is unmapped or its process and all forked children have ended (leftover.py).
+ * A failure is no error: another process holds a conflicting lock, or the kernel has no such locks.
  */
 static void tell_host(int fd) {
     struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET};

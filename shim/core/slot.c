@@ -1,5 +1,5 @@
-/* A process's slot is held by a thread that does nothing else: when it is gone, however it went,
- * the kernel itself marks the slot's robust futex word. Nothing else tells a death at once:
+/* A process's slot is held by a thread that does nothing else: when it ends, for whatever reason,
+ * the kernel itself marks the slot's robust futex word. Nothing else shows a death at once:
  * descriptors survive in forked children and are closed by programs, pids differ between
  * namespaces, and a robust mutex of an ordinary thread is given up when that thread ends. */
 #include <errno.h>
@@ -63,7 +63,7 @@ void gs_cancel_again(void) {
         pthread_setcancelstate(cancel_state, &ours);
 }
 
-/* 0 free, 1 held, 2 held and someone waits. errno is the program's: kept. */
+/* 0 free, 1 held, 2 held while another thread waits. errno belongs to the program and is kept. */
 void gs_lock(_Atomic uint32_t *word) {
     uint32_t seen = 0;
     gs_no_cancel();
@@ -83,7 +83,7 @@ void gs_unlock(_Atomic uint32_t *word) {
     errno = saved;
 }
 
-/* The parked thread's robust list: one node, whose futex word lies in the usage file. */
+/* The parked thread's robust list: one node, whose futex word is in the usage file. */
 struct parked {
     struct robust_list_head head;
     struct robust_list node;
@@ -143,8 +143,8 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     return true;
 }
 
-/* Asleep until limits change, so that launches which are paid for hear of it, too. A mapping that
- * is only read can be waited on; where a sandbox cannot, the thread just sleeps. */
+/* Sleep until limits change, so that launches with a reserve of time see the change too. A futex
+ * wait works on a read-only mapping; in a sandbox without it, the thread sleeps on. */
 static void sleep_on_changes(struct parked *p) {
     const uint32_t *word = (const uint32_t *)&p->view->limits->generation;
     uint32_t seen = p->seen;

@@ -22,10 +22,10 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
         return result;
     gs_devices_learn(); /* before the slot is claimed: afterwards other threads may allocate */
     if (!gs_compute_ready(view))
-        return refuse("compute is limited, and there are no pages to hold it with");
+        return refuse("compute is limited, but the container has no activity files");
     gs_launches_ready();
     if (!gs_slot_claim(view, gs_compute_forget_all))
-        return refuse("no slot: too many processes, or no thread can be started");
+        return refuse("no free slot: too many processes, or a thread cannot be started");
     return CUDA_SUCCESS;
 }
 

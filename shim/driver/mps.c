@@ -101,9 +101,9 @@ CUresult gs_mps_enter(const struct gs_limits *limits) {
     if (!device)
         return CUDA_SUCCESS;
     if (limits->mps_uid != ANY_UID && limits->mps_uid != geteuid())
-        return refuse("it serves one user at a time, and this process is another's");
+        return refuse("it serves one user at a time, and this process belongs to another user");
     if (no_daemon)
-        return refuse("the driver has begun without it in this process");
+        return refuse("the driver was initialised without it in this process");
     char pipe[128];
     format_pipe(device, pipe, sizeof(pipe));
     if (!(socket_inode = listening_inode(pipe)))
@@ -125,5 +125,5 @@ CUresult gs_mps_entered(const struct gs_limits *limits) {
         return CUDA_SUCCESS;
     format_pipe(device, pipe, sizeof(pipe));
     no_daemon = listening_inode(pipe) != socket_inode;
-    return no_daemon ? refuse("its control daemon went meanwhile") : CUDA_SUCCESS;
+    return no_daemon ? refuse("its control daemon has ended meanwhile") : CUDA_SUCCESS;
 }

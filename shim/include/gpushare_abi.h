@@ -18,7 +18,7 @@
  *                                the activity that they report to other containers on the device.
  *   /usr/lib/gpushare/peers/<uuid>/<number>  the activity files of all containers on the device,
  *                                this one's among them; mounted read-only and read with pread,
- *                                since the owner can truncate its file. docs/compute.md says how
+ *                                since the owner can truncate its file. docs/compute.md tells how
  *                                far the content is trusted.
  *   /usr/lib/gpushare/peers/<uuid>/index     the numbers in use, and the grant of each;
  *                                written by the host only.
@@ -183,7 +183,7 @@ struct gs_run {
 };
 #define GS_RUNS 47u
 
-/* What a context reports to other contexts. */
+/* The activity that a context reports to other contexts. */
 struct gs_activity {
     uint64_t busy_from_ns;  /* when work was queued that is not known to be complete; 0: idle */
     uint64_t busy_until_ns; /* ignored after this time */

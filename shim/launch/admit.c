@@ -104,7 +104,8 @@ static bool enter_context(struct bracket *b, struct gs_compute *c, CUcontext con
         gs_lock(c->lock);
     }
     c->peers_read = false;
-    c->law.capturing = gs_captures_blind() || (atomic_load(&gs_captures) && !b->relaxed);
+    c->throttle.capturing =
+        gs_captures_stop_markers() || (atomic_load(&gs_captures) && !b->relaxed);
     c->mixed = gs_compute_is_mixed(c);
     gs_compute_limits(c);
     return atomic_load(&c->context) == context;
@@ -130,8 +131,8 @@ struct request {
     struct gs_predictor *f;
     uint64_t generation;
     CUresult refused;
-    bool counted;  /* as underway in its stream */
-    uint32_t turn; /* epoch of the limiter in which launches like this one count; 0: they do not */
+    bool counted;           /* as underway in its stream */
+    uint32_t limiter_epoch; /* in which launches like this one count; 0: they do not */
 };
 
 /* Return 0 to launch now, else when to ask again. */
@@ -147,26 +148,28 @@ static uint64_t ask_limiter(struct gs_compute *c, CUcontext context, struct requ
     }
     w->s = gs_compute_stream(c, w->stream);
     if (!w->s) { /* all known streams have launches without a marker */
-        gs_throttle_launched(&c->law);
+        gs_throttle_launched(&c->throttle);
         w->s = gs_compute_stream(c, w->stream);
     }
     w->f = gs_compute_function(c, w->function, w->grid);
     if (c->stopped) {
         until = gs_compute_stopped(c);
-    } else if (!w->s || (w->s->unmarked > UNMARKED && c->law.limit.mode != GS_THROTTLE_UNLIMITED)) {
+    } else if (!w->s ||
+               (w->s->unmarked > UNMARKED && c->throttle.limit.mode != GS_THROTTLE_UNLIMITED)) {
         w->refused = CUDA_ERROR_NOT_SUPPORTED;
-        gs_log("launch refused", "nothing can be timed in its stream, so its limit cannot be held");
+        gs_log("launch refused",
+               "work in its stream cannot be timed, so its limit cannot be enforced");
     } else {
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
-            c->law.capturing = true;
-        until = gs_throttle_slow(&c->law, &w->s->law, w->f);
+            c->throttle.capturing = true;
+        until = gs_throttle_slow(&c->throttle, &w->s->throttle, w->f);
         w->counted = !until;
         /* If several threads have per-thread streams, each thread marks its launches at once: no
          * other thread can do it later. */
-        *mark = w->s->law.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
-                                   !until && !c->law.capturing);
-        if (gs_throttle_counts(&c->law, &w->s->law, w->f))
-            w->turn = atomic_load(&c->law.turn);
+        *mark = w->s->throttle.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
+                                        !until && !c->throttle.capturing);
+        if (gs_throttle_counts(&c->throttle, &w->s->throttle, w->f))
+            w->limiter_epoch = atomic_load(&c->throttle.turn);
     }
     leave_context(&b, c);
     return until;
@@ -187,7 +190,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
         return CUDA_SUCCESS; /* the driver will refuse the launch */
     gs_now_current(current);
-    if (!captures && gs_turns(here.dev)) { /* each launch must ask, so none is remembered */
+    if (!captures && gs_slices_needed(here.dev)) { /* each launch must ask, so none is remembered */
         again = false;
         if (current == here.context)
             gs_slice_admit(&here, stream);
@@ -201,15 +204,15 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
         gs_compute_wait(until, w.generation);
     if (!c || w.refused != CUDA_SUCCESS)
         return w.refused;
-    a->s = w.counted ? &w.s->law : NULL;
+    a->s = w.counted ? &w.s->throttle : NULL;
     if (a->mark) {
         a->compute = c;
         a->context = here.context;
         a->f = w.f;
     }
     if (again && !captures && w.s)
-        remember_launch(current, &(struct gs_remembered){function, stream, grid, w.turn, epoch,
-                                                         &c->law, &w.s->law, w.f});
+        remember_launch(current, &(struct gs_remembered){function, stream, grid, w.limiter_epoch,
+                                                         epoch, &c->throttle, &w.s->throttle, w.f});
     return CUDA_SUCCESS;
 }
 
@@ -217,11 +220,11 @@ void gs_compute_launched_marked(struct gs_admission *a, CUresult result) {
     struct gs_compute *c = a->compute;
     struct bracket b;
     if (enter_context(&b, c, a->context)) {
-        uint32_t marked = c->law.marked;
+        uint32_t marked = c->throttle.marked;
         if (result != CUDA_SUCCESS)
-            gs_throttle_refused(&c->law, a->f);
-        gs_throttle_launched(&c->law);
-        if (c->law.marked == marked) /* not recorded: the launch will not be measured */
+            gs_throttle_refused(&c->throttle, a->f);
+        gs_throttle_launched(&c->throttle);
+        if (c->throttle.marked == marked) /* not recorded: the launch will not be measured */
             a->f->probing = false;
     }
     leave_context(&b, c);
@@ -236,10 +239,10 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
     struct gs_compute *c = gs_compute_find(context);
     /* Without launches since the last marker there is nothing to do. This check is all that most
      * synchronisations of a program cost. */
-    if (!c || !__atomic_load_n(&c->law.dirty, __ATOMIC_RELAXED))
+    if (!c || !__atomic_load_n(&c->throttle.dirty, __ATOMIC_RELAXED))
         return c;
     if (enter_context(&b, c, context))
-        gs_throttle_sync_begin(&c->law);
+        gs_throttle_sync_begin(&c->throttle);
     leave_context(&b, c);
     return c;
 }
@@ -247,11 +250,11 @@ struct gs_compute *gs_compute_sync_begin_in(CUcontext context) {
 void gs_compute_sync_end_in(struct gs_compute *c) {
     struct bracket b;
     CUcontext context = atomic_load(&c->context);
-    if (!context || __atomic_load_n(&c->law.marked, __ATOMIC_RELAXED) ==
-                        __atomic_load_n(&c->law.finished, __ATOMIC_RELAXED))
+    if (!context || __atomic_load_n(&c->throttle.marked, __ATOMIC_RELAXED) ==
+                        __atomic_load_n(&c->throttle.finished, __ATOMIC_RELAXED))
         return;
     if (enter_context(&b, c, context))
-        gs_throttle_sync_end(&c->law);
+        gs_throttle_sync_end(&c->throttle);
     leave_context(&b, c);
 }
 
@@ -269,7 +272,7 @@ void gs_compute_waits_in(CUstream stream) {
     struct gs_known_stream *s =
         enter_context(&b, c, here.context) ? gs_compute_stream(c, named) : NULL;
     if (s)
-        gs_throttle_waits(&c->law, &s->law);
+        gs_throttle_waits(&c->throttle, &s->throttle);
     leave_context(&b, c);
 }
 
@@ -294,10 +297,10 @@ void gs_compute_stream_goes(CUstream stream) {
         return;
     struct gs_known_stream *s =
         enter_context(&b, c, here.context) ? gs_compute_stream_if_known(c, stream) : NULL;
-    if (s && s->law.dirty)
-        gs_throttle_launched(&c->law);
-    if (s && s->law.dirty)
-        unlink_stream(&c->law, &s->law);
+    if (s && s->throttle.dirty)
+        gs_throttle_launched(&c->throttle);
+    if (s && s->throttle.dirty)
+        unlink_stream(&c->throttle, &s->throttle);
     if (s)
         s->handle = NULL;
     leave_context(&b, c);

@@ -21,7 +21,7 @@ struct gs_remembered {
     const void *function;
     CUstream stream; /* as the program passed it: NULL is the legacy stream */
     struct gs_grid grid;
-    uint32_t turn; /* epoch of the limiter in which it counts; 0: it does not */
+    uint32_t limiter_epoch; /* in which it counts; 0: it does not */
     uint64_t epoch;
     struct gs_throttle *throttle;
     struct gs_throttle_stream *s;
@@ -62,7 +62,7 @@ gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream str
     if (__builtin_expect(
             r->function != function || r->stream != stream ||
                 r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed) ||
-                r->turn != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
+                r->limiter_epoch != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
             0))
         return false;
     /* Then only three registers are free. Keeping the limiter in one of them would need a fourth,

@@ -115,7 +115,7 @@ CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t
 void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
     switch (entry->kind) {
     case GS_KIND_LINEAR:
-        if (!gs_share_address_freed(key))
+        if (!gs_export_address_freed(key))
             break;
         gs_release(entry->dev, gs_blocks_give(key, entry->bytes));
         break;

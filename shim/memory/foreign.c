@@ -1,6 +1,6 @@
 /* Memory that another process or another API allocated and this process only opens. It is charged
- * where it was allocated, as long as it exists (share.c). Freeing or closing it here releases
- * nothing. */
+ * where it was allocated, as long as it exists (core/exports.c). Freeing or closing it here
+ * releases nothing. */
 #include <sys/stat.h>
 
 #include "pool.h"
@@ -21,7 +21,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (gs_virtual_holds(dptr)) {
-        gs_log("cuIpcGetMemHandle refused", "this memory lies on the host, by oversubscription");
+        gs_log("cuIpcGetMemHandle refused", "oversubscription placed this memory on the host");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     CUresult result = real(handle, dptr);
@@ -30,8 +30,8 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
         return result;
     gs_lock(&gs_self()->lock_vmm);
     if (!gs_map_get(&exported, base, &known)) {
-        uint64_t id = gs_share_id(handle, sizeof(*handle));
-        int row = gs_share_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
+        uint64_t id = gs_export_id(handle, sizeof(*handle));
+        int row = gs_export_add(id, false, entry.dev, gs_round_up(bytes, GS_BLOCK));
         known = (struct gs_entry){.extra = (uint64_t)(unsigned)row,
                                   .bytes = gs_round_up(bytes, GS_BLOCK)};
         if (gs_map_put(&exported, base, &known))
@@ -43,7 +43,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     return result;
 }
 
-bool gs_share_address_freed(uint64_t address) {
+bool gs_export_address_freed(uint64_t address) {
     struct gs_entry entry;
     if (atomic_load_explicit(&exports, memory_order_relaxed) == 0 ||
         !gs_map_take(&exported, address, &entry))
@@ -51,7 +51,7 @@ bool gs_share_address_freed(uint64_t address) {
     atomic_fetch_sub(&exports, 1);
     if ((int)entry.extra < 0)
         return false;
-    gs_share_freed((int)entry.extra, entry.bytes);
+    gs_export_freed((int)entry.extra, entry.bytes);
     return true;
 }
 
@@ -60,10 +60,10 @@ static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, 
     struct gs_entry entry;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    int row = gs_share_add(gs_share_id(&handle, sizeof(handle)), true, 0, 0);
+    int row = gs_export_add(gs_export_id(&handle, sizeof(handle)), true, 0, 0);
     CUresult result = real(out, handle, flags);
     if (result != CUDA_SUCCESS || !out) {
-        gs_share_closed(row);
+        gs_export_closed(row);
         return result;
     }
     gs_lock(&gs_self()->lock_vmm);
@@ -76,7 +76,7 @@ static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, 
     gs_map_put(&opened, *out, &entry);
     gs_unlock(&gs_self()->lock_vmm);
     if (again)
-        gs_share_closed(row);
+        gs_export_closed(row);
     return result;
 }
 
@@ -106,7 +106,7 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
     }
     gs_unlock(&gs_self()->lock_vmm);
     if (last)
-        gs_share_closed((int)(uint32_t)entry.extra);
+        gs_export_closed((int)(uint32_t)entry.extra);
     return result;
 }
 
@@ -115,12 +115,12 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
 /* If all descriptors of a driver refer to one file, their memory forms one class: freed memory of
  * the class counts until all of the class is closed. */
 
-uint64_t gs_share_id_of_file(int fd) {
+uint64_t gs_export_id_of_file(int fd) {
     struct stat st;
     if (fstat(fd, &st) != 0)
         return GS_SHARE_ANY;
     uint64_t name[2] = {st.st_dev, st.st_ino};
-    return gs_share_id(name, sizeof(name));
+    return gs_export_id(name, sizeof(name));
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle,

@@ -58,12 +58,12 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
         result_; \
     })
 
-/* ---- foreign.c: memory that other processes may have open (share.c) ----------------------- */
+/* ---- foreign.c: memory that other processes may have open (core/exports.c) ---------------- */
 
 /* Return false if it cannot be tracked when the memory is closed; it then stays charged. */
-bool gs_share_address_freed(uint64_t address);
+bool gs_export_address_freed(uint64_t address);
 /* Return an id of the file, 0 if `fd` is none. */
-uint64_t gs_share_id_of_file(int fd);
+uint64_t gs_export_id_of_file(int fd);
 
 /* ---- pool.c --------------------------------------------------------------------------- */
 

@@ -28,7 +28,7 @@ struct gs_pool {
 
 /* Charge what the driver reports as reserved now; return by how much that grew. */
 uint64_t gs_pool_settle(struct gs_pool *pool);
-/* What the driver reports about a pool. */
+/* A pool's state as the driver reports it. */
 struct gs_pool_state_now {
     uint64_t reserved, used;
     bool reuses; /* freed memory can always be reused, in any stream */

@@ -10,7 +10,7 @@ struct physical {
     int dev;
     uint32_t uses; /* handles not released + mappings + bindings */
     uint32_t refs; /* handles only; 0 = the driver may reuse the handle for other memory */
-    int row;       /* in share.c; -1: none */
+    int row;       /* in core/exports.c; -1: none */
     bool exported; /* without a row it stays charged */
     bool foreign;  /* memory of another process */
     bool moved;    /* to the host, from the device `asked` (vmm_host.c) */
@@ -46,9 +46,9 @@ static void put_use(struct physical *memory) {
     if (--memory->uses)
         return;
     if (memory->foreign)
-        gs_share_closed(memory->row);
+        gs_export_closed(memory->row);
     else if (memory->row >= 0)
-        gs_share_freed(memory->row, memory->bytes);
+        gs_export_freed(memory->row, memory->bytes);
     if (!memory->exported || memory->row >= 0)
         gs_release(memory->dev, memory->bytes);
     free(memory);
@@ -229,11 +229,11 @@ GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
     if (result != CUDA_SUCCESS || !gs_slot() || !out ||
         type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return result;
-    uint64_t id = gs_share_id_of_file(*(int *)out);
+    uint64_t id = gs_export_id_of_file(*(int *)out);
     lock();
     struct physical *memory = find_record(handle);
     if (memory && !memory->foreign && !memory->exported) {
-        memory->row = gs_share_add(id, false, memory->dev, memory->bytes);
+        memory->row = gs_export_add(id, false, memory->dev, memory->bytes);
         memory->exported = true;
     }
     unlock();
@@ -250,8 +250,8 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
         return CUDA_ERROR_NOT_INITIALIZED;
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return real(handle, osHandle, type);
-    uint64_t id = gs_share_id_of_file((int)(intptr_t)osHandle);
-    int row = gs_share_add(id, true, 0, 0);
+    uint64_t id = gs_export_id_of_file((int)(intptr_t)osHandle);
+    int row = gs_export_add(id, true, 0, 0);
     struct physical *fresh = calloc(1, sizeof(*fresh));
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     if (fresh)
@@ -270,7 +270,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
         row = -1;
     }
     unlock();
-    gs_share_closed(row);
+    gs_export_closed(row);
     free(fresh);
     return result;
 }

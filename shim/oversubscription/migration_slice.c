@@ -16,8 +16,8 @@
 #include "accounting/compute_parts.h"
 #include "oversubscription.h"
 
-#define LOOK (1 * MS)    /* minimum time between two checks of what others advertise */
-#define WANTED (50 * MS) /* a waiting container renews its advertisement within this time */
+#define CHECK_EVERY (1 * MS) /* minimum time between two checks of what others advertise */
+#define WANTED (50 * MS)     /* a waiting container renews its advertisement within this time */
 #define LONGEST (2000 * MS)
 #define DOUBTED 32u /* slices for which a container with a false claim is ignored */
 #define MIB (UINT64_C(1) << 20)
@@ -44,7 +44,7 @@ static uint64_t reserved_bytes(int dev) {
     return gs_region()->limits->device[dev].turn_mib * MIB;
 }
 
-bool gs_turns(int dev) {
+bool gs_slices_needed(int dev) {
     return gs_virtual_lives() && dev >= 0 && gs_virtual_has(dev) && slice_length_ns() &&
            reserved_bytes(dev) && gs_activity_slice(dev);
 }
@@ -59,8 +59,8 @@ static uint64_t number_of(const struct gs_turn *t) {
 }
 
 /* Return the bytes that all processes of the container brought in the slice of that number. */
-static uint64_t bytes_of_slice(uint64_t said, uint64_t number) {
-    return (said & NUMBER) == number ? said & ~NUMBER : 0;
+static uint64_t bytes_of_slice(uint64_t advertised, uint64_t number) {
+    return (advertised & NUMBER) == number ? advertised & ~NUMBER : 0;
 }
 
 /* ---- what is advertised ---------------------------------------------------------------------- */
@@ -71,12 +71,12 @@ static bool is_held(const struct gs_turn *t, uint64_t now, uint64_t length) {
 }
 
 struct survey {
-    uint64_t now, length, ticket;
+    uint64_t now, length, wants_since_ns;
     int dev;
     uint32_t number;
-    bool held, earlier;              /* of other containers; `earlier`: waited before `ticket` */
-    uint64_t again_ns;               /* when the current slice may be over */
-    unsigned others;                 /* number that have or want the slice */
+    bool held, earlier; /* of other containers; `earlier`: waited before `wants_since_ns` */
+    uint64_t again_ns;  /* when the current slice may be over */
+    unsigned others;    /* number that have or want the slice */
     uint8_t before_us[GS_MAX_PEERS]; /* per container: NOT_YET, BEFORE, HOLDS */
 };
 enum { NOT_YET, BEFORE, HOLDS };
@@ -96,11 +96,12 @@ static uint64_t held_for(const struct gs_turn *t, uint64_t now, uint64_t length)
 
 static void survey_peer(const struct gs_turn *t, uint32_t number, void *arg) {
     struct survey *l = arg;
-    uint64_t over = held_for(t, l->now, l->length), ticket = atomic_load(&t->wants_from_ns);
+    uint64_t over = held_for(t, l->now, l->length), wants_since_ns = atomic_load(&t->wants_from_ns);
     uint64_t wants_until = atomic_load(&t->wants_until_ns);
     bool holds = over != 0;
-    bool wants = ticket && wants_until > l->now && wants_until <= l->now + 2 * WANTED;
-    bool earlier = wants && (ticket < l->ticket || (ticket == l->ticket && number < l->number));
+    bool wants = wants_since_ns && wants_until > l->now && wants_until <= l->now + 2 * WANTED;
+    bool earlier = wants && (wants_since_ns < l->wants_since_ns ||
+                             (wants_since_ns == l->wants_since_ns && number < l->number));
     if (atomic_load_explicit(&doubted_until_ns[l->dev][number], memory_order_relaxed) > l->now)
         return;
     if (holds)
@@ -111,9 +112,11 @@ static void survey_peer(const struct gs_turn *t, uint32_t number, void *arg) {
     l->before_us[number] = holds ? HOLDS : earlier ? BEFORE : NOT_YET;
 }
 
-static struct survey survey_peers(int dev, uint64_t ticket) {
-    struct survey l = {
-        .now = gs_compute_now(), .length = slice_length_ns(), .ticket = ticket, .dev = dev};
+static struct survey survey_peers(int dev, uint64_t wants_since_ns) {
+    struct survey l = {.now = gs_compute_now(),
+                       .length = slice_length_ns(),
+                       .wants_since_ns = wants_since_ns,
+                       .dev = dev};
     l.number = gs_region()->limits->device[dev].page;
     gs_activity_slices(dev, survey_peer, &l);
     return l;
@@ -163,11 +166,11 @@ static bool wait_for_slice(int dev, struct gs_turn *own) {
     atomic_compare_exchange_strong(&own->wants_from_ns, &none, since);
     for (;;) {
         uint64_t now = gs_compute_now(), length = slice_length_ns();
-        uint64_t ticket = atomic_load(&own->wants_from_ns);
-        ticket = ticket ? ticket : since;
+        uint64_t wants_since_ns = atomic_load(&own->wants_from_ns);
+        wants_since_ns = wants_since_ns ? wants_since_ns : since;
         atomic_store(&own->wants_until_ns, now + WANTED);
         atomic_thread_fence(memory_order_seq_cst);
-        struct survey seen = survey_peers(dev, ticket);
+        struct survey seen = survey_peers(dev, wants_since_ns);
         if (!length || is_held(own, now, length))
             return true;
         if (!seen.held && !seen.earlier && try_take(dev, own, now, length))
@@ -178,7 +181,7 @@ static bool wait_for_slice(int dev, struct gs_turn *own) {
             return false;
         }
         uint64_t again = seen.held ? seen.again_ns : now;
-        gs_compute_wait(again > now + LOOK ? again : now + LOOK, generation());
+        gs_compute_wait(again > now + CHECK_EVERY ? again : now + CHECK_EVERY, generation());
     }
 }
 
@@ -186,20 +189,20 @@ static bool wait_for_slice(int dev, struct gs_turn *own) {
  * theirs at the same time. */
 static uint64_t take_room(int dev, uint64_t bytes) {
     struct gs_turn *own = gs_activity_slice(dev);
-    uint64_t most = reserved_bytes(dev), seen = atomic_load(&own->brought_bytes), took, said;
+    uint64_t most = reserved_bytes(dev), seen = atomic_load(&own->brought_bytes), took, advertised;
     do {
         uint64_t number = number_of(own), used = bytes_of_slice(seen, number);
         took = used < most ? (most - used) & ~NUMBER : 0;
         took = took < bytes ? took : bytes;
-        said = (used + gs_round_up(took, NUMBER + 1)) | number;
-    } while (!atomic_compare_exchange_strong(&own->brought_bytes, &seen, said));
+        advertised = (used + gs_round_up(took, NUMBER + 1)) | number;
+    } while (!atomic_compare_exchange_strong(&own->brought_bytes, &seen, advertised));
     atomic_fetch_add(&brought[dev], gs_round_up(took, NUMBER + 1));
     return took;
 }
 
 static void move_to_host(const struct gs_here *here, CUstream stream) {
     struct gs_turn *own = gs_activity_slice(here->dev);
-    uint64_t number_plus_one = atomic_exchange(&brought_for[here->dev], 0), said, left;
+    uint64_t number_plus_one = atomic_exchange(&brought_for[here->dev], 0), advertised, left;
     if (!number_plus_one)
         return;
     uint64_t bytes = atomic_exchange(&brought[here->dev], 0),
@@ -207,9 +210,9 @@ static void move_to_host(const struct gs_here *here, CUstream stream) {
     gs_virtual_move(here, stream, NULL);
     do {
         left = bytes_of_slice(seen, number_plus_one - 1);
-        said = (left > bytes ? left - bytes : 0) | (seen & NUMBER);
+        advertised = (left > bytes ? left - bytes : 0) | (seen & NUMBER);
     } while ((seen & NUMBER) == number_plus_one - 1 &&
-             !atomic_compare_exchange_strong(&own->brought_bytes, &seen, said));
+             !atomic_compare_exchange_strong(&own->brought_bytes, &seen, advertised));
 }
 
 static void move_to_device(const struct gs_here *here, CUstream stream, struct gs_turn *own) {

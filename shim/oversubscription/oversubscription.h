@@ -57,7 +57,7 @@ extern _Atomic uint32_t gs_residency_waiting; /* number of deferred moves that s
 /* ---- migration_slice.c: which container has its host memory on the device ---------------- */
 
 /* Return whether launches on this device need a migration slice. */
-bool gs_turns(int dev);
+bool gs_slices_needed(int dev);
 /* Call before a launch: wait for the migration slice, for a bounded time. */
 void gs_slice_admit(const struct gs_here *here, CUstream stream);
 /* Call around calls that wait for the device: a container that waits is not idle. */

@@ -14,7 +14,7 @@ struct attribute {
 };
 
 /* The values of an Ampere-class card; attributes not listed here are 0. attribute_of_device()
- * returns those that depend on the simulated device. */
+ * returns the attributes that depend on the simulated device. */
 static const struct attribute attributes[] = {
     {CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024},
     {CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 1024},

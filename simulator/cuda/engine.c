@@ -152,8 +152,8 @@ static uint64_t ready_ns(const struct stream *s, const struct op *op, uint64_t a
 }
 
 /* Reserves parts of the device and returns when the kernel begins. Among the parts that are free
- * at `ns` it takes those that became free last; if they are too few, also those that become free
- * first after it. Keeps free_ns in ascending order. */
+ * at `ns` it takes the latest to become free; if they are too few, also the first ones that become
+ * free after it. Keeps free_ns in ascending order. */
 static uint64_t place(struct context *ctx, unsigned parts, uint64_t ns, uint64_t duration_ns) {
     uint64_t *free_ns = ctx->free_ns;
     unsigned before = 0, at = SIM_PARTS - parts;

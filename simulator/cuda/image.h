@@ -1,4 +1,4 @@
-/* What the simulated driver reads out of a program image. */
+/* The contents of a program image that the simulated driver uses. */
 #ifndef SIM_IMAGE_H
 #define SIM_IMAGE_H
 

@@ -63,7 +63,7 @@ static void code_give(struct context *ctx, uint64_t bytes) {
     uncharge(ctx->device, before - round_up(ctx->code_bytes, SIM_BLOCK));
 }
 
-/* What any use of the module loads. */
+/* Load the parts that any use of the module needs. */
 CUresult module_load(struct module *m) {
     CUresult error = CUDA_SUCCESS;
     uint64_t bytes = m->image.code_bytes + m->image.global_bytes;

@@ -63,12 +63,12 @@ CUresult mps_connect(void) {
     struct asked asked = {percent ? atof(percent) : 100, pinned_limit()};
     char hello[9];
     uint32_t client = 2;
-    bool spoken = recv(fd, hello, sizeof(hello), 0) == sizeof(hello) &&
-                  send(fd, "OUTBCRED", 9, MSG_NOSIGNAL) == 9 &&
-                  send(fd, &client, sizeof(client), MSG_NOSIGNAL) == sizeof(client) &&
-                  send(fd, &asked, sizeof(asked), MSG_NOSIGNAL) == sizeof(asked) &&
-                  recv(fd, &granted, sizeof(granted), 0) == sizeof(granted);
-    int shared = spoken && !granted.result ? shm_open(granted.shared, O_RDWR, 0) : -1;
+    bool answered = recv(fd, hello, sizeof(hello), 0) == sizeof(hello) &&
+                    send(fd, "OUTBCRED", 9, MSG_NOSIGNAL) == 9 &&
+                    send(fd, &client, sizeof(client), MSG_NOSIGNAL) == sizeof(client) &&
+                    send(fd, &asked, sizeof(asked), MSG_NOSIGNAL) == sizeof(asked) &&
+                    recv(fd, &granted, sizeof(granted), 0) == sizeof(granted);
+    int shared = answered && !granted.result ? shm_open(granted.shared, O_RDWR, 0) : -1;
     if (shared >= 0) {
         close(shared);
         /* the socket stays open: the daemon detects this client's exit by its closing */
@@ -76,7 +76,7 @@ CUresult mps_connect(void) {
         return CUDA_SUCCESS;
     }
     close(fd);
-    return spoken && granted.result ? (CUresult)granted.result : CUDA_ERROR_MPS_CONNECTION_FAILED;
+    return answered && granted.result ? (CUresult)granted.result : CUDA_ERROR_MPS_CONNECTION_FAILED;
 }
 
 bool mps_is_client(void) {

@@ -51,9 +51,9 @@ CASES = {
         *("export --once", "export --port 70000", "export --listen nowhere", "export --interval 0"),
         "export --socket /proc/none",
     ],
-    "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect nobody"],
+    "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect absent"],
     "limit": [
-        *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show nobody"),
+        *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show absent"),
         *("limit set 0123 --memory 2Gi --compute 40 --dry-run", "limit set 0123 --memory 2Gi --dry-run --format json"),
         *("limit set 0123", "limit set 0123 --memory 4Gy", "limit set web-1 --device 7 --memory 1Gi"),
         *("pause 0123", "list", "pause 0123", "resume 0123 --format json", "pause dead"),

@@ -39,7 +39,7 @@ def upper(one: Container) -> set[str]:
     return {str(path.relative_to(below)) for path in below.rglob("*")}
 
 
-# What an image may contain
+# Contents of images
 
 
 def without_cache(one: Container) -> None:

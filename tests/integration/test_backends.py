@@ -167,7 +167,7 @@ def reported(stage: Stage) -> None:
     said = must(stage.node, "explain", str(stage.main.bundle))
     for limit in backends.LIMITS:
         name = stage.enforcer(limit)
-        why = "asked" if name == stage.row.name else f"{stage.row.name} does not hold {limit}"
+        why = "requested" if name == stage.row.name else f"{stage.row.name} does not enforce {limit}"
         why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
         assert f"{limit} by {name} ({why}" in said, said
 
@@ -253,7 +253,7 @@ def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) 
         kept = stage.row.keeps(share._replace(**word.share)) if word.live else None
         if kept:
             done = stage.node.cli("limit", "set", stage.main.id, *word.live)
-            assert done.returncode != 0 and f"{stage.row.name} holds a limit of device 0: {kept}" in done.stderr
+            assert done.returncode != 0 and f"{stage.row.name} enforces a limit of device 0: {kept}" in done.stderr
     if env:
         with stage.one(**env) as one:
             one.create()
@@ -300,7 +300,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
         ),
         (
             lambda stage, one: away(stage.kernel.leaf(one) / "dmem.max"),
-            r"dmem\.max.* is not there: .*write \+dmem",
+            r"dmem\.max.* does not exist: .*write \+dmem",
         ),
     ),
     "dmem by NVML": (
@@ -334,7 +334,7 @@ def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> 
     try:
         with stage.one() as one, ExitStack() as refused:
             if missing:
-                said = f"nothing that is allowed on this node holds a limit on {missing[0]}"
+                said = f"no backend that this node allows enforces a limit on {missing[0]}"
                 refused.enter_context(pytest.raises(RuntimeFailed, match=said))
             one.create()
     finally:

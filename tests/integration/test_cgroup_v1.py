@@ -124,7 +124,7 @@ def test_refused_rule_names_file_and_reason(view: View, container: Container) ->
     assert "not permitted" in message
 
 
-def test_error_without_device_cgroup_says_what_to_mount() -> None:
+def test_error_without_device_cgroup_names_the_mount() -> None:
     bare = View("umount -R /sys/fs/cgroup")
 
     def body() -> str:

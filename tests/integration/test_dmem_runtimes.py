@@ -60,7 +60,7 @@ def test_hook_refuses_a_cgroup_without_the_limit(limited: Callable[..., Containe
     one.start()
     record = tmp_path / dmem.RECORD
     with pytest.raises(GpushareError, match=r"dmem\.max"):
-        dmem.hold(one.pid, [REAL._replace(record=str(record))])
+        dmem.enforce(one.pid, [REAL._replace(record=str(record))])
     assert not record.exists()
 
 
@@ -78,7 +78,7 @@ def test_runtime_writes_the_limit_and_limit_set_changes_it(limited: Callable[...
     assert [file.read_text() for file in files] == [f"{REGION} {GIB}"] * 2
     assert f"0::/{one.id}\n" in Path(f"/proc/{one.pid}/cgroup").read_text()
     times = [os.stat(file).st_mtime_ns for file in files]
-    undo = dmem.hold(one.pid, [REAL._replace(record=str(tmp_path / dmem.RECORD), tree=str(tree))])
+    undo = dmem.enforce(one.pid, [REAL._replace(record=str(tmp_path / dmem.RECORD), tree=str(tree))])
     assert [file.read_text() for file in files] == [f"{REGION} {GIB}"] * 2
     assert all(os.stat(file).st_mtime_ns > before for file, before in zip(files, times)), "it was not written again"
     backends.change((SHARE,), (SHARE._replace(memory_limit_bytes=2 * GIB),), str(tmp_path))

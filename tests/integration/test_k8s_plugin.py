@@ -216,7 +216,7 @@ def test_equal_shares_and_whole_devices_are_advertised(
         name = constants.ENV_ALLOCATED_GPU
         assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
         assert kubelet.allocate(GPU, 1) == {name: first}
-        with pytest.raises(Refused, match="2 GPUs are asked for, and kubelet chose from 1"):
+        with pytest.raises(Refused, match="2 GPUs are requested, and kubelet chose from 1"):
             kubelet.allocate(GPU, 2)
         kubelet.stop()  # the poll interval is an hour; the directory watch reacts
         kubelet.start()

@@ -1,4 +1,4 @@
-"""What keeps a share after a container's init has ended, with no scan of all processes or mounts at start and end."""
+"""Processes and mounts that keep a share after the container's init has ended, found without a scan of the host."""
 
 from __future__ import annotations
 

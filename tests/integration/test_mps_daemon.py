@@ -232,7 +232,7 @@ def test_daemon_that_ignores_a_limit_is_not_used(host: Host) -> None:
     real = host.control.rename(host.control.with_name("real"))
     host.control.write_text(f"#!/bin/sh\nif [ $# = 0 ]; then sed 's/_percentage 40/_percentage 90/' | {real}; else exec {real} \"$@\"; fi\n")  # noqa: E501  # fmt: skip
     host.control.chmod(0o755)
-    assert "did not take a limit of 40%" in host.refused("start", "--compute", "40")
+    assert "did not accept a limit of 40%" in host.refused("start", "--compute", "40")
     assert not (host.folder / "ready").exists() and not list((host.folder / "share").iterdir())
     host.control.unlink()
     real.rename(host.control)
@@ -251,8 +251,8 @@ def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(host.folder / "log")}
     subprocess.run([program, "-d"], env=env, user=1000, group=1000, check=True, timeout=20)
     said = host.refused("start")
-    assert "is of uid 1000, a user who can change its limits" in finding(host.node, "MPS").detail
-    assert "is of uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
+    assert "belongs to uid 1000, who can change its limits" in finding(host.node, "MPS").detail
+    assert "belongs to uid 1000" in said and host.ask("get_default_active_thread_percentage") == "100.0"
     host.quit()
 
 
@@ -319,7 +319,7 @@ def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
     pid = host.pid()
     shutil.rmtree(host.folder / "pipe")
     assert host.mps("status", code=1)[0]["state"] == "dead"
-    assert f"(pid {pid}) runs and listens no more; `gpushare mps stop" in host.refused("start")
+    assert f"(pid {pid}) runs but no longer accepts connections; `gpushare mps stop" in host.refused("start")
     assert host.mps("stop") == [{"uuid": UUID, "stopped": True}] and not os.path.exists(f"/proc/{pid}/exe")
     assert host.mps("start")[0]["how"] == "started"
 
@@ -335,7 +335,7 @@ def test_status_reports_changed_limits(host: Host) -> None:
 
 def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
     assert "serves one user at a time" in host.refused("start", "--uid", "any")
-    assert "no user id" in host.refused("start", "--uid", "me")
+    assert "not a user id" in host.refused("start", "--uid", "me")
     assert not (host.folder / "ready").exists()
 
 

@@ -91,7 +91,7 @@ def test_several_users_are_served_by_the_new_protocol(host: Node, container: Cal
         first.stdin.close()
     (folder / "ready").unlink()
     refused = host.cli("mps", "start", "--device", "0")
-    assert refused.returncode == 69 and "speaks another protocol of MPS; stop it" in refused.stderr
+    assert refused.returncode == 69 and "uses another version of the MPS protocol; stop it" in refused.stderr
     assert start(host, "--uid", "any", "--compute", "20") == pid, "it is adopted"
     assert client(one)["multiprocessors"] == 10
     ask("server", "set", "gpushare", "--active-thread-percentage=90")

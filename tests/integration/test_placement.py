@@ -63,7 +63,7 @@ def create(one: Container, node: Node, started: Callable[[subprocess.Popen[bytes
             one.pid = int((one.bundle / "pid").read_text())
             one.start()
             return ""
-        line = (one.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        line = (one.stderr.strip().splitlines() or ["no message"])[-1]
         if "the start took longer than" not in line:
             return line.replace("\\", "")  # runc quotes hook output
 

@@ -158,7 +158,7 @@ def test_scoped_annotations_of_a_pod_are_refused(
     assert done.returncode != 0
     assert podman.node.leases() == []
     if podman.shows_reason:
-        assert "the engine does not say which container this is" in done.stderr
+        assert "the engine does not name this container" in done.stderr
 
 
 # Lifecycle

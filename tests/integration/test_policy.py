@@ -49,7 +49,7 @@ def test_clamped_request_is_reported_in_explain_inspect_and_log(
     (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
     (share,) = listed["shares"]
     assert (share["memory_limit_bytes"], share["clamped_from"]) == (2 << 30, "3Gi of memory")
-    said = "3Gi of memory was asked, policy allows less"
+    said = "3Gi of memory was requested, policy allows less"
     assert said in node.cli("inspect", one.id).stdout
     assert 'clamped="slot 0: 3Gi of memory"' in log.read_text()
     assert f"note: slot 0: {said}" in node.cli("explain", str(one.bundle)).stdout
@@ -105,7 +105,9 @@ def test_one_annotation_serves_one_container_of_a_pod(container: MakeContainer, 
 
     env = {"NVIDIA_VISIBLE_DEVICES": "0"}
     first = container(["sleep", "inf"], env=env, annotations=pod("a"), **node.way(way, cri=True)).start()
-    with pytest.raises(RuntimeFailed, match=rf"{first.id} of this pod has a share by it; write b\.gpushare\.io/memory"):
+    with pytest.raises(
+        RuntimeFailed, match=rf"{first.id} of this pod already has a share by it; write b\.gpushare\.io/memory"
+    ):
         container(["true"], env=env, annotations=pod("b"), **node.way(way, cri=True)).create()
     first.delete()  # as when the first one is restarted under another id
     assert container(["true"], env=env, annotations=pod("a"), **node.way(way, cri=True)).run() == 0

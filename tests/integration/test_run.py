@@ -249,7 +249,7 @@ REFUSED = {
     "unit": (("--memory", "4Gx"), 64, '--memory="4Gx": unknown unit'),
     "too much": (("--memory", "17Gi"), 75, "17Gi asked"),
     "device": (("--devices", "5"), 69, 'no device "5"'),
-    "no device": (("--devices", "none"), 64, "--devices: no device is asked for"),
+    "no device": (("--devices", "none"), 64, "--devices: no device is requested"),
     "backend": (("--backend", "magic"), 64, "--backend"),
     "name": (("--name", "../x"), 64, '"../x" is not acceptable'),
     "empty name": (("--name", "a b"), 64, "is not acceptable"),

@@ -101,7 +101,7 @@ def test_driver_files_can_be_requested_without_a_gpu(container: MakeContainer, n
     assert node.leases() == []
 
 
-def test_container_looks_the_same_as_with_the_hook(container: MakeContainer, node: Node) -> None:
+def test_runtime_and_hook_give_the_same_container(container: MakeContainer, node: Node) -> None:
     """Files, modes, links, mounts and the loader's cache are the same: programs cannot see a difference."""
     look = (
         "find /dev/nvidia* /usr/lib/gpushare /usr/lib/*/libcuda* /usr/lib/*/libnvidia* -printf '%p %y %m %l\\n' | sort;"

@@ -63,7 +63,7 @@ GIVEN = {
         "koordinator",
         1,
         3000 * MIB,
-        'NVIDIA_VISIBLE_DEVICES="0": scheduling.koordinator.sh/device-allocated says which',
+        'NVIDIA_VISIBLE_DEVICES="0": scheduling.koordinator.sh/device-allocated names the devices',
     ),
 }
 
@@ -107,7 +107,7 @@ def test_share_follows_the_scheduler_s_request(
 
 def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
     env = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "3000m", "GPU_PORTION": "0.5"}
-    said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ ask for different shares"
+    said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ set different limits"
     with pytest.raises(RuntimeFailed, match=said):
         container(["true"], env=env, **node.way(way)).create()
     assert node.leases() == []
@@ -134,6 +134,6 @@ def test_variables_without_a_request_change_nothing(container: Callable[..., Con
     one = container(["sh", "-c", "test ! -e /dev/nvidiactl"], env=env, **node.way(way))
     assert one.run() == 0
     assert node.leases() == []
-    assert 'ignored      CGPU_DISABLE="1": no device is asked for' in node.cli("explain", str(one.bundle)).stdout
+    assert 'ignored      CGPU_DISABLE="1": no device is requested' in node.cli("explain", str(one.bundle)).stdout
     unused = json.loads(node.cli("explain", "--format", "json", str(one.bundle)).stdout)["unused"]
-    assert 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="50": words of mps ask for no device' in unused
+    assert 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="50": mps variables request no device' in unused

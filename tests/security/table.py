@@ -229,10 +229,10 @@ SPEC = (
     both("env is a number", "deep or wrong types", spec.put("process.env", 1), RUNC),
     both("annotations are a list", "deep or wrong types", spec.put("annotations", ["gpushare.io/memory"]), RUNC),
     both("two processes in one file", "duplicate variables; deep or wrong types", spec.duplicate_objects, refused("twice")),
-    both("a second process in another case", "duplicate variables; deep or wrong types", spec.other_case, refused("in other letters")),
+    both("a second process in another case", "duplicate variables; deep or wrong types", spec.other_case, refused("in the wrong case")),
     both("a device rule in a second object", "device rule; duplicate variables", spec.rule_in_a_second_object, refused("twice")),
-    both("a device rule under a key in another case", "device rule; deep or wrong types", spec.rule_in_another_case, refused("in other letters")),
-    both("a device rule with a key in another case", "device rule; deep or wrong types", rules.allowing(rules.IN_ANOTHER_CASE, asks=False), refused("in other letters")),
+    both("a device rule under a key in another case", "device rule; deep or wrong types", spec.rule_in_another_case, refused("in the wrong case")),
+    both("a device rule with a key in another case", "device rule; deep or wrong types", rules.allowing(rules.IN_ANOTHER_CASE, asks=False), refused("in the wrong case")),
 )  # fmt: skip
 
 INSIDE = (
@@ -306,7 +306,7 @@ ELSEWHERE = (
     Elsewhere("all hostile variables at once, from the bundle", ("LD_PRELOAD", "LD_AUDIT", "GCONV_PATH", "PYTHON*", "PyInstaller's variables"), (T + "test_bundle.py::test_hostile_environment_reaches_neither_loader_nor_interpreter", T + "test_hook_errors.py::test_hook_ignores_python_settings_of_environment_and_directory"), PRELOAD),
     Elsewhere("any value in any field of config.json", ("deep or wrong types",), (T + "test_runtime_bad_input.py::test_arbitrary_config_starts_or_is_refused_in_one_line", T + "test_runtime_bad_input.py::test_unreadable_config_is_refused")),
     Elsewhere("ids that leave the state directory", ("id or annotation with ../",), (T + "test_runtime_bad_input.py::test_id_with_a_path_is_refused",)),
-    Elsewhere("a record of ours that is forged", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_ignored",)),
+    Elsewhere("a forged record of gpushare", ("id or annotation with ../",), (T + "test_runtime.py::test_forged_record_is_ignored",)),
     Elsewhere("a process that has gone, or is the host's", ("pid reused",), (T + "test_apply.py::test_exited_process_is_refused", T + "test_hook_errors.py::test_process_without_a_mount_namespace_is_refused")),
     Elsewhere("mounts that would reach the host", ("shared propagation",), (T + "test_apply.py::test_mounts_do_not_propagate_to_a_host_that_shares_the_rootfs", T + "test_apply.py::test_mounts_below_a_shared_source_do_not_propagate_to_it", T + "test_adopt_mounts.py::test_mounts_do_not_propagate_to_peers")),
     Elsewhere("rootfsPropagation shared, rshared, slave", ("shared propagation",), (T + "test_propagation.py::test_mounts_of_a_share_do_not_propagate_to_the_host",)),

@@ -90,7 +90,7 @@ MORE = {
                 ok(timed_launch(function, (5000, 2_000_000)[n % 2], stream, grid=1 + i))
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(64)]
         [thread.start() for thread in threads]
-        time.sleep(1)  # the first launches of all are looked at
+        time.sleep(1)  # the first launches of all threads are measured
         go()
         [thread.join() for thread in threads]
         """,

@@ -25,7 +25,7 @@ INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread cached, two
         (90, "cuGraphLaunch_ptsz"),
     ],
 )
-def test_a_launch_that_is_paid_for(percent: int, call: str, tmp_path: Path) -> None:
+def test_prepaid_launch_costs_few_instructions(percent: int, call: str, tmp_path: Path) -> None:
     """No clock, no lock, no other driver call: these occur only in the launches in between that are probed."""
     program = tmp_path / "steps"
     source = TREE / "tests" / "shim" / "steps.c"

@@ -87,7 +87,7 @@ context, begun, paused, returned = c_void_p(), *(threading.Event() for _ in rang
 ok(cuda.cuCtxGetCurrent(byref(context)))
 def launcher():
     ok(cuda.cuCtxSetCurrent(context))
-    for _ in range(12):  # the last ones are paid for, and ask nobody
+    for _ in range(12):  # the last ones use the reserve of time
         ok(launch(function, stream))
     begun.set()
     paused.wait()

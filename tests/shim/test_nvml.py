@@ -130,7 +130,7 @@ def test_own_processes_are_compute_processes(kind: str, box: RealBox) -> None:
     assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
 
 
-def test_process_details_are_those_of_own_processes(box: RealBox) -> None:
+def test_process_details_list_own_processes_only(box: RealBox) -> None:
     use(box, (101, GIB), (102, 2 * GIB))
     assert probe(box, "details", 0, 0, 8) == [SUCCESS, 2, [[101, GIB], [102, 2 * GIB]]]
     assert probe(box, "details", 0, 0, 1) == [INSUFFICIENT_SIZE, 2, []]

@@ -94,7 +94,7 @@ def test_closed_shared_memory_is_released() -> None:
         assert run(box, program) == ["0"]
 
 
-def test_exports_that_nobody_opens_are_released() -> None:
+def test_unopened_exports_are_released() -> None:
     """Descriptors of all exports look alike, and there are more exports than rows."""
     program = """
         start()

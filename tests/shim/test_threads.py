@@ -1,4 +1,4 @@
-"""What a thread reads while another thread, or the host, changes it. The simulated driver reports use after free."""
+"""Reads that race with changes by another thread or by the host. The simulated driver reports use after free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_primary_context_stays_usable_after_destroy_calls() -> None:
 
 
 def test_limit_holds_under_repeated_destroy_calls() -> None:
-    """Work in it is charged, however often the driver is asked to destroy it."""
+    """Work in a context is charged while another thread destroys the context again and again."""
     program = """
     context, function, stop = start(), kernel("spin_us_1000"), threading.Event()
 

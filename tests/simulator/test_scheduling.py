@@ -79,7 +79,7 @@ def test_device_time_of_dead_processes_is_kept(start: Callable[..., Remote], led
     assert group.busy_ns >= group.work_ns >= 20 * MS
 
 
-def test_history_covers_ten_seconds_and_rejects_others(simhost: Path, ledger: Ledger) -> None:
+def test_history_covers_ten_seconds_and_rejects_other_ranges(simhost: Path, ledger: Ledger) -> None:
     with Busy(simhost, seconds=0.2) as busy:
         busy.go()
         said = busy.result()

@@ -1,7 +1,7 @@
 """Start and end containers while killing processes: the hook, launcher, runtime, container, or a delete.
 
-After a kill, an engine that knows nothing of gpushare does what engines do (delete --force, or nothing when it was
-killed as well). The next start, or a final `gpushare prune`, finds and removes the leftovers.
+After a kill, the engine, which does not know gpushare, runs `delete --force`, or nothing if it was killed as well.
+The next start, or a final `gpushare prune`, finds and removes the leftovers.
 """
 
 from __future__ import annotations

@@ -11,4 +11,4 @@ from .host import BIN, Node
 def finding(node: Node, name: str) -> doctor.Result:
     settings = Settings(str(BIN / "gpushare-runtime"), str(BIN / "gpushare-hook"), state_dir=str(node.state))
     (check,) = (check for check in doctor.CHECKS if check.name == name)
-    return doctor.answer(check, doctor.look(str(node.config), str(node.state), settings))
+    return doctor.answer(check, doctor.probe(str(node.config), str(node.state), settings))

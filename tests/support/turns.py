@@ -99,7 +99,7 @@ FIRST = (
 )
 
 
-# Which tests may run beside each other
+# Groups of tests that may run in parallel
 EXCLUSIVE, TIMED, ORDINARY = "one at a time", "beside other timed tests", "beside other ordinary tests"
 
 

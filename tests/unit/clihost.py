@@ -77,7 +77,7 @@ def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
 
 
 def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -> None:
-    """What a process of the container would write."""
+    """Write a slot as a process of the container would."""
     data = bytearray(page.read_bytes())
     at = shm_abi.offset("gs_usage", "slot") + number * shm_abi.SLOT_SIZE
     tid = 1000 + number

@@ -175,7 +175,7 @@ def test_each_limit_gets_its_enforcer(backend: str, allowed: tuple[str, ...], en
         (asked("dmem", name="0:0"), node(mig=True), (), {}, DeviceError, "no regions for MIG devices"),
         (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" has no limit on memory .* GPUSHARE_MEMORY'),
         (asked("mps"), node("mps"), (), {}, PolicyError, r"limit on memory \(policy.allowed_backends: mps\); add shim"),
-        (asked(), node("dmem"), (), {}, PolicyError, "nothing that is allowed .* on compute"),
+        (asked(), node("dmem"), (), {}, PolicyError, "no backend that this node allows .* on compute"),
         (asked(), node("mps", "dmem"), (), {"mps": "down"}, DeviceError, "compute .*: mps cannot: down; add shim to"),
     ],
 )  # fmt: skip
@@ -343,7 +343,7 @@ def test_limit_is_enforced_or_start_is_refused(
             "memory by shim (auto, the first allowed one that can, not dmem: old); "
             "compute by shim (auto, the first allowed one that can, not mps: down)",
         ),
-        ("dmem", ALL, {}, "memory by dmem (asked); compute by shim (dmem does not hold compute)"),
+        ("dmem", ALL, {}, "memory by dmem (requested); compute by shim (dmem does not enforce compute)"),
     ],
 )  # fmt: skip
 def test_explain_lists_enforcers_and_reasons(
@@ -378,7 +378,7 @@ def test_log_names_all_enforcers() -> None:
 
 def test_change_that_enforcer_cannot_apply_is_refused() -> None:
     one = lease(given(asked("mps"), node()))._replace(state="held")
-    with pytest.raises(RequestError, match="mps holds a limit of device 0: its percentages are hard"):
+    with pytest.raises(RequestError, match="mps enforces a limit of device 0: its percentages are hard"):
         limit_request.shares(one, limit_request.parse(mode="soft"), node(), (one,))
     with pytest.raises(RequestError, match="no high priority"):
         limit_request.shares(one, limit_request.parse(priority="high"), node(), (one,))

@@ -1,4 +1,4 @@
-"""Which device `any` selects: conditions, strategies, and equal shares for containers without a limit."""
+"""The choice of a device for `any`: conditions, strategies, and equal shares for containers without a limit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_free_condition_excludes_own_request() -> None:
     where = host(gpu(0))
     env = ("GPUSHARE_DEVICES=any,free>=4Gi", "GPUSHARE_MEMORY=1Gi")
     assert grant(where, *env, taken=held(share(gpu(0), 12)))
-    with pytest.raises(CapacityError, match=r"^free>=4Gi asked, device 0: 3 GiB of 16 GiB free; "):
+    with pytest.raises(CapacityError, match=r"^free>=4Gi requested, device 0: 3 GiB of 16 GiB free; "):
         grant(where, *env, taken=held(share(gpu(0), 13)))
     with pytest.raises(CapacityError, match="of unknown size"):
         grant(host(gpu(0, 0)), *env)
@@ -138,12 +138,16 @@ def test_any_selects_mig_or_whole_gpu_by_condition() -> None:
         ("any,0", "any cannot be combined", "write any"),
         ("0,any,model=A100", "any cannot be combined", "write any"),
         ("any,", "any cannot be combined", "write any"),
-        ("any,modle=A100", '"modle=A100" is no condition for a device', "write any or any:2, then with commas model="),
-        ("any,model>=A100", '"model>=A100" has >= where only = makes sense', "write any or"),
-        ("any,free", "free of what", "write 'free>=...', in quotes for a shell"),
+        (
+            "any,modle=A100",
+            '"modle=A100" is not a condition for a device',
+            "write any or any:2, then with commas model=",
+        ),
+        ("any,model>=A100", '"model>=A100" has >= where only = is allowed', "write any or"),
+        ("any,free", "free has no value", "write 'free>=...', in quotes for a shell"),
         ("any,model=A100,0", "any cannot be combined", "write any"),
-        ("any,free=4Gi", '"free=4Gi" has = where only >= makes sense', "write any or"),
-        ("any,free>4Gi", '"free>4Gi" is no condition for a device', "write any or any:2, then with"),
+        ("any,free=4Gi", '"free=4Gi" has = where only >= is allowed', "write any or"),
+        ("any,free>4Gi", '"free>4Gi" is not a condition for a device', "write any or any:2, then with"),
         ("any,free>=much", 'free="much": not an amount of memory', "write a size"),
         ("any,free>=101%", 'free="101%": out of range', "write a percentage"),
         ("any,free>=20", 'free="20": a number alone is bytes', "write 20Gi, if that is meant"),

@@ -307,14 +307,14 @@ def test_empty_option_value_is_refused() -> None:
     ("words", "message"),
     [
         ("mps start --uid " + "9" * 5000, 'gpushare: --uid "9'),
-        ("mps start --uid 4294967295", 'gpushare: --uid "4294967295" is no user id'),
+        ("mps start --uid 4294967295", 'gpushare: --uid "4294967295" is not a user id'),
         ("export --interval nan", "invalid value for '--interval': 'nan' is not a number"),
         ("top --once --interval nan", "invalid value for '--interval': 'nan' is not a number"),
         ("k8s-plugin --memory-unit 25%", 'unknown unit "%"; write 1Mi, 64Mi or 1Gi'),
         ("k8s-plugin --memory-unit 0", "zero is not a limit; write 1Mi, 64Mi or 1Gi"),
         ("export --socket /tmp/" + "a" * 200, "AF_UNIX path too long"),
-        ("export --socket /", "it is there, and is no socket; give another --socket"),
-        ("export --socket /dev/null", "it is there, and is no socket; give another --socket"),
+        ("export --socket /", "it exists and is not a socket; give another --socket"),
+        ("export --socket /dev/null", "it exists and is not a socket; give another --socket"),
     ],
     ids=lambda text: text[:30],
 )

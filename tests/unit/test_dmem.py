@@ -95,7 +95,7 @@ def test_host_without_controller_is_unsupported() -> None:
 
 
 def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Path) -> None:
-    undo = dmem.hold(os.getpid(), limits(tmp_path))
+    undo = dmem.enforce(os.getpid(), limits(tmp_path))
     assert written(tree) == (f"{REGION} {4 * GIB}",) * 2
     before = (model.Share(0, GPU, 4 * GIB, memory_backend="dmem"),)
     for size, text in ((5 * GIB, str(5 * GIB)), (GIB, str(GIB))):
@@ -122,18 +122,18 @@ def test_shim_allocation_touches_no_cgroup(tree: Path, tmp_path: Path) -> None:
 
 def test_missing_controller_in_container_cgroup_refuses_start(tree: Path, tmp_path: Path) -> None:
     (tree / "dmem.max").unlink()
-    with pytest.raises(KernelError, match=r"dmem\.max\" is not there: .*; write \+dmem to cgroup.subtree_control"):
-        dmem.hold(os.getpid(), limits(tmp_path))
+    with pytest.raises(KernelError, match=r"dmem\.max\" does not exist: .*; write \+dmem to cgroup.subtree_control"):
+        dmem.enforce(os.getpid(), limits(tmp_path))
     assert not (tmp_path / dmem.RECORD).exists()
 
 
 def test_cgroup_with_foreign_process_is_refused(tree: Path, tmp_path: Path) -> None:
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n1\n")
     with pytest.raises(KernelError, match="not the container's own cgroup: process 1 is in it"):
-        dmem.hold(os.getpid(), limits(tmp_path))
+        dmem.enforce(os.getpid(), limits(tmp_path))
     assert written(tree) == ("", "")
     (tree / "cgroup.procs").write_text(f"{os.getpid()}\n")
-    dmem.hold(os.getpid(), limits(tmp_path))
+    dmem.enforce(os.getpid(), limits(tmp_path))
 
 
 def test_limit_that_does_not_read_back_is_refused(tree: Path, tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_limit_that_does_not_read_back_is_refused(tree: Path, tmp_path: Path) ->
     (tree / "dmem.max").unlink()
     (tree / "dmem.max").symlink_to("/dev/null")
     with pytest.raises(KernelError):
-        dmem.hold(os.getpid(), limits(tmp_path))
+        dmem.enforce(os.getpid(), limits(tmp_path))
     (tree / "dmem.max").unlink()
     os.mknod(tree / "dmem.max", 0o666 | 0o020000, os.makedev(1, 3))  # /dev/null by another name
-    with pytest.raises(KernelError, match="does not say"):
-        dmem.hold(os.getpid(), limits(tmp_path))
+    with pytest.raises(KernelError, match="does not contain"):
+        dmem.enforce(os.getpid(), limits(tmp_path))
     assert not (tmp_path / dmem.RECORD).exists()
 
 
@@ -169,7 +169,7 @@ def test_refused_change_changes_nothing(tree: Path, tmp_path: Path, failing: dic
     both = tuple(model.Share(slot, device(slot), 4 * GIB, memory_backend="dmem") for slot in (0, 1))
     (tree / "dmem.max").write_text("")
     one = dmem.ops(both[:1], inventory(tmp_path), str(tmp_path))
-    dmem.hold(os.getpid(), one)
+    dmem.enforce(os.getpid(), one)
     (tmp_path / dmem.RECORD).write_text(
         f'{{"directory": "{tree}", "regions": {{"{GPU.uuid}": "{REGION}", "{device(1).uuid}": "other"}}}}'
     )
@@ -213,7 +213,7 @@ def test_newer_driver_is_limited_through_nvml(nvml_dir: Path, tmp_path: Path, tr
     both = tuple(model.Share(slot, device(slot), 4 * GIB, memory_backend="dmem") for slot in (0, 1))
     wanted = list(dmem.ops(both, newer, str(tmp_path)))
     assert "through NVML: 4294967296" in wanted[0].describe()
-    undo = dmem.hold(os.getpid(), wanted)
+    undo = dmem.enforce(os.getpid(), wanted)
     backends.change(both, (both[0]._replace(memory_limit_bytes=GIB), both[1]), str(tmp_path))
     backends.change((), both, str(tmp_path))
     undo()
@@ -243,7 +243,7 @@ def test_driver_that_rejects_limit_refuses_start(
     wanted = dmem.ops((model.Share(0, GPU, 4 * GIB),), inventory(tmp_path, driver_version="615.71"), str(tmp_path))
     (nvml_dir / file).write_text(text)
     with pytest.raises(DeviceError, match=message):
-        dmem.hold(os.getpid(), wanted)
+        dmem.enforce(os.getpid(), wanted)
     assert not (tmp_path / dmem.RECORD).exists()
 
 

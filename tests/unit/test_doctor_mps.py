@@ -80,23 +80,23 @@ def test_rootless_user_skips_mps(machine: Machine, monkeypatch: pytest.MonkeyPat
 
 DIED = f"[2099-01-31 12:00:00.123 Control {PID:5}] Server 45 exited with status 1\n"
 START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, and start it again; then "
-NOBODY, SOMEBODY, OTHER = None, mps_control.Daemon(1, 1000), mps_control.Daemon(9, 0)
+ABSENT, USERS, OTHER = None, mps_control.Daemon(1, 1000), mps_control.Daemon(9, 0)
 DEAD = {"start": 1}
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "well": ({}, OK, "runs on GPU 0, at most 60%, for 1 container", ""),
     "wrong user": (
-        *({"listens": SOMEBODY}, FAIL, "the daemon of GPU 0 (pid 1) is of uid 1000, a user who can change its limits"),
+        *({"listens": USERS}, FAIL, "the daemon of GPU 0 (pid 1) belongs to uid 1000, who can change its limits"),
         f"end that daemon, then {START}",
     ),
     "dead": (
-        *({"listens": NOBODY, **DEAD}, FAIL, f"the daemon of GPU 0 (pid {PID}) has died; programs get errors in c1"),
+        *({"listens": ABSENT, **DEAD}, FAIL, f"the daemon of GPU 0 (pid {PID}) has died; programs get errors in c1"),
         f"{START}, then start c1 again",
     ),
     "dead, another": ({"listens": OTHER, **DEAD}, FAIL, "(pid 9) whose limits are not set", START),
     "not offered": ({"is_ready": False}, FAIL, f"for GPU 0 (pid {PID}) whose limits are not set", START),
     "damaged": ({"uid": "me"}, FAIL, "whose limits are not set", START),
-    "gone": ({"listens": NOBODY, "is_ready": False}, FAIL, "is gone; programs get errors in c1", START),
-    "deaf": ({"listens": NOBODY}, FAIL, f"the daemon of GPU 0 (pid {PID}) no longer listens", AGAIN),
+    "gone": ({"listens": ABSENT, "is_ready": False}, FAIL, "is gone; programs get errors in c1", START),
+    "deaf": ({"listens": ABSENT}, FAIL, f"the daemon of GPU 0 (pid {PID}) no longer accepts connections", AGAIN),
     "other pid": ({"listens": OTHER}, FAIL, f"pid 9 listens for GPU 0, and pid {PID} was given", AGAIN),
     "limits changed": ({"said": "100.0%, 1G"}, FAIL, "its limits are 100.0%, 1G, not 60.0%, 1G", AGAIN),
     "server died": (

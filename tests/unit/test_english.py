@@ -19,6 +19,16 @@ from tools import english
         "his share ends",
         "a shim of before",
         "the container hears of it",
+        "# What others need\n",
+        '"""Which backend enforces which limit."""',
+        "the file is read. Whatever is in it counts",
+        "those that wait",
+        "3Gi was asked, policy allows less",
+        "the variable says which device it is",
+        "the dead are looked at",
+        "programs that go around the shim",
+        "the engine knows nothing of gpushare",
+        "def test_exports_that_nobody_opens():",
     ],
 )
 def test_banned_construction_is_found(text: str) -> None:
@@ -33,6 +43,12 @@ def test_banned_construction_is_found(text: str) -> None:
         "# Who may write here? See state.md\n",
         "this is the theme of the page",
         "the socket listens at a path",
+        "# Which of these wins? See merge.py\n",
+        "**What is in the file.** The static program",
+        "## What the program sees\n",
+        "they cannot be told apart",
+        "a look-up in the kernel",
+        "a file of user nobody: nobody:65536",
     ],
 )
 def test_plain_sentence_passes(text: str) -> None:

@@ -17,7 +17,7 @@ def test_command_gives_up_on_unreleased_lock(tmp_path: Path, monkeypatch: pytest
     first, second = filelock.open_own(path), filelock.open_own(path)
     try:
         filelock.take(first, path)
-        with pytest.raises(KernelError, match="another process has kept this lock for 0 s; find it: fuser -v "):
+        with pytest.raises(KernelError, match="another process has held this lock for 0 s; find it: fuser -v "):
             filelock.take(second, path)
         fcntl.flock(first, fcntl.LOCK_UN)
         filelock.take(second, path)

@@ -1,5 +1,4 @@
-"""Which parts of a plan the host already has, which need an overlay layer, and that neither layers nor mounts reach the
-host."""
+"""A plan on the host's own root: parts that exist already, parts in an overlay layer, and no effect on the host."""
 
 from __future__ import annotations
 
@@ -148,7 +147,7 @@ def test_op_without_layer_fails_and_host_is_unchanged(lib: Path) -> None:
             try:
                 attempt()
             except KernelError as error:
-                errors.append("would have to be made on the host" in error.message)
+                errors.append("would have to be created on the host" in error.message)
         return errors
 
     assert ns_util.in_child(body) == [True] * 4
@@ -160,7 +159,7 @@ def test_refused_layer_is_one_line(lib: Path, monkeypatch: pytest.MonkeyPatch) -
         raise syscalls.SyscallError("fsconfig", lower, 22)
 
     monkeypatch.setattr(syscalls, "detached_overlay", refused)
-    with pytest.raises(AssertionError, match=rf"no private layer can be put over \"{lib}\": Invalid argument"):
+    with pytest.raises(AssertionError, match=rf"cannot put a private layer over \"{lib}\": Invalid argument"):
         _in_own_namespace(lib.parent / "scratch", (mount(lib.parent / "shim", lib / "new"),), lambda: 0)
 
 

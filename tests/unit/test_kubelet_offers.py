@@ -109,7 +109,7 @@ def test_container_gets_devices_chosen_by_kubelet(kind: str, offered: Any, ids: 
         (MEMORY, BOTH, ["GPU-cccccccc-0"], "is offered"),
         (MEMORY, BOTH, ["x" * 10_000], r'"x{64}\.\.\." \(10000 characters\) is offered'),
         (MEMORY, {FIRST}, [f"{B}-0"], "is gone"),
-        (GPU, BOTH, [f"{A}-0", f"{A}-1"], "2 GPUs are asked for, and kubelet chose from 1"),
+        (GPU, BOTH, [f"{A}-0", f"{A}-1"], "2 GPUs are requested, and kubelet chose from 1"),
         (GPU, {FIRST}, [f"{A}-0", f"{B}-1"], r"device 1 \(GPU-bbbb.*is gone"),
     ],
 )

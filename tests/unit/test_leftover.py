@@ -111,14 +111,14 @@ def test_directory_lost_during_search_is_searched_again(state_dir: Path, monkeyp
     storage.prepare(state)
     marker, looks = state_dir / storage.REBUILD, []
 
-    def look(of: str, node: object) -> rebuild.Looked:
+    def search(of: str, node: object) -> rebuild.SearchResult:
         status = marker.stat()
         looks.append(status.st_ino)
         if len(looks) == 1:
             marker.rename(state_dir / "rebuild.before")
             marker.touch()
-        return rebuild.Looked((status.st_dev, status.st_ino), ())
+        return rebuild.SearchResult((status.st_dev, status.st_ino), ())
 
-    monkeypatch.setattr(rebuild, "look", look)
+    monkeypatch.setattr(rebuild, "search", search)
     assert reservation.recover(state, ONE_GPU) == ()
     assert len(looks) == 2 and not marker.exists()

@@ -68,7 +68,7 @@ def test_absolute_relative_and_percent_amounts_are_applied() -> None:
     for memory in ("+1Gi", "-1Gi"):
         with pytest.raises(RequestError, match="no memory limit"):
             regrant(share(None), limit_request.parse(memory))
-    with pytest.raises(RequestError, match="slot 0 has 4 GiB"):
+    with pytest.raises(RequestError, match="slot 0 has only 4 GiB"):
         regrant(share(4 * GIB), limit_request.parse("-4Gi"))
     for words in (("+25%",), ("0",), ("4Gj",), ("+",), ("", "0"), ("", "101"), ("", "x")):
         with pytest.raises(RequestError, match="--memory|--compute"):

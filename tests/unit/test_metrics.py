@@ -198,7 +198,7 @@ def test_server_with_threads_does_not_fork(state: Path, monkeypatch: pytest.Monk
 
     watched.asker = Asker()  # type: ignore[assignment]
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("fork"))
-    watched.look()
+    watched.update()
     config.write_text("version: 1\nreconcile: {action: stop}\n")
-    watched.look()
+    watched.update()
     assert watched.metrics.seen.gpus == {}

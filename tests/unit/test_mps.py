@@ -287,14 +287,14 @@ def test_source_of_dev_shm_is_found(mounts: Any, source: str) -> None:
 def test_main_pid_is_sent_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     name = f"{tmp_path}/notify"
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    servicenotify.tell(7, "not sent")
+    servicenotify.notify(7, "not sent")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(name if kind == "path" else f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", name if kind == "path" else f"@{name}")
-        servicenotify.tell(7, "MPS on 0")
+        servicenotify.notify(7, "MPS on 0")
         assert systemd.recv(100) == b"READY=1\nMAINPID=7\nSTATUS=MPS on 0"
     with pytest.raises(KernelError, match="NOTIFY_SOCKET"):
-        servicenotify.tell(7, "it is gone")
+        servicenotify.notify(7, "it is gone")
 
 
 def test_unit_runs_existing_command() -> None:

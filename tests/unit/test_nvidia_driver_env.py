@@ -33,7 +33,7 @@ def test_request_without_driver_variables_has_none() -> None:
 def test_feature_needs_value_enabled() -> None:
     found = resolved("NVIDIA_GDS=enabled", "NVIDIA_MOFED=disabled", "NVIDIA_GDRCOPY=1", "NVIDIA_NVSWITCH=enabled")
     assert found.features == ("gds", "nvswitch")
-    assert found.ignored == ('NVIDIA_GDRCOPY="1": only the word enabled switches it on',)
+    assert found.ignored == ('NVIDIA_GDRCOPY="1": only the value enabled switches it on',)
     assert ("NVIDIA_GDS", "enabled") in found.sources
 
 

@@ -141,7 +141,7 @@ def test_key_in_other_case_is_refused(place: tuple[str, ...]) -> None:
     for in_lists in (False, True):
         speckeys.refuse_other_case(_at(place, place[-1], in_lists), speckeys.KEYS)
         for key in spelled - {place[-1]}:
-            with pytest.raises(RequestError, match="in other letters"):
+            with pytest.raises(RequestError, match="in the wrong case"):
                 speckeys.refuse_other_case(_at(place, key, in_lists), speckeys.KEYS)
 
 

@@ -55,7 +55,7 @@ def test_virtual_size_is_scaled_limit_in_whole_blocks(memory: str, scaling: floa
             host_of(),
             ["GPUSHARE_DEVICES=any"],
             RequestError,
-            "no memory limit .* nothing to go beyond; set GPUSHARE_MEM",
+            "no memory limit .* no limit to exceed; set GPUSHARE_MEM",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def gpus(**processes: Any) -> dict[str, Gpu]:
     }
 
 
-def judged(limit: Optional[int], used: dict[int, Any], uuid: str = "A", **share: int) -> overuse.Look:
+def judged(limit: Optional[int], used: dict[int, Any], uuid: str = "A", **share: int) -> overuse.Comparison:
     lease = pure.lease(pure.share(0, 0, limit)._replace(**share))
     return overuse.judge([lease], gpus(**{uuid: used}), {1: "c1", 2: "c1", 3: "other"}.get)
 
@@ -61,9 +61,9 @@ def judged(limit: Optional[int], used: dict[int, Any], uuid: str = "A", **share:
 def test_bytes_over_limit_are_found(
     limit: Optional[int], used: dict[int, Any], uuid: str, share: Any, over: int
 ) -> None:
-    look = judged(limit, used, uuid, **share)
-    assert sum(one.over_bytes for one in look.findings) == over
-    assert sum(look.nobodys_bytes.values()) == sum(size or 0 for pid, size in used.items() if pid > 2)
+    comparison = judged(limit, used, uuid, **share)
+    assert sum(one.over_bytes for one in comparison.findings) == over
+    assert sum(comparison.unshared_bytes.values()) == sum(size or 0 for pid, size in used.items() if pid > 2)
 
 
 def test_device_without_allocation_has_no_slot() -> None:
@@ -78,8 +78,8 @@ def test_overuse_is_logged_once_per_occurrence(tmp_path: Path) -> None:
     log, watch, lease = tmp_path / "log", overuse.Watch(), pure.lease(pure.share(0, 0, GIB))
     over, below = judged(GIB, {1: 3 * GIB}), judged(GIB, {1: GIB})
     counts = []
-    for look in (over, below, over, over, over, below, over, over):
-        watch.follow([lease], look, str(log), "report")
+    for comparison in (over, below, over, over, over, below, over, over):
+        watch.follow([lease], comparison, str(log), "report")
         counts.append(len(lines(log)))
     assert counts == [0, 0, 0, 1, 1, 1, 1, 2] and watch.exceeded == {"c1": 2}
     fields = lines(log)[0]
@@ -87,7 +87,7 @@ def test_overuse_is_logged_once_per_occurrence(tmp_path: Path) -> None:
         *("exceeded", A, str(3 * GIB)),
         str(GIB),
     )
-    watch.follow([], overuse.Look((), {}), str(log), "report")
+    watch.follow([], overuse.Comparison((), {}), str(log), "report")
     assert watch.exceeded == {}, "an ended container leaves no record"
 
 
@@ -108,11 +108,11 @@ def running(process: subprocess.Popen[bytes], **changes: Any) -> Lease:
 
 
 def test_stop_kills_only_init(sleeper: Any, bystander: Any) -> None:
-    look, watch = judged(GIB, {1: 3 * GIB, 2: 0}), overuse.Watch()
-    look = look._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in look.findings))
-    watch.follow([running(sleeper)], look, "none", "stop")
+    comparison, watch = judged(GIB, {1: 3 * GIB, 2: 0}), overuse.Watch()
+    comparison = comparison._replace(findings=tuple(one._replace(pids=(bystander.pid,)) for one in comparison.findings))
+    watch.follow([running(sleeper)], comparison, "none", "stop")
     assert sleeper.poll() is None, "one sample is not enough"
-    watch.follow([running(sleeper)], look, "none", "stop")
+    watch.follow([running(sleeper)], comparison, "none", "stop")
     assert sleeper.wait(10) == -signal.SIGKILL
     assert bystander.poll() is None, "its pid belonged to the container when NVML was queried"
 

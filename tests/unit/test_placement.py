@@ -225,7 +225,7 @@ def test_host_without_device_is_refused() -> None:
         ),
         ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), r"5Gi.: GPU 0: policy.max_memory is 4 GiB; .* at most 4 GiB"),
         ({"max_memory": "25%"}, ("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=26%"), "more than policy.max_memory allows"),
-        ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), r"no compute limit was asked for, .*\(50%\)"),
+        ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), r"no compute limit was requested, .*\(50%\)"),
         (
             {"allowed_devices": ("1",)},
             ("GPUSHARE_DEVICES=0",),

@@ -120,7 +120,7 @@ def test_nvidia_variable_does_not_make_injected_device_acceptable() -> None:
 def test_own_request_replaces_unaccepted_injected_device() -> None:
     found = resolve(LIMIT, linux=injected(1), rules={"accept_cdi": "never"})
     assert found.selection == Selection("any", count=1)
-    assert found.ignored == ("/dev/nvidia1 in config.json: GPUSHARE_MEMORY says which",)
+    assert found.ignored == ("/dev/nvidia1 in config.json: GPUSHARE_MEMORY names the devices",)
 
 
 def test_void_with_injected_device_is_refused() -> None:
@@ -310,4 +310,4 @@ def test_clamped_amount_is_shown_by_explain() -> None:
     asked = resolve("GPUSHARE_MEMORY=5Gi")
     text = explain.explain_text(asked, plan.make_plan(bundle(), asked, node(), held, image(), files()))
     assert "clamped from 5Gi of memory" in text
-    assert "note: slot 0: 5Gi of memory was asked, policy allows less" in text
+    assert "note: slot 0: 5Gi of memory was requested, policy allows less" in text

@@ -77,7 +77,7 @@ def test_combined_request_keeps_limits() -> None:
 
 @pytest.mark.parametrize("word", ["void", "none"])
 def test_limit_without_device_is_refused(word: str) -> None:
-    with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": a limit, but GPUSHARE_DEVICES is {word}'):
+    with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": sets a limit, but GPUSHARE_DEVICES is {word}'):
         resolve("GPUSHARE_MEMORY=4Gi", f"GPUSHARE_DEVICES={word}")
 
 
@@ -149,7 +149,7 @@ def test_unknown_variable_beside_request_is_refused(name: str) -> None:
 def test_scoped_limit_without_container_name_is_refused() -> None:
     limit = {"app.gpushare.io/memory": "4Gi"}
     assert resolve(annotations=limit) is None
-    with pytest.raises(RequestError, match=r'app\.gpushare\.io/memory="4Gi": the engine does not say which'):
+    with pytest.raises(RequestError, match=r'app\.gpushare\.io/memory="4Gi": the engine does not name this'):
         resolve("NVIDIA_VISIBLE_DEVICES=all", annotations=limit)
     other = {**limit, "io.kubernetes.cri.container-name": "sidecar"}
     assert selection("NVIDIA_VISIBLE_DEVICES=all", annotations=other) == Selection("all")

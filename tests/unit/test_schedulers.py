@@ -147,7 +147,7 @@ def test_fraction_and_amount_must_agree_on_every_device() -> None:
     words = ("GPU_PORTION=0.5", "CUDA_DEVICE_MEMORY_LIMIT=8g")
     assert asked(*words, "NVIDIA_VISIBLE_DEVICES=0", host=host).memory[0][1].limit_bytes == 8 << 30
     for where in (("NVIDIA_VISIBLE_DEVICES=1",), ()):
-        with pytest.raises(RequestError, match='MEMORY_LIMIT="8g" and GPU_PORTION="0.5" ask for different shares'):
+        with pytest.raises(RequestError, match='MEMORY_LIMIT="8g" and GPU_PORTION="0.5" set different limits'):
             resolve(*words, *where, host=host)
 
 
@@ -200,8 +200,8 @@ def test_ignored_variables_are_reported_with_reason() -> None:
     )
     assert found.dialect == "own+nvidia+hami"
     assert found.ignored == (
-        'CUDA_DEVICE_MEMORY_LIMIT="1g": GPUSHARE_MEMORY says it',
-        'GPU_PORTION="0.5": GPUSHARE_MEMORY says it',
+        'CUDA_DEVICE_MEMORY_LIMIT="1g": GPUSHARE_MEMORY overrides it',
+        'GPU_PORTION="0.5": GPUSHARE_MEMORY overrides it',
     )
 
 
@@ -218,14 +218,14 @@ def test_unused_variables_without_request_are_reported() -> None:
     assert unused(limit, rules={"enabled_dialects": ("mps",)}) == (
         f"{_(limit)}: policy.dialects.enabled does not have hami",
     )
-    assert unused(limit, rules={"accept_env": "never"}) == (f"{_(limit)}: policy.accept.env does not listen",)
+    assert unused(limit, rules={"accept_env": "never"}) == (f"{_(limit)}: policy.accept.env does not accept it",)
     assert unused(annotations=pod("log", **{"gpu-fraction": "0.5"})) == (
         'gpu-fraction="0.5": container "log" names no device',
     )
     off = "AMP_VGPU_ENABLE=0"
     assert unused(off, "GPU_MEM_PER_DEVICE=1000") == (
-        f"{_(off)}: no device is asked for",
-        f"{_('GPU_MEM_PER_DEVICE=1000')}: no device is asked for",
+        f"{_(off)}: no device is requested",
+        f"{_('GPU_MEM_PER_DEVICE=1000')}: no device is requested",
     )
 
 
@@ -278,7 +278,7 @@ def test_limit_of_any_scheduler_applies(limits: Any, switches: list[str], own_de
         found = asked(*env, "GPUSHARE_DEVICES=1" if own_device else NVIDIA)
         (share,) = placement.grant(found, node(), ledger())
     except RequestError as error:
-        assert "ask for different shares" in error.message or "is given twice" in error.message
+        assert "set different limits" in error.message or "is given twice" in error.message
         return
     assert share.memory_limit_bytes is not None
     assert share.memory_limit_bytes <= min(size for _, size in limits)

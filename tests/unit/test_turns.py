@@ -1,4 +1,4 @@
-"""Which tests may run concurrently: a test must not observe what another test changes."""
+"""The choice of tests that run concurrently: a test must not observe what another test changes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_own_annotation_above_other_limit_counts() -> None:
 
 
 def test_contradicting_third_variable_is_refused() -> None:
-    with pytest.raises(RequestError, match="ask for different shares"):
+    with pytest.raises(RequestError, match="set different limits"):
         limited(*THEIRS, "GPU_PORTION=0.5", "GPUSHARE_MEMORY=8Gi")
 
 

@@ -1,1 +1,1 @@
-"""Which devices a request gets and how much of each: placement, admission, backends, limit changes."""
+"""Choose the devices for a request and the amount on each: placement, admission, backends, limit changes."""

@@ -33,14 +33,14 @@ class SlotRequest(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What a device would give. None: no limit."""
+    """The grant that a device would give. None: no limit."""
 
     memory_limit_bytes: Optional[int]
     compute_percent: Optional[int]
     clamped: str  # the request, if policy gives less
     page: int
     equal_share: str  # "1 of 10" if the configuration sets it and not the container
-    holders: backends.Holders = backends.Holders()
+    enforcers: backends.Enforcers = backends.Enforcers()
     virtual_bytes: int = 0  # including the part in host memory; 0: there is none
 
 
@@ -92,7 +92,7 @@ def _within_policy(
         said = "no compute limit" if compute is None else f"{compute}% of compute"
         if not clamps:
             raise PolicyError(
-                f"{said} was asked for, more than policy.max_compute ({policy.max_compute_percent}%) allows",
+                f"{said} was requested, more than policy.max_compute ({policy.max_compute_percent}%) allows",
                 f"set {constants.ENV_COMPUTE}={policy.max_compute_percent}% or less",
             )
         over.append(said)
@@ -258,7 +258,7 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)
     beyond = request.oversubscribe or scaling > 1
     site = Site(device, request._replace(oversubscribe=beyond), node, ledger)
-    holders = backends.choose(size is not None, wanted.compute is not None, site)
+    enforcers = backends.choose(size is not None, wanted.compute is not None, site)
     page, whole = _page_of(device, ledger, config), 0
     if beyond:
         from . import oversubscribing
@@ -268,7 +268,7 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
         )
         if part is not None and size == part.limit_bytes:  # not clamped
             whole = asked_bytes
-    return Allocation(size, wanted.compute, over, page, equal, holders, whole)
+    return Allocation(size, wanted.compute, over, page, equal, enforcers, whole)
 
 
 _LITTLE = SlotRequest(Amount(1, None, ""), 1)  # below every maximum

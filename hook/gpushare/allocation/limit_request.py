@@ -40,7 +40,9 @@ def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "
     if text and text != NO_LIMIT:
         quantity.amount(MEMORY, text[1:] if text[0] in "+-" else text)
         if text[0] in "+-" and text.endswith("%"):
-            raise quantity.wrong(MEMORY, memory, "a percentage is of the device", "write +1Gi, -512Mi, or 25%")
+            raise quantity.wrong(
+                MEMORY, memory, "a percentage cannot be added or subtracted", "write +1Gi, -512Mi, or 25%"
+            )
     percent = quantity.whole_percent(COMPUTE, compute) if compute else None
     return LimitRequest(
         text,
@@ -90,7 +92,7 @@ def _memory(share: Share, text: str) -> Optional[Amount]:
         raise quantity.wrong(MEMORY, text, f"slot {share.slot} has no memory limit", "give a size such as 4Gi")
     after = now + by if text[0] == "+" else now - by
     if after <= 0:
-        raise quantity.wrong(MEMORY, text, f"slot {share.slot} has {quantity.human(now)}", "take less away")
+        raise quantity.wrong(MEMORY, text, f"slot {share.slot} has only {quantity.human(now)}", "subtract less")
     return Amount(after, None, f"{quantity.human(now)} {text[0]} {text[1:]}")
 
 

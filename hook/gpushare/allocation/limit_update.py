@@ -94,7 +94,7 @@ def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lea
                 f"container {shown(constants.short(container_id))} has a lease that cannot be read: {damage.reason}",
                 "make sure that it does not run, then `gpushare prune --assume-free`",
             )
-    raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows those that have a share")
+    raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows containers with a share")
 
 
 def _kept(before: Sequence[Share], after: Sequence[Share]) -> tuple[Share, ...]:

@@ -33,8 +33,8 @@ def whole_bytes(size: int | None, scaling: float, device: Device) -> int:
     limit."""
     if size is None:
         raise RequestError(
-            f"{ENV_OVERSUBSCRIBE}: no memory limit is requested for device {device_name(device)}, so there is nothing "
-            "to go beyond",
+            f"{ENV_OVERSUBSCRIBE}: no memory limit is requested for device {device_name(device)}, so there is no "
+            "limit to exceed",
             f"set {ENV_MEMORY}",
         )
     whole = round(size * scaling)
@@ -79,13 +79,13 @@ def require_budget(
     budget = budget_bytes(node.config, node.inventory)
     if not budget:
         raise PolicyError(
-            f"{human(asked)} on device and host together was asked for, and {KEY} gives none",
+            f"{human(asked)} on device and host together was requested, and {KEY} gives none",
             f"set {KEY} in the node's config.yaml, or {_without(sources)}",
         )
     if len(shares) > _MOST_DEVICES:
         raise RequestError(
-            f"{len(shares)} devices with memory beyond them were asked for, at most {_MOST_DEVICES} are possible",
-            "ask for fewer devices",
+            f"{len(shares)} devices with memory beyond them were requested, at most {_MOST_DEVICES} are possible",
+            "request fewer devices",
         )
     if ledger.blocked:  # by unreadable leases: what was promised to them is unknown
         raise CapacityError(

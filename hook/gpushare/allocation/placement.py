@@ -98,8 +98,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
             *(slot, device, allocation.memory_limit_bytes, allocation.compute_percent, soft, request.priority),
             *(allocation.virtual_bytes > 0, allocation.clamped, allocation.page),
             virtual_bytes=allocation.virtual_bytes,
-            memory_backend=allocation.holders.memory,
-            compute_backend=allocation.holders.compute,
+            memory_backend=allocation.enforcers.memory,
+            compute_backend=allocation.enforcers.compute,
         )
         for slot, (device, allocation) in enumerate(chosen)
     )

@@ -44,9 +44,9 @@ def reserve(
 def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead: list[Lease]) -> Lease:
     me = procs.myself()
     while True:
-        looked = _look(state_dir, node)
+        searched = _search(state_dir, node)
         with leases.locked(state_dir):
-            if _rebuild(state_dir, node, looked) is None:
+            if _rebuild(state_dir, node, searched) is None:
                 continue
             seen = leases.view(state_dir)
             dead += leases.discard_dead(state_dir, seen)[0]
@@ -132,23 +132,23 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:
     """Restore the leases of a lost state directory now, not at the next start. Return the ids that got one."""
     while True:
-        looked = _look(state_dir, node)
+        searched = _search(state_dir, node)
         with leases.locked(state_dir):
-            written = _rebuild(state_dir, node, looked)
+            written = _rebuild(state_dir, node, searched)
         if written is not None:
             return written
 
 
-def _look(state_dir: str, node: Node) -> Optional[rebuild.Looked]:
+def _search(state_dir: str, node: Node) -> Optional[rebuild.SearchResult]:
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
         return None
-    return rebuild.look(state_dir, node)
+    return rebuild.search(state_dir, node)
 
 
-def _rebuild(state_dir: str, node: Node, looked: Optional[rebuild.Looked]) -> Optional[tuple[str, ...]]:
+def _rebuild(state_dir: str, node: Node, searched: Optional[rebuild.SearchResult]) -> Optional[tuple[str, ...]]:
     """Return the ids that got a lease; None if the state directory was lost again meanwhile."""
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
         return ()
-    if looked is None:
+    if searched is None:
         return None
-    return rebuild.run(state_dir, node, looked)
+    return rebuild.run(state_dir, node, searched)

@@ -54,7 +54,7 @@ def _examined(paths: Paths) -> list[tuple[checks.Check, checks.Result]]:
     settings = settings_of(paths, "")
     with output.Progress() as progress:
         progress.say("asking the driver")
-        machine = checks.look(paths.config, paths.state_dir, settings)
+        machine = checks.probe(paths.config, paths.state_dir, settings)
         return list(checks.examine(machine, lambda name: progress.say(f"checking {name}")))
 
 

@@ -23,10 +23,10 @@ from .output import write_json, write_text
 
 _INDENT = 13  # of the text after a label
 WITHHELD = (
-    "nothing asked: NVIDIA's devices are withheld from this privileged container, "
+    "nothing requested: NVIDIA's devices are withheld from this privileged container, "
     "which is not among policy.privileged_containers"
 )
-NARROWED = "nothing asked: the device rules of this container reach NVIDIA's devices, which are taken out of them"
+NARROWED = "nothing requested: the device rules of this container reach NVIDIA's devices, which are taken out of them"
 
 
 @click.command()
@@ -54,22 +54,22 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
     found = oci.load_bundle(bundle, cri)
     way = way_of(found) if way == "auto" else way
     found = clean(found)
-    asked, preview = of_bundle(paths, found, way)
+    requested, preview = of_bundle(paths, found, way)
     steps, placed, held = preview or (None, (), ())
     withheld = False
-    if asked is None and deny_devices.may_apply(found):
+    if requested is None and deny_devices.may_apply(found):
         config = node.load_config_only(paths.config, paths.state_dir)
         withheld = way == "runtime" and deny_devices.applies(found, config)
         if way == "hook":
             deny_devices.refuse(found, config)
-    has_scheduler_values = asked is None and registry.matches(found.env, found.annotations)
+    has_scheduler_values = requested is None and registry.matches(found.env, found.annotations)
     unused = request.unused(found, facts.host(paths)) if has_scheduler_values else ()
     if output == "json":
-        write_json({**explain_json(asked, steps, placed, held), "withheld": withheld, "unused": list(unused)})
+        write_json({**explain_json(requested, steps, placed, held), "withheld": withheld, "unused": list(unused)})
     elif withheld:
         click.echo(WITHHELD if found.privileged else NARROWED)
     else:
-        write_text(explain_text(asked, steps, placed, held), _INDENT)
+        write_text(explain_text(requested, steps, placed, held), _INDENT)
     for line in unused if output != "json" else ():
         write_text(printable(f"{'ignored':<12} {line}"), _INDENT)
 
@@ -104,5 +104,5 @@ def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request]
     if start is None:
         return None, None
     if way == "hook":
-        request.refuse_conflicts(bundle, start.asked)
-    return start.asked, session.preview(start, hook.IntoNamespace() if way == "hook" else runtime.IntoSpec())
+        request.refuse_conflicts(bundle, start.request)
+    return start.request, session.preview(start, hook.IntoNamespace() if way == "hook" else runtime.IntoSpec())

@@ -66,7 +66,7 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
     """
     watched = Watched(paths)
     if once:
-        watched.look(act=False)  # without an Asker this process may fork
+        watched.update(act=False)  # without an Asker this process may fork
         write(watched.text())
         return 0
     server = _bound(listen, port, path)
@@ -95,7 +95,7 @@ class Watched:
         facts.containers(paths.state_dir)  # raises now, not at the first scrape, if leases cannot be read
         self.metrics = Metrics(paths, installed())
 
-    def look(self, act: bool = True) -> None:
+    def update(self, act: bool = True) -> None:
         """Read the driver's usage and compare it with limits; if `act`, report or stop containers over their limits.
         Raises DeviceError if the process that asks the driver is gone."""
         from .metrics import Seen
@@ -111,7 +111,7 @@ class Watched:
         except (GpushareError, OSError):
             pass  # no driver is loaded
         gpus = self.asker.read(library) if self.asker else nvml_usage.read(library)
-        look, now = overuse.Look((), {}), 0.0
+        comparison, now = overuse.Comparison((), {}), 0.0
         if gpus is not None:
             try:
                 leases = self._leases()
@@ -119,10 +119,10 @@ class Watched:
                 pass  # gpushare_state_up reports it at the next scrape
             else:
                 now = time.time()
-                look = overuse.judge(leases, gpus, overuse.Owners(leases))
+                comparison = overuse.judge(leases, gpus, overuse.Owners(leases))
                 if act:
-                    self._watch.follow(leases, look, self._config.log, self._config.reconcile)
-        self.metrics.seen = Seen(gpus, look, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
+                    self._watch.follow(leases, comparison, self._config.log, self._config.reconcile)
+        self.metrics.seen = Seen(gpus, comparison, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
 
     def _leases(self) -> list[Lease]:
         found = facts.containers(self._paths.state_dir)
@@ -290,7 +290,7 @@ def _bound_to_file(path: str) -> _Server:
     """A server on a unix socket. Replaces the socket of a server that was killed, never one on which a process listens.
     Files of another type are checked first: for them connect() also fails with ECONNREFUSED, but they must stay."""
     if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise GpushareError(f"cannot serve on {shown(path)}: it is there, and is no socket", "give another --socket")
+        raise GpushareError(f"cannot serve on {shown(path)}: it exists and is not a socket", "give another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -319,7 +319,7 @@ def _no_socket(path: str, error: OSError) -> GpushareError:
 def _serve(watched: Watched, server: _Server, interval: float) -> int:
     """Serve until SIGTERM, which is the usual end, and compare usage with limits at every interval."""
     with sigterm.readable() as end:
-        watched.look()
+        watched.update()
         server.set_app(watched.app())
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
         try:
@@ -327,7 +327,7 @@ def _serve(watched: Watched, server: _Server, interval: float) -> int:
             sys.stdout.flush()
             due = time.monotonic() + interval
             while not select.select([end], [], [], max(0.0, due - time.monotonic()))[0]:
-                watched.look()
+                watched.update()
                 due = time.monotonic() + interval
         finally:
             server.shutdown()

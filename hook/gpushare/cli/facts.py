@@ -67,7 +67,9 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
         except shm_abi.RegionError as error:
             notes.append(str(error))
     notes += [
-        f"slot {share.slot}: {share.clamped} was asked, policy allows less" for share in lease.shares if share.clamped
+        f"slot {share.slot}: {share.clamped} was requested, policy allows less"
+        for share in lease.shares
+        if share.clamped
     ]
     uses = []
     for share in lease.shares:
@@ -146,7 +148,7 @@ def find(state_dir: str, text: str) -> str:
     if len(matching) == 1:
         return matching[0]
     if not matching:
-        hint = "`gpushare list` shows those that have a share, by id and not by docker's name"
+        hint = "`gpushare list` shows containers with a share, by id and not by docker's name"
         raise RequestError(f"no container {shown(text)}", hint)
     candidates = ", ".join(
         constants.short(name) if constants.short(name) != constants.short(matching[0]) else name

@@ -56,10 +56,10 @@ def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], int
     from ..integrations.kubelet import plugin  # imports gRPC, so only after the command line was parsed
 
     settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval)
-    plugin.run(_node(paths, whole), paths.state_dir, settings, _say)
+    plugin.run(_node(paths, whole), paths.state_dir, settings, _print_line)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     write_line(text)
     sys.stdout.flush()
 

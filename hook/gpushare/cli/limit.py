@@ -100,7 +100,7 @@ def show(paths: Paths, id: str, output: str) -> None:
     container_id = facts.find(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)
     if one is None or one.lease is None:
-        raise RequestError(f"no running container {shown(id)}", "`gpushare list` shows those that have a share")
+        raise RequestError(f"no running container {shown(id)}", "`gpushare list` shows containers with a share")
     used = tuple(use.used_bytes for use in one.uses)
     seen = limit_update.Changed(one.lease, one.lease, used)
     if output == "json":

@@ -19,7 +19,7 @@ from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Lease
 from ..gpu.nvml_usage import Gpu
-from ..monitor.overuse import Finding, Look
+from ..monitor.overuse import Comparison, Finding
 from ..request import oci
 from . import facts
 from .options import Paths
@@ -39,33 +39,33 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes say they use."),
+    Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes report."),
     Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
-    Metric("gpushare_memory_host_bytes", SHARE_LABELS, "What of an oversubscribed share lies in host memory."),
-    Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes as the driver counts."),
+    Metric("gpushare_memory_host_bytes", SHARE_LABELS, "The part of an oversubscribed share that is in host memory."),
+    Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes, by driver count."),
     Metric("gpushare_memory_over_bytes", SHARE_LABELS,
-           "What the driver counts beyond the limit and the uncertainty of context sizes; 0: the limit is kept."),
+           "Memory by the driver's count beyond the limit and the uncertainty of context sizes; 0: within the limit."),
     Metric("gpushare_compute_used_ratio", SHARE_LABELS, "Share of the device's time over the last second, 0 to 1."),
     Metric("gpushare_compute_limit_ratio", SHARE_LABELS, "Compute limit of the share, 0 to 1; none without a limit."),
-    Metric("gpushare_compute_seconds_total", SHARE_LABELS, "Device time that the container had."),
+    Metric("gpushare_compute_seconds_total", SHARE_LABELS, "Device time that the container used."),
     Metric("gpushare_throttled_seconds_total", SHARE_LABELS,
-           "Time that threads were held back by the compute limit, summed over threads."),
+           "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_oom_total", SHARE_LABELS, "Allocations refused by the memory limit."),
     Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id"),
-           "How often the container was found to use more than its limit, as the driver counts."),
+           "How often the container exceeded its memory limit by the driver's count."),
     Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
-    Metric("gpushare_device_memory_used_bytes", DEVICE_LABELS, "Memory in use on the device, as NVML says."),
+    Metric("gpushare_device_memory_used_bytes", DEVICE_LABELS, "Memory in use on the device, as NVML reports."),
     Metric("gpushare_device_memory_granted_bytes", DEVICE_LABELS, "Sum of memory limits on the device."),
     Metric("gpushare_device_memory_unshared_bytes", DEVICE_LABELS,
-           "Memory of processes that are in no container with a share, as NVML says."),
+           "Memory of processes outside of containers with a share, as NVML reports."),
     Metric("gpushare_device_compute_granted_ratio", DEVICE_LABELS, "Sum of hard compute limits on the device."),
-    Metric("gpushare_device_utilization_ratio", DEVICE_LABELS, "Part of the last moments with work, as NVML says."),
-    Metric("gpushare_device_temperature_celsius", DEVICE_LABELS, "Temperature of the GPU, as NVML says."),
-    Metric("gpushare_device_power_watts", DEVICE_LABELS, "Power that the GPU takes, as NVML says."),
+    Metric("gpushare_device_utilization_ratio", DEVICE_LABELS, "Fraction of recent time with work, as NVML reports."),
+    Metric("gpushare_device_temperature_celsius", DEVICE_LABELS, "Temperature of the GPU, as NVML reports."),
+    Metric("gpushare_device_power_watts", DEVICE_LABELS, "Power that the GPU draws, as NVML reports."),
     Metric("gpushare_device_containers", DEVICE_LABELS, "Containers with a share of the device."),
     Metric("gpushare_damaged_leases", (), "Leases that cannot be read; their devices are blocked."),
-    Metric("gpushare_state_up", (), "1 when leases and devices could be read at this scrape."),
-    Metric("gpushare_driver_up", (), "1 when NVML answered at its last look."),
+    Metric("gpushare_state_up", (), "1 if leases and devices could be read at this scrape."),
+    Metric("gpushare_driver_up", (), "1 if NVML answered the last query."),
     Metric("gpushare_reconcile_timestamp_seconds", (), "When use was last compared with limits, unix time."),
     Metric("gpushare_build_info", ("version",), "Version of gpushare; always 1."),
 )  # fmt: skip
@@ -75,7 +75,7 @@ class Seen(NamedTuple):
     """The driver's last answer, and its comparison with limits. `gpus` None: the driver did not answer."""
 
     gpus: Optional[dict[str, Gpu]] = None
-    look: Look = Look((), {})
+    comparison: Comparison = Comparison((), {})
     time_s: float = 0.0  # unix; 0: never
     exceeded: dict[str, int] = {}
 
@@ -152,7 +152,7 @@ class Metrics(Collector):
         put("gpushare_state_up", (), int(not sample.note))
         put("gpushare_damaged_leases", (), sum(line.container.state == "damaged" for line in sample.lines))
         lines = [line for line in sample.lines if line.use is not None and line.container.state not in facts.GONE]
-        findings = {(one.id, one.uuid): one for one in seen.look.findings}
+        findings = {(one.id, one.uuid): one for one in seen.comparison.findings}
         leases: dict[str, Lease] = {}
         for line in lines:
             lease = line.container.lease
@@ -203,7 +203,7 @@ def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Option
     gpu = (seen.gpus or {}).get(device["uuid"])
     if gpu is not None:
         yield "gpushare_device_memory_used_bytes", gpu.used_bytes
-        yield "gpushare_device_memory_unshared_bytes", seen.look.nobodys_bytes.get(device["uuid"])
+        yield "gpushare_device_memory_unshared_bytes", seen.comparison.unshared_bytes.get(device["uuid"])
         yield "gpushare_device_utilization_ratio", None if gpu.busy_percent is None else gpu.busy_percent / 100
         yield "gpushare_device_temperature_celsius", gpu.celsius
         yield "gpushare_device_power_watts", None if gpu.milliwatts is None else gpu.milliwatts / 1000

@@ -30,7 +30,7 @@ class Row(NamedTuple):
     """One row of `gpushare mps status`."""
 
     device: Device
-    seen: mps_status.Seen
+    seen: mps_status.DaemonStatus
 
 
 @click.group(name="mps")
@@ -46,7 +46,7 @@ def _uid(text: str) -> int:
         return mps.ANY_UID
     if text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < mps.ANY_UID:
         return int(text)
-    raise RequestError(f"--uid {shown(text)} is no user id", "use a number, or any")
+    raise RequestError(f"--uid {shown(text)} is not a user id", "use a number, or any")
 
 
 def _devices(host: Node, wanted: tuple[str, ...]) -> list[Device]:
@@ -109,7 +109,7 @@ def start(
             done.append((device, mps_daemon.start(host, device, wish)))
     if len(done) == 1:  # systemd watches one process of a unit
         (one, (_, new)) = done[0]
-        servicenotify.tell(new.pid, f"MPS on {device_name(one)}, at most {_limits(new)}")
+        servicenotify.notify(new.pid, f"MPS on {device_name(one)}, at most {_limits(new)}")
     if output == "json":
         write_json(
             [{"device": device_name(one), "uuid": one.uuid, "how": how, "pid": new.pid} for one, (how, new) in done]
@@ -164,7 +164,7 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
     mps_daemon.require_root()
     host = facts.host(paths)
     live = leases.view(paths.state_dir).live
-    rows = [Row(device, mps_status.look(host, device, live)) for device in _devices(host, wanted)]
+    rows = [Row(device, mps_status.query(host, device, live)) for device in _devices(host, wanted)]
     if output == "json":
         write_json([_plain(row) for row in rows])
     else:

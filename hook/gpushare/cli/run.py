@@ -67,17 +67,19 @@ def run(
     from ..programs import run as programs
     from ..programs.runtime import Paths as RunPaths
 
-    asked = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
+    variables = [(_FLAGS[flag], value) for flag, value in flags.items() if value is not None]
     if oversubscribe:
-        asked.append((constants.ENV_OVERSUBSCRIBE, "1"))
-    job = programs.Job(name or default_name(command[0]), command, tuple(asked), None if user is None else user_of(user))
+        variables.append((constants.ENV_OVERSUBSCRIBE, "1"))
+    job = programs.Job(
+        name or default_name(command[0]), command, tuple(variables), None if user is None else user_of(user)
+    )
     try:
         programs.start(job, RunPaths(paths.config, paths.state_dir))
     except GpushareError as error:
         if not isinstance(error, programs.CannotExecute):
             where = node.log_target(paths.config, paths.state_dir)
             audit_log.refused(where, job.name, "run", error)
-        given = {variable for variable, _ in asked}
+        given = {variable for variable, _ in variables}
         error.message = as_typed(error.message, given)
         error.hint = as_typed(error.hint, _OPTIONS if given or not _has_own_variables(os.environ) else ())
         raise
@@ -129,5 +131,5 @@ def user_of(text: str) -> programs.User:
 def _id(text: str, digits: str) -> int:
     """A user or group id. Raises RequestError, also for the highest number: for the kernel it means "unchanged"."""
     if len(digits) > 10 or int(digits) >= _NO_ID:
-        raise RequestError(f"--user {shown(text)}: {digits[:20]} is no id", f"write one below {_NO_ID}")
+        raise RequestError(f"--user {shown(text)}: {digits[:20]} is not an id", f"write one below {_NO_ID}")
     return int(digits)

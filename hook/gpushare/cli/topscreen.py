@@ -33,7 +33,7 @@ _HELP = (
 
 
 class View(NamedTuple):
-    """What the user can change with keys. `first`: index of the first visible row of containers."""
+    """The settings that keys change. `first`: index of the first visible row of containers."""
 
     sort: str = "memory"
     reverse: bool = False

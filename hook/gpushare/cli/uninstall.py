@@ -45,7 +45,9 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
         return
     if not yes:
         if not sys.stdin.isatty():
-            raise GpushareError("nothing was done: standard input is no terminal, so you cannot confirm", "give --yes")
+            raise GpushareError(
+                "nothing was done: standard input is not a terminal, so you cannot confirm", "give --yes"
+            )
         click.confirm("Do this?", abort=True, err=True)
     removal.carry_out(plan, settings, host, force)
     for command in plan.next():

@@ -40,7 +40,7 @@ class Inventory(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Which containers may request which resources (NODE 4); the defaults are the workstation profile."""
+    """The resources that each container may request (NODE 4); the defaults are the workstation profile."""
 
     accept_env: str = "always"  # always | privileged | never
     accept_annotations: str = "always"

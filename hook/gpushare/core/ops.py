@@ -1,4 +1,4 @@
-"""Operations: the steps of a plan. Each class holds all that an operation is, in those of these methods that it needs:
+"""Operations: the steps of a plan. Each class is one kind of operation, with the methods that it needs:
 
     describe()                   the line that `explain` prints
     edit_spec(editor)            add it to config.json, or to the record there of what our hook does (specedit.Editor)
@@ -308,7 +308,7 @@ Op = Union[
     ProcMask,
 ]
 
-# What can execute an op: only config.json, only a hook in the container's namespace, or either
+# The way to execute an op: only in config.json, only by a hook in the container's namespace, or either
 NEEDS = {
     "spec": (InPlace,),
     "namespace": (WriteLimits, TenantTmpfs, ImageFile, Cover, LdCache, ProcMask),

@@ -19,7 +19,7 @@ from ..state import log
 from . import driver, engines, kernel, mps, shim, state
 from .base import FAIL, OK, SKIP, WARN, Check, Machine, Result, failed
 
-__all__ = ["CHECKS", "FAIL", "OK", "SKIP", "WARN", "Check", "Machine", "Result", "examine", "look"]
+__all__ = ["CHECKS", "FAIL", "OK", "SKIP", "WARN", "Check", "Machine", "Result", "examine", "probe"]
 
 CHECKS = (
     Check("rights", "the command runs as root, so that every check can run", driver.rights),
@@ -50,7 +50,7 @@ CHECKS = (
 )
 
 
-def look(config_path: str, state_dir: str, settings: Settings) -> Machine:
+def probe(config_path: str, state_dir: str, settings: Settings) -> Machine:
     """Read what all checks need: the configuration and the driver's inventory."""
     machine = Machine(config_path, state_dir, settings, Host())
     try:

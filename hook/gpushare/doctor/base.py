@@ -22,7 +22,7 @@ class Result(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """This host as the next container would find it. What could not be read is None, and `config_error` or
+    """This host as the next container would find it. A part that could not be read is None, and `config_error` or
     `driver_error` gives the reason."""
 
     config_path: str

@@ -102,7 +102,7 @@ def _type_of(path: str) -> str:
 
 
 def cgroups(_: Machine) -> Result:
-    """Which cgroup hierarchy controls device access, and whether gpushare can load device programs into it."""
+    """Find the cgroup hierarchy that controls device access, and check that device programs can be loaded there."""
     kinds = [mount for mount in mountns.read_mounts() if mount.fstype in ("cgroup", "cgroup2")]
     v1 = any(mount.fstype == "cgroup" and "devices" in mount.super_options.split(",") for mount in kinds)
     v2 = any(mount.fstype == "cgroup2" for mount in kinds)

@@ -57,8 +57,8 @@ class Case(NamedTuple):
 def _wrong_user(case: Case) -> Optional[Result]:
     if case.daemon is None or case.daemon.uid == 0:
         return None
-    who = f"the daemon of {case.name} (pid {case.daemon.pid}) is of uid {case.daemon.uid}"
-    return Result(FAIL, f"{who}, a user who can change its limits", f"end that daemon, then {case.start}")
+    who = f"the daemon of {case.name} (pid {case.daemon.pid}) belongs to uid {case.daemon.uid}"
+    return Result(FAIL, f"{who}, who can change its limits", f"end that daemon, then {case.start}")
 
 
 def _dead(case: Case) -> Optional[Result]:
@@ -91,14 +91,16 @@ def _not_listening(case: Case) -> Optional[Result]:
     if case.daemon is not None and case.daemon.pid == case.found.pid:
         return None
     if case.daemon is None:
-        return Result(FAIL, f"the daemon of {case.name} (pid {case.found.pid}) no longer listens", case.again)
+        return Result(
+            FAIL, f"the daemon of {case.name} (pid {case.found.pid}) no longer accepts connections", case.again
+        )
     other = f"pid {case.daemon.pid} listens for {case.name}, and pid {case.found.pid} was given its limits"
     return Result(FAIL, other, case.again)
 
 
 def _daemon_reports(case: Case) -> Optional[Result]:
     """Findings from the daemon's own status."""
-    seen = mps_status.look(case.host, case.device, case.live)
+    seen = mps_status.query(case.host, case.device, case.live)
     if seen.state != "running":
         return Result(FAIL, f"the daemon of {case.name}: {seen.note}", case.again)
     driver, loaded = case.found.driver_version, case.host.inventory.driver_version

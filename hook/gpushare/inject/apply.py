@@ -158,18 +158,18 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     with applied._namespace:
         put(root, plan, trees)
     applied.notes.extend(root.notes)
-    _hold(plan, pid, applied)
+    _enforce_limits(plan, pid, applied)
     if rules and not rootless.is_rootless():
         applied._access.append(cgroup.allow_devices(pid, rules, mounts))
         applied._namespace.require_alive()
 
 
-def _hold(plan: Plan, pid: int, applied: Applied) -> None:
+def _enforce_limits(plan: Plan, pid: int, applied: Applied) -> None:
     limits = Access(plan).limits
     if limits:
         from ..allocation.backends.dmem import regions as dmem
 
-        applied._access.append(dmem.hold(pid, limits))
+        applied._access.append(dmem.enforce(pid, limits))
         applied._namespace.require_alive()
 
 
@@ -186,7 +186,7 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
             root.claim(target, source)
         put(root, plan, trees)
     applied.notes.extend(root.notes)
-    _hold(plan, pid, applied)
+    _enforce_limits(plan, pid, applied)
 
 
 def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[Mount, InPlace]]) -> None:
@@ -363,7 +363,7 @@ class ContainerRoot(mountpoint.Root):
 
 
 class Access:
-    """What a plan grants at its end: device rules, and limits that the container's cgroup holds."""
+    """The grants at the end of a plan: device rules, and limits in the container's cgroup."""
 
     def __init__(self, plan: Plan) -> None:
         self.rules: list[tuple[int, int]] = []

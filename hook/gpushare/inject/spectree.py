@@ -4,7 +4,7 @@ Reads only (start path).
     with SpecTree(bundle) as tree:
         rootfs.probe(tree, bundle.env)      -> Image      the same that the hook finds in the container
         tree.place(target, kind)            -> str        the path for a mount at `target`; raises if unsafe
-        tree.add(target, source)                          add a mount of ours; later mounts may be below it
+        tree.add(target, source)                          add a mount of gpushare's; later mounts may be below it
 
 A look-up first opens the whole path in the kernel, which is right if no link and no mount is on the way. Otherwise it
 goes component by component and enters the source of each mount of config.json. Links resolve from the container's
@@ -94,7 +94,7 @@ class SpecTree(inroot.View):
         self._mount(Covering(resolved, source, _below(resolved), False, shared))
 
     def add(self, target: str, source: str) -> None:
-        """Add a mount of ours at `target`, which `place` returned."""
+        """Add a mount of gpushare's at `target`, which `place` returned."""
         self._mount(Covering(target, source, _below(target), True))
 
     def _mount(self, mount: Covering) -> None:

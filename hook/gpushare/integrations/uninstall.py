@@ -77,7 +77,7 @@ def _refuse_foreign(state_dir: str) -> None:
         other = storage.foreign(state_dir)
         if other:
             raise ConfigError(
-                f"{shown(state_dir)} is no state directory: {shown(other)} in it is not gpushare's",
+                f"{shown(state_dir)} is not a state directory: {shown(other)} in it is not gpushare's",
                 "name gpushare's with --state",
             )
 

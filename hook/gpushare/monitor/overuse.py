@@ -1,7 +1,7 @@
 """Compare the memory that the driver counts for processes with the limits of their containers. This finds programs that
 bypass the shim. Not on the start path.
 
-    judge(leases, gpus, owner)  -> Look     has no side effects
+    judge(leases, gpus, owner)  -> Comparison  has no side effects
     Owners(leases)              -> owner    by cgroup, else by pid namespace
     Watch().follow(...)                     reports once, and stops the container if configured
 
@@ -46,11 +46,12 @@ class Finding(NamedTuple):
         return max(0, self.physical_bytes - self.limit_bytes - self.slack_bytes)
 
 
-class Look(NamedTuple):
-    """One comparison. `nobodys_bytes`: by uuid, the memory of processes that are in no container with a share."""
+class Comparison(NamedTuple):
+    """The use of all containers beside their limits. `unshared_bytes`: by uuid, the memory of processes that are in no
+    container with a share."""
 
     findings: tuple[Finding, ...]
-    nobodys_bytes: dict[str, int]
+    unshared_bytes: dict[str, int]
 
 
 def slack_bytes(device: Device, processes: int) -> int:
@@ -59,7 +60,7 @@ def slack_bytes(device: Device, processes: int) -> int:
     return processes * max(64 * _MIB, device.context_bytes // 4)
 
 
-def judge(leases: Iterable[Lease], gpus: Mapping[str, Gpu], owner: Owner) -> Look:
+def judge(leases: Iterable[Lease], gpus: Mapping[str, Gpu], owner: Owner) -> Comparison:
     """A finding for each container on each device where it has a share or a process. `leases`: of running
     containers."""
     held = {lease.id: lease for lease in leases}
@@ -77,7 +78,7 @@ def judge(leases: Iterable[Lease], gpus: Mapping[str, Gpu], owner: Owner) -> Loo
                 used.setdefault((str(container_id), uuid), {})[process.pid] = process.used_bytes or 0
             else:
                 unshared_bytes[uuid] += process.used_bytes or 0
-    return Look(tuple(_finding(held[key[0]], key[1], pids) for key, pids in used.items()), unshared_bytes)
+    return Comparison(tuple(_finding(held[key[0]], key[1], pids) for key, pids in used.items()), unshared_bytes)
 
 
 def _finding(lease: Lease, uuid: str, used: Mapping[int, int]) -> Finding:
@@ -137,11 +138,11 @@ class Watch:
         self._reported: set[tuple[str, str]] = set()
         self.exceeded: dict[str, int] = {}  # container id -> how often it was found over a limit
 
-    def follow(self, leases: Sequence[Lease], look: Look, log: str, action: str) -> None:
+    def follow(self, leases: Sequence[Lease], comparison: Comparison, log: str, action: str) -> None:
         """Log each container and device that is over its limit for the second time in a row; with `action` STOP, also
         stop the container."""
         by_id = {lease.id: lease for lease in leases}
-        over = {(one.id, one.uuid): one for one in look.findings if one.over_bytes}
+        over = {(one.id, one.uuid): one for one in comparison.findings if one.over_bytes}
         confirmed = [one for key, one in over.items() if key in self._over]
         self._reported &= over.keys()
         for one in confirmed:

@@ -23,12 +23,13 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     record = spec_record.record_of(bundle.spec)
     if record is None:
         raise RequestError(
-            "config.json does not say what gpushare-runtime put into it", "start the container through gpushare-runtime"
+            "config.json has no record of what gpushare-runtime put into it",
+            "start the container through gpushare-runtime",
         )
     _refuse_foreign_record(record, state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
-        raise RequestError(f"the state's pid {bundle.pid} is no process", "adopt is a createRuntime hook")
+        raise RequestError(f"the state's pid {bundle.pid} is not a process", "adopt is a createRuntime hook")
     if record.leased and not rootless.is_rootless():
         from ..system import cgroup
 

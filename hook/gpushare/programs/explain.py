@@ -18,7 +18,7 @@ from ..core.quoting import printable, setting
 from ..gpu.selectors import device_name
 from .why import Reason
 
-NOTHING = "nothing asked: this container is left alone\n"
+NOTHING = "nothing requested: this container is left alone\n"
 
 
 def selection_text(selection: Selection) -> str:

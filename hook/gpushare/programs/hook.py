@@ -130,10 +130,12 @@ def _start(options: Options, state: oci.State) -> int:
     from ..state import leases
     from ..system import procs
 
-    request.refuse_conflicts(bundle, start.asked)
+    request.refuse_conflicts(bundle, start.request)
     init = procs.find(bundle.pid)
     if init is None:
-        raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
+        raise RequestError(
+            f"the state's pid {bundle.pid} is not a process", "call the hook as prestart or createRuntime"
+        )
     if leases.is_held_by(options.state_dir, bundle.id, init):
         return 0  # the same hook ran in an earlier stage
     rootless.require_mounts()

@@ -131,7 +131,7 @@ class HostRoot(apply.ContainerRoot):
     def require_writable(self, dir_fd: int, path: str) -> None:
         """Allow writes in our own layers only: everything else is the host's."""
         if not self.is_own(dir_fd):
-            raise KernelError(f"{shown(path)} would have to be made on the host", "create it there, empty")
+            raise KernelError(f"{shown(path)} would have to be created on the host", "create it there, empty")
 
     def add_layers(self, directories: list[str]) -> None:
         """Add a layer over each directory. All are prepared before one is attached, so overlays never stack."""
@@ -158,7 +158,7 @@ class HostRoot(apply.ContainerRoot):
             return syscalls.detached_overlay(directory, f"{scratch}/upper", f"{scratch}/work")
         except syscalls.SyscallError as error:
             raise KernelError(
-                f"no private layer can be put over {shown(directory)}: {os.strerror(error.errno)}",
+                f"cannot put a private layer over {shown(directory)}: {os.strerror(error.errno)}",
                 "see `gpushare run` in the documentation for the mount points that would have to be there",
             ) from None
 

@@ -1,6 +1,6 @@
 """`gpushare run`: a share of a GPU for a program on the host, without a container engine.
 
-    Job(name, command, asked, user)     one request
+    Job(name, command, variables, user) one request
     start(job, paths)                   this process becomes the command; never returns
 
 The plan is the same as a container's. It is carried out on "/" in a mount namespace of this process (hostroot.py),
@@ -33,7 +33,7 @@ from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
 _MAX_COMMAND = 256  # characters of the command line in a lease
-_WORDS = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # variables that count beside our own
+_OTHER_VARIABLES = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # they count beside GPUSHARE_*
 
 
 class User(NamedTuple):
@@ -45,11 +45,11 @@ class User(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One command line. `asked`: our variables from its flags."""
+    """One command line. `variables`: GPUSHARE_* variables from its flags."""
 
     name: str
     command: tuple[str, ...]
-    asked: tuple[tuple[str, str], ...]
+    variables: tuple[tuple[str, str], ...]
     user: Optional[User] = None
 
 
@@ -61,7 +61,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
     """Start the command. Raise GpushareError; then nothing is left."""
     if os.path.lexists(constants.LIMITS):
         raise RequestError(
-            f"{constants.LIMITS} is there already: this runs in a share of a GPU",
+            f"{constants.LIMITS} exists already: this process is in a share of a GPU",
             "start the command as it is: it has the same share",
         )
     find(job.command[0])
@@ -89,22 +89,24 @@ def start(job: Job, paths: Paths) -> NoReturn:
 def resolve(bundle: Bundle, host: Node) -> session.Start:
     """Return the Start of a job. Also raise RequestError for a job that requests nothing."""
     found = session.resolve(bundle, lambda: host, on_host=True)
-    if found is None or found.asked.selection.kind == "none":
+    if found is None or found.request.selection.kind == "none":
         raise RequestError(
-            f"{constants.ENV_DEVICES}: no device is asked for", "name one, or start the command as it is"
+            f"{constants.ENV_DEVICES}: no device is requested", "name one, or start the command as it is"
         )
-    asked = found.asked._replace(dialect=constants.RUN_DIALECT)
-    return found._replace(asked=asked, host=backends.for_programs(asked, host))
+    request = found.request._replace(dialect=constants.RUN_DIALECT)
+    return found._replace(request=request, host=backends.for_programs(request, host))
 
 
 def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     """Return the command as a container's bundle. Flags replace variables of the same name. Other variables count only
     if they are gpushare's (misspelled ones too) or the driver's."""
-    words = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    values = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
     env = {
-        name: value for name, value in words.items() if name.upper().startswith(gpushare_env.PREFIXES) or name in _WORDS
+        name: value
+        for name, value in values.items()
+        if name.upper().startswith(gpushare_env.PREFIXES) or name in _OTHER_VARIABLES
     }
-    env.update(job.asked)
+    env.update(job.variables)
     if constants.ENV_DEVICES not in env:
         env[constants.ENV_DEVICES] = "any"
     command = shlex.join(job.command)
@@ -159,7 +161,7 @@ def _enter_user_namespace() -> str:
     except (KernelError, OSError) as error:
         reason = error.message if isinstance(error, KernelError) else f"{error.filename}: {error.strerror}"
         raise KernelError(
-            f"a user cannot have mounts of his own on this host ({reason})", "run it with sudo --preserve-env"
+            f"this host does not allow users to make mounts ({reason})", "run it with sudo --preserve-env"
         ) from None
     return rootless.COOPERATIVE
 

@@ -172,7 +172,7 @@ def _require_descriptors() -> None:
     if 0 <= limit < MIN_DESCRIPTORS:
         raise KernelError(
             f"RLIMIT_NOFILE is {limit}: a start needs {MIN_DESCRIPTORS} descriptors",
-            "raise it (ulimit -n) for whoever starts containers",
+            "raise it (ulimit -n) for the process that starts containers",
         )
 
 
@@ -231,7 +231,7 @@ class IntoSpec(session.Way):
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
         return self._tree
 
-    def look(self, steps: Plan) -> None:
+    def check(self, steps: Plan) -> None:
         """Check the targets, except those in our own directory, which does not exist yet."""
         from ..core.ops import Mount
 
@@ -320,10 +320,10 @@ def _restore(call: Call, paths: Paths) -> int:
     bundle = _bundle(call, directory, clean)
     start = _resolve(bundle, paths)
     if start is not None:
-        name = shown_name(start.asked.sources[0][0])
+        name = shown_name(start.request.sources[0][0])
         raise RequestError(
             f"{name}: a container with a share of a GPU cannot be restored from a checkpoint",
-            "start it anew",
+            "start a new container",
         )
     edited = _withheld(bundle, path, paths) or clean
     if edited is not spec:

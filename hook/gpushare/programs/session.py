@@ -31,7 +31,7 @@ class Start(NamedTuple):
     """A container with a request."""
 
     bundle: Bundle
-    asked: Request
+    request: Request
     host: Node
 
 
@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """What a start would get now. `placed`: why these devices; `held`: which backends enforce the limits."""
+    """The result of a start if it happened now. `placed`: reasons for these devices; `held`: for these backends."""
 
     plan: Plan
     placed: tuple[Reason, ...]
@@ -63,7 +63,7 @@ class Way:
     def needed(self, steps: Plan) -> Plan:
         return steps
 
-    def look(self, steps: Plan) -> None:
+    def check(self, steps: Plan) -> None:
         """Raise the errors of `carry_out` that can be known without effects. The image is open."""
 
     def carry_out(self, start: Start, placed: Placed) -> bool:
@@ -92,13 +92,13 @@ def resolve(
 ) -> Optional[Start]:
     """Return the Start of a container; `load` is called only if it has a variable or annotation of gpushare's. Raise
     RequestError, PolicyError, DeviceError or KernelError."""
-    from ..request import request
+    from ..request import request as requests
 
-    if not on_host and not request.mentions(bundle):
+    if not on_host and not requests.mentions(bundle):
         return None
     host = load()
-    asked = request.resolve(bundle, host, with_injected=with_injected, on_host=on_host)
-    return Start(bundle, asked, host) if asked is not None else None
+    request = requests.resolve(bundle, host, with_injected=with_injected, on_host=on_host)
+    return Start(bundle, request, host) if request is not None else None
 
 
 def give(start: Start, way: Way, then: Callable[[], object]) -> None:
@@ -115,7 +115,7 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
         init = way.holder()
         if placed.lease is not None and init is not None:
             leases.hold(state_dir, placed.lease, init, procs.cgroup_of(init.pid))
-        _tell(sink, way, start.asked, placed)
+        _log_grant(sink, way, start.request, placed)
         then()
     except BaseException:
         deadline.ignore_signals()
@@ -128,11 +128,11 @@ def place(start: Start, way: Way) -> Optional[Placed]:
     from ..allocation import reservation
     from ..state import storage
 
-    bundle, asked, host = start
+    bundle, request, host = start
     lease: Optional[Lease] = None
-    if asked.selection.kind != "none":
+    if request.selection.kind != "none":
         state_dir = host.config.state_dir
-        lease = reservation.reserve(state_dir, bundle, asked, host, audit_log.ending(host.config.log, "start"))
+        lease = reservation.reserve(state_dir, bundle, request, host, audit_log.ending(host.config.log, "start"))
         storage.empty_trash(state_dir)
         storage.make_share_dir(state_dir, bundle.id, lease.shares)
     return _planned(start, way, lease, lambda placed: way.carry_out(start, placed))
@@ -146,11 +146,11 @@ def _planned(
     from ..inject import plan, rootfs
     from ..system import inroot
 
-    bundle, asked, host = start
-    files = driverfiles.for_request(host.inventory, asked, lease.shares if lease else ())
+    bundle, request, host = start
+    files = driverfiles.for_request(host.inventory, request, lease.shares if lease else ())
     with inroot.budget(), way.image(start, lease) as root:
         image = rootfs.probe(root, bundle.env)
-        placed = Placed(lease, way.needed(plan.make_plan(bundle, asked, host, lease, image, files)))
+        placed = Placed(lease, way.needed(plan.make_plan(bundle, request, host, lease, image, files)))
         return None if use(placed) is False else placed
 
 
@@ -164,41 +164,41 @@ def preview(start: Start, way: Way) -> Preview:
     from ..system import procs
     from . import why
 
-    bundle, asked, host = start
+    bundle, request, host = start
     lease: Optional[Lease] = None
     reasons: tuple[tuple[Reason, ...], tuple[str, ...]] = ((), ())
-    if asked.selection.kind != "none":
+    if request.selection.kind != "none":
         state_dir = host.config.state_dir
         seen = leases.view(state_dir)
         live = limit_update.settled(state_dir, seen.live, keep=False)
         others = tuple(one for one in live if one.bundle != bundle.path)
-        policy.refuse_second(asked, bundle, others)
+        policy.refuse_second(request, bundle, others)
         ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
-        shares = placement.grant(asked, host, ledger)
+        shares = placement.grant(request, host, ledger)
         lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
-        reasons = why.placed(asked, host, ledger, shares), why.held(asked, host, ledger, shares)
-    placed = _planned(start, way, lease, lambda placed: way.look(placed.plan))
+        reasons = why.placed(request, host, ledger, shares), why.held(request, host, ledger, shares)
+    placed = _planned(start, way, lease, lambda placed: way.check(placed.plan))
     assert placed is not None
     taken = tuple(f"taken out of config.json: {line}" for line in way.taken)
     return Preview(placed.plan._replace(notes=(*placed.plan.notes, *taken)), *reasons)
 
 
-# What people see of it
+# Messages and the audit log
 
 
-def _tell(sink: audit_log.Sink, way: Way, asked: Request, placed: Placed) -> None:
+def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed) -> None:
     """Log what the container got, and everything that differs from its request."""
     from ..inject import plan
 
     lease, steps = placed
     shares = lease.shares if lease else ()
     clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
-    said = steps.notes[len(plan.request_notes(asked, shares)) :]
+    said = steps.notes[len(plan.request_notes(request, shares)) :]
     audit_log.granted(
         sink,
         steps.container_id,
         lease,
-        asked,
+        request,
         way.name,
         *audit_log.details("clamped", clamped),
         *audit_log.details("notes", said),

@@ -123,8 +123,8 @@ def narrower(rule: Any, majors: set[int]) -> Optional[list[dict[str, Any]]]:
 
 
 def numbers(root: str, granted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the devices to deny, sorted. A major without a grant is denied as a whole. Others are denied minor by
-    minor: those that GPUs have or may get, and those of existing nodes."""
+    """Return the devices to deny, sorted. A major without a grant is denied as a whole. The other majors are denied
+    minor by minor: the minors that GPUs have or may get, and the minors of existing nodes."""
     kept, nodes = set(granted), _nodes(root)
     majors = {constants.NVIDIA_MAJOR, *_majors(root)}
     whole = majors - {major for major, _ in kept}

@@ -56,17 +56,17 @@ def _asking(collected: SchedulerRequests) -> Optional[Request]:
     limits: list[Limit] = []
     asking = []
     for parsed in collected.parsed_requests:
-        said = [limit for limit in (*parsed.memory, *parsed.compute) if limit.said.value.strip()]
+        limited = [limit for limit in (*parsed.memory, *parsed.compute) if limit.source.value.strip()]
         off = any(what == EVERYTHING for _, what in parsed.off)  # a container that lifts all limits requests nothing
-        if said and not off:
+        if limited and not off:
             asking.append(parsed.dialect)
-            limits += said
+            limits += limited
     if not asking:
         return None
     uuids = tuple(dict.fromkeys(limit.device for limit in limits if isinstance(limit.device, str)))
     slots = [limit.device for limit in limits if isinstance(limit.device, int)]
     count = max([slot + 1 for slot in slots] + [parsed.wanted for parsed in collected.parsed_requests] + [1])
-    sources = tuple(dict.fromkeys((limit.said.name, limit.said.value) for limit in limits))
+    sources = tuple(dict.fromkeys((limit.source.name, limit.source.value) for limit in limits))
     return Request(
         "+".join(asking),
         Selection("list", names=uuids) if uuids else Selection("any", count=count),
@@ -80,11 +80,11 @@ def with_devices(base: Optional[Request], collected: SchedulerRequests, node: No
     named = _named(collected, node.inventory)
     if named is None:
         return base if base is not None else _asking(collected)
-    selection, parsed, said = named
-    sources = ((said.name, said.value),)
+    selection, parsed, item = named
+    sources = ((item.name, item.value),)
     if base is None or base.selection.kind == "all":  # images set that
         more = (
-            [f"{setting(name, value)}: {shown_name(said.name)} says which" for name, value in base.sources[:1]]
+            [f"{setting(name, value)}: {shown_name(item.name)} names the devices" for name, value in base.sources[:1]]
             if base
             else []
         )
@@ -92,7 +92,7 @@ def with_devices(base: Optional[Request], collected: SchedulerRequests, node: No
         return Request(parsed.dialect, selection, collected.capabilities, sources=sources, ignored=ignored)
     name, value = base.sources[0]
     if not _same(base.selection, selection, node.inventory):
-        raise _disagree(said, Value(said.word, name, value), "name different devices")
+        raise _disagree(item, Value(item.key, name, value), "name different devices")
     return base._replace(dialect=f"{base.dialect}+{parsed.dialect}", sources=base.sources + sources)
 
 
@@ -105,25 +105,25 @@ def _switched(parsed: ParsedRequest, collected: SchedulerRequests) -> ParsedRequ
     """Apply the switches of the schedulers. They lift limits, so they count only if policy accepts them."""
     ignored = list(parsed.ignored)
     limited = bool(limits_of(parsed))
-    for said, what in parsed.off:
+    for item, what in parsed.off:
         if not limited:
             continue
         if not collected.switches:
-            ignored.append(line(said, f"the limits of {parsed.dialect} stay (policy.accept.switches)"))
+            ignored.append(line(item, f"the limits of {parsed.dialect} stay (policy.accept.switches)"))
             continue
-        ignored.append(line(said, f"limits of {parsed.dialect} are off (policy.accept.switches)"))
+        ignored.append(line(item, f"limits of {parsed.dialect} are off (policy.accept.switches)"))
         parsed = parsed._replace(compute=(), memory=parsed.memory if what == COMPUTE else ())
     return parsed._replace(ignored=tuple(ignored))
 
 
 def _refuse_refused(collected: SchedulerRequests, request: Request) -> None:
-    for said, dialect, key in collected.refused:
-        field = said.word.about
+    for item, dialect, key in collected.refused:
+        field = item.key.about
         if field in (MEMORY, COMPUTE) or (field == EVERYTHING and not {MEMORY, COMPUTE} <= collected.taken):
-            where = "annotations" if said.name in registry.KEYS else "env"
+            where = "annotations" if item.name in registry.KEYS else "env"
             raise PolicyError(
-                f"{setting(said.name, said.value)}: requests in {where} are not accepted on this node ({key}), "
-                f"and {shown_name(request.sources[0][0]) if request.sources else 'another word'} asks for a device",
+                f"{setting(item.name, item.value)}: requests in {where} are not accepted on this node ({key}), "
+                f"and {shown_name(request.sources[0][0]) if request.sources else 'another variable'} requests a device",
                 f"set {key} in the node's config.yaml, or add {dialect} to policy.dialects.disabled",
             )
 
@@ -134,7 +134,7 @@ def _priority(parsed_requests: list[ParsedRequest]) -> Optional[ParsedRequest]:
         if parsed.priority is None or parsed.prioritised is None:
             continue
         if found is not None and found.priority != parsed.priority and found.prioritised is not None:
-            raise _disagree(found.prioritised, parsed.prioritised, "ask for different priorities")
+            raise _disagree(found.prioritised, parsed.prioritised, "set different priorities")
         found = found or parsed
     return found
 
@@ -160,11 +160,11 @@ def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool
 def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> Request:
     """Return the request with the schedulers' limits for everything that GPUSHARE_* does not set."""
     if request.selection.kind == "none":
-        words = [limit.said for parsed in collected.parsed_requests for limit in (*parsed.memory, *parsed.compute)]
-        lines = [line(said, "no device is asked for") for said in dict.fromkeys(words)]
+        values = [limit.source for parsed in collected.parsed_requests for limit in (*parsed.memory, *parsed.compute)]
+        lines = [line(item, "no device is requested") for item in dict.fromkeys(values)]
         return request._replace(ignored=request.ignored + collected.ignored + tuple(lines))
     _refuse_refused(collected, request)
-    late = [registry.reader(row)(once(words), node.inventory) for row, words in collected.later]
+    late = [registry.reader(row)(once(values), node.inventory) for row, values in collected.later]
     parsed_requests = [_switched(parsed, collected) for parsed in (*collected.parsed_requests, *late)]
     devices = _devices(request, node)
     changes: dict[str, Any] = {}
@@ -176,16 +176,16 @@ def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> R
             for parsed in parsed_requests
             if field not in collected.taken
         ]
-        found, said = merged(field, dialect_limits_list, devices, everywhere, _disagree)
+        found, pairs = merged(field, dialect_limits_list, devices, everywhere, _disagree)
         if found:
             changes[field] = found
-        used += said
+        used += pairs
     idle: list[Value] = []
     if BEYOND not in collected.taken:
         most = node.config.oversubscribe_scaling
-        changes["scalings"], said, idle = scaled(parsed_requests, changes.get(MEMORY, ()), devices, most)
-        used += said
-    limited = {dialect for dialect, said in used}
+        changes["scalings"], pairs, idle = scaled(parsed_requests, changes.get(MEMORY, ()), devices, most)
+        used += pairs
+    limited = {dialect for dialect, _ in used}
     if COMPUTE in changes and MODE not in collected.taken:
         timed = [parsed for parsed in parsed_requests if not all(limit.is_none for limit in parsed.compute)]
         changes["compute_mode"] = "soft" if all(parsed.soft for parsed in timed) else "hard"
@@ -194,12 +194,12 @@ def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> R
         changes["priority"] = first.priority
         used.append((first.dialect, first.prioritised))
         limited.add(first.dialect)
-    pairs = dict.fromkeys((said.name, said.value) for _, said in used)
-    sources = request.sources + tuple(pair for pair in pairs if pair not in request.sources)
+    used_values = dict.fromkeys((item.name, item.value) for _, item in used)
+    sources = request.sources + tuple(pair for pair in used_values if pair not in request.sources)
     dialects = request.dialect.split("+")
     dialects += [one.dialect for one in parsed_requests if one.dialect in limited and one.dialect not in dialects]
     notes = [note for parsed in parsed_requests for note in parsed.ignored]
-    notes += [line(one, "no memory limit, so there is nothing to go beyond") for one in dict.fromkeys(idle)]
+    notes += [line(one, "there is no memory limit to exceed") for one in dict.fromkeys(idle)]
     return request._replace(
         dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *collected.ignored, *notes), **changes
     )

@@ -79,17 +79,17 @@ def _refuse_gaps(dialect_limits: DialectLimits, devices: Sequence[Optional[Devic
     gets = f"this container gets {count}" + (f" ({known})" if known else "")
     beyond = next((limit for limit in dialect_limits.limits if limit not in used and limit.device is not None), None)
     if beyond is not None:
-        said, slot = beyond.said, isinstance(beyond.device, int)
+        source, slot = beyond.source, isinstance(beyond.device, int)
         raise RequestError(
-            f"{setting(said.name, said.value)}: a limit for {f'slot {beyond.device}' if slot else 'another device'}, "
-            f"but {gets}{', counted from 0' if slot else ''}",
+            f"{setting(source.name, source.value)}: a limit for "
+            f"{f'slot {beyond.device}' if slot else 'another device'}, but {gets}{', counted from 0' if slot else ''}",
             "leave it out",
         )
     empty = next((slot for slot, some in enumerate(covered) if not some), None)
     if empty is not None:
-        said = dialect_limits.limits[0].said
+        source = dialect_limits.limits[0].source
         raise RequestError(
-            f"{setting(said.name, said.value)}: no limit for slot {empty}, and {gets}", "give every device a limit"
+            f"{setting(source.name, source.value)}: no limit for slot {empty}, and {gets}", "give every device a limit"
         )
 
 
@@ -106,11 +106,11 @@ def _one(
     places = [device] if device is not None else everywhere
     for dialect_limits in dialect_limits_list:
         for limit in _of(dialect_limits, slot, device):
-            used += [(dialect_limits.dialect, said) for said in (limit.said, *limit.beside)]
+            used += [(dialect_limits.dialect, source) for source in (limit.source, *limit.beside)]
             if limit.is_none:
                 continue
             if found is not None and not _same(found, limit, places):
-                raise disagree(found.said, limit.said, "ask for different shares")
+                raise disagree(found.source, limit.source, "set different limits")
             found = limit if found is None else _smaller(found, limit, places)
     return found, used
 
@@ -178,10 +178,10 @@ def scaled(
         if found is None or (found[1].scaling or most) <= 1:
             continue
         if asked is None or asked.percent == 100.0:  # no limit to exceed
-            idle.append(found[1].said)
+            idle.append(found[1].source)
             continue
         scalings[slot] = min(found[1].scaling or most, most)
-        used.append((found[0], found[1].said))
+        used.append((found[0], found[1].source))
     if all(scaling <= 1 for scaling in scalings):
         return (), used, idle
     if all(scaling == scalings[0] for scaling in scalings):

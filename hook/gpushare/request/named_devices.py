@@ -23,7 +23,7 @@ def denial(device: Device, policy: Policy) -> Optional[PolicyError]:
 
 def named(request: Request, node: Node) -> tuple[Device, ...]:
     """Return the named devices in PCI order, in which the container counts them; all devices for `any`. `all` means
-    those that policy allows; a named device that is not allowed is refused."""
+    all that policy allows; a named device that is not allowed is refused."""
     inventory, policy = node.inventory, node.config.policy
     selection = request.selection
     if not inventory.devices:

@@ -10,7 +10,7 @@
     listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
     pod_wide(request, bundle)         -> str     the sandbox, if an annotation for the whole pod was used
     refuse_second(request, bundle, live)         a second container of a pod with that annotation
-    heard(bundle, policy, limited)    -> (env, spec)      without NVIDIA requests that policy refuses
+    accepted_nvidia(bundle, policy, limited) -> (env, spec)      without NVIDIA requests that policy refuses
 
 They raise PolicyError with the key of config.yaml.
 """
@@ -82,7 +82,7 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
             continue
         fields[field] = least
         shown_as = setting(*said[0]) if said else f"{field} of {request.dialect}"
-        ignored.append(f"{shown_as}: policy.accept.widening does not take it")
+        ignored.append(f"{shown_as}: policy.accept.widening does not accept it")
     return request._replace(ignored=(*request.ignored, *ignored), **fields)
 
 
@@ -139,8 +139,8 @@ def refuse_claims(bundle: Bundle) -> None:
     not count, and a request that depends on them must neither be granted twice nor ignored."""
     name, value = bundle.claims
     raise RequestError(
-        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration does "
-        "not say that the engine is a CRI",
+        f"annotation {setting(name, value)} would make this a container of a pod, but the engine's configuration "
+        "does not declare the engine a CRI",
         "on containerd or CRI-O run `gpushare runtime configure containerd` (or crio) again and restart it; elsewhere "
         "leave the annotation out",
     )
@@ -179,12 +179,12 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         name = _unscoped(request)
         own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
         raise RequestError(
-            f"{shown_name(name)} says nothing about which container, and {other.id} of this pod has a share by it",
+            f"{shown_name(name)} names no container, and {other.id} of this pod already has a share by it",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",
         )
 
 
-def heard(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
+def accepted_nvidia(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
     """Return (env, spec) without NVIDIA requests that policy does not accept. That is no error: every CUDA image has
     them. `limited`: the container has a limit by GPUSHARE_*."""
     env, spec = bundle.env, bundle.spec

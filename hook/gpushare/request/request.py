@@ -32,7 +32,7 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
     "injected": cdi_devices.read,
     "nvidia": nvidia.read,
 }
-# Prefixes of variables that can be a request: ours, common misspellings, NVIDIA's, and other schedulers'
+# Prefixes of variables that can be a request: GPUSHARE_*, common misspellings, NVIDIA's, and other schedulers'
 TRIGGERS = (*gpushare_env.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
 # Text that the launcher searches in a config.json, in any case of letters. Without one of these, or a device of the
 # driver's major (scan.c), `mentions` finds nothing. ASCII letters, digits and . _ - / only, which it knows in every
@@ -72,26 +72,26 @@ def mentions(bundle: Bundle) -> bool:
 def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> Optional[Request]:
     """Return the devices in config.json, else those of NVIDIA's variables. Devices that an engine added win over the
     variables, which every CUDA image has. Variables that name other devices are a contradiction."""
-    env, spec = policy.heard(bundle, node.config.policy, limited)
+    env, spec = policy.accepted_nvidia(bundle, node.config.policy, limited)
     found = None
     if with_injected and policy.accepted(node.config.policy.accept_cdi, bundle):
         found = DIALECTS["injected"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     if found is None:
         return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
-    name, value = nvidia.asked(env, spec)
+    name, value = nvidia.device_source(env, spec)
     try:
-        said = nvidia.selection(env, spec, node.inventory)
+        named = nvidia.selection(env, spec, node.inventory)
     except (RequestError, DeviceError):  # device plugins write paths and CDI names there too
-        said = Selection("all")
-    if said is not None and said.kind == "list":
-        both = cdi_devices.narrowest(found.selection, said, node.inventory)
-        if both is None or not cdi_devices.same_gpus(said, found.selection, node.inventory):
+        named = Selection("all")
+    if named is not None and named.kind == "list":
+        both = cdi_devices.narrowest(found.selection, named, node.inventory)
+        if both is None or not cdi_devices.same_gpus(named, found.selection, node.inventory):
             raise RequestError(
                 f"{setting(name, value)} and {found.sources[0][1]} in config.json name different devices",
                 "leave one of them out",
             )
         found = found._replace(selection=both)
-    if said is None:
+    if named is None:
         return found
     return found._replace(ignored=(*found.ignored, f"{setting(name, value)}: config.json has {found.sources[0][1]}"))
 
@@ -106,8 +106,8 @@ def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected:
 
 def _matches(bundle: Bundle) -> tuple[Any, ...]:
     """Return the values of other schedulers by dialect."""
-    said = any(name.startswith(triggers.WORDS) for name, _ in bundle.env)
-    if not said and triggers.KEYS.isdisjoint(bundle.annotations):
+    found = any(name.startswith(triggers.VARIABLES) for name, _ in bundle.env)
+    if not found and triggers.KEYS.isdisjoint(bundle.annotations):
         return ()
     from .dialects import registry
 
@@ -117,8 +117,8 @@ def _matches(bundle: Bundle) -> tuple[Any, ...]:
 def _with_schedulers(
     matches: tuple[Any, ...], mine: Optional[Request], bundle: Bundle, node: Node, with_injected: bool
 ) -> Optional[Request]:
-    """Resolve the same with other schedulers. A variable of ours, which an image can set, replaces their limit by a
-    larger one only if policy accepts what widens a request."""
+    """Resolve the same with other schedulers. An image can set GPUSHARE_* variables, so one of them replaces a
+    scheduler's limit by a larger one only if policy accepts that (policy.accept.widening)."""
     request = _combined(matches, mine, bundle, node, with_injected)
     if mine is None or policy.accepted(node.config.policy.accept_widening, bundle):
         return request
@@ -129,7 +129,7 @@ def _with_schedulers(
     larger = [name for name in limits if theirs is not None and merge.is_larger(name, mine, theirs, node)]
     request = _combined(matches, merge.without(mine, larger), bundle, node, with_injected) if larger else request
     lines = [
-        f"{setting(name, value)}: policy.accept.widening does not take more than another scheduler's limit"
+        f"{setting(name, value)}: policy.accept.widening does not accept more than another scheduler's limit"
         for name, value in mine.sources
         if name in larger
     ]
@@ -147,17 +147,17 @@ def _combined(
     """`judged`: only to see what the schedulers grant, so a value that policy refuses is no error."""
     from . import merge, scheduler_requests
 
-    heard = scheduler_requests.collect(matches, mine, bundle, node)
-    heard = heard._replace(refused=()) if judged else heard
+    collected = scheduler_requests.collect(matches, mine, bundle, node)
+    collected = collected._replace(refused=()) if judged else collected
     if mine is not None and mine.selection != gpushare_env.UNNAMED:
         request = _combine(mine, None)
     else:
-        limited = heard.limited or (mine is not None and bool(_limits(mine)))
-        base = _foreign(scheduler_requests.without_alias(bundle, heard), node, with_injected, limited)
+        limited = collected.limited or (mine is not None and bool(_limits(mine)))
+        base = _foreign(scheduler_requests.without_alias(bundle, collected), node, with_injected, limited)
         if limited or node.config.policy.nvidia_visible_devices != "with_limit":
-            base = merge.with_devices(base, heard, node)
+            base = merge.with_devices(base, collected, node)
         request = base if mine is None else _combine(mine, base)
-    return request if request is None else merge.with_limits(request, heard, node)
+    return request if request is None else merge.with_limits(request, collected, node)
 
 
 def _limits(request: Request) -> list[tuple[str, str]]:
@@ -174,7 +174,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         if limits:
             (name, value), word = limits[0], mine.selection.kind
             raise RequestError(
-                f"{setting(name, value)}: a limit, but {constants.ENV_DEVICES} is {word}",
+                f"{setting(name, value)}: sets a limit, but {constants.ENV_DEVICES} is {word}",
                 "name a device, or leave one out",
             )
         return mine if mine.selection.kind == "none" else None
@@ -191,7 +191,7 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
         return foreign
     ignored = mine.ignored
     if foreign is not None:
-        ignored += (f"{nvidia.ENV_DEVICES}=none: {shown_name(limits[0][0])} asks for a device",)
+        ignored += (f"{nvidia.ENV_DEVICES}=none: {shown_name(limits[0][0])} requests a device",)
     return mine._replace(selection=Selection("any", count=1), ignored=ignored)
 
 
@@ -200,7 +200,7 @@ def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
     for name, value in gpushare_env.unknown(env):
         raise wrong(name, value, "unknown name", f"use {', '.join(gpushare_env.ROWS)}")
     for name, value in gpushare_env.unattributed(annotations):
-        raise wrong(name, value, "the engine does not say which container this is", "leave out the prefix")
+        raise wrong(name, value, "the engine does not name this container", "leave out the prefix")
 
 
 def _check_rootfs(bundle: Bundle) -> None:
@@ -209,26 +209,26 @@ def _check_rootfs(bundle: Bundle) -> None:
         raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
 
 
-def _check_words(request: Request, rules: Policy) -> None:
+def _check_backends(request: Request, rules: Policy) -> None:
     """Check everything that does not depend on a device."""
     policy.require_allowed_backends(request, rules)
 
 
-def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
+def _with_driver_env(request: Request, bundle: Bundle, node: Node) -> Request:
     """Return the request with NVIDIA's variables about the driver, as far as policy accepts them."""
     rules = node.config.policy
     env = bundle.env if policy.accepted(rules.accept_env, bundle) else nvidia.constraints_only(bundle.env)
     spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
     more: tuple[str, ...] = ()
     if not policy.accepted(rules.accept_widening, bundle):
-        said = dict(
+        refused = dict(
             pair for pair in env if pair[0] in nvidia_driver_env.WIDENING and pair[1].strip() not in ("", "disabled")
         )
-        more = tuple(f"{setting(*pair)}: policy.accept.widening does not take it" for pair in said.items())
+        more = tuple(f"{setting(*pair)}: policy.accept.widening does not accept it" for pair in refused.items())
         env = tuple(pair for pair in env if pair[0] not in nvidia_driver_env.WIDENING)
-    words = nvidia_driver_env.read(env, spec, node.inventory)
-    if words.mig_access and not bundle.privileged:
-        name, value = next((name, value) for name, value in words.sources if name in nvidia_driver_env.MIG_RIGHTS)
+    driver = nvidia_driver_env.read(env, spec, node.inventory)
+    if driver.mig_access and not bundle.privileged:
+        name, value = next((name, value) for name, value in driver.sources if name in nvidia_driver_env.MIG_RIGHTS)
         raise PolicyError(
             f"{setting(name, value)}: only a privileged container gets rights over MIG",
             "leave it out, or run privileged",
@@ -236,12 +236,12 @@ def _with_driver_words(request: Request, bundle: Bundle, node: Node) -> Request:
     request = request._replace(
         uid=oci.uid_on_host(bundle.spec),
         shm=oci.shm_source(bundle.spec),
-        features=words.features,
-        imex_channels=words.imex_channels,
-        mig_access=words.mig_access,
-        requirements=words.requirements,
-        sources=request.sources + words.sources,
-        ignored=request.ignored + words.ignored + more,
+        features=driver.features,
+        imex_channels=driver.imex_channels,
+        mig_access=driver.mig_access,
+        requirements=driver.requirements,
+        sources=request.sources + driver.sources,
+        ignored=request.ignored + driver.ignored + more,
     )
     if request.requirements and request.selection.kind == "none":  # else placement checks them for each device
         from . import constraints
@@ -280,10 +280,10 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if not on_host:
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
-    _check_words(request, rules)
+    _check_backends(request, rules)
     if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
-    return _with_driver_words(request, bundle, node)
+    return _with_driver_env(request, bundle, node)
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:
@@ -330,7 +330,7 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
         return request
     paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
     return request._replace(
-        ignored=(*request.ignored, f"{paths} in config.json: {shown_name(request.sources[0][0])} says which")
+        ignored=(*request.ignored, f"{paths} in config.json: {shown_name(request.sources[0][0])} names the devices")
     )
 
 

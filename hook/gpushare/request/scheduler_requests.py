@@ -53,8 +53,8 @@ def limits_of(parsed: ParsedRequest) -> list[Limit]:
     return [limit for limit in (*parsed.memory, *parsed.compute) if not limit.is_none]
 
 
-def line(said: Value, why: str) -> str:
-    return f"{setting(said.name, said.value)}: {why}"
+def line(item: Value, why: str) -> str:
+    return f"{setting(item.name, item.value)}: {why}"
 
 
 def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
@@ -80,10 +80,10 @@ def _disabled(dialect: str, rules: Policy) -> str:
     return f"policy.dialects.enabled does not have {dialect}" if missing else ""
 
 
-def _unaccepted(said: Value, bundle: Bundle, node: Node) -> str:
+def _unaccepted(item: Value, bundle: Bundle, node: Node) -> str:
     """Return the configuration key that refuses a value; "" if it is accepted."""
     rules = node.config.policy
-    if said.name not in registry.KEYS:
+    if item.name not in registry.KEYS:
         return "" if policy.accepted(rules.accept_env, bundle) else "policy.accept.env"
     if not policy.accepted(rules.accept_annotations, bundle):
         return "policy.accept.annotations"
@@ -93,8 +93,8 @@ def _unaccepted(said: Value, bundle: Bundle, node: Node) -> str:
 def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, str], node: Node) -> bool:
     """Return whether this container of a pod uses a GPU: its annotations reach sidecars too."""
     rules = node.config.policy
-    heard = [one.said for one in matches if not _disabled(one.row.name, rules)]
-    variables = any(said.name.startswith(registry.BEGINNINGS) for some in heard for said in some)
+    collected = [one.values for one in matches if not _disabled(one.row.name, rules)]
+    variables = any(item.name.startswith(registry.BEGINNINGS) for some in collected for item in some)
     return bool(
         DEVICES in mine
         or (variables and policy.accepted(rules.accept_env, bundle))
@@ -107,41 +107,43 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
     """Parse the values. Raise RequestError or DeviceError for an invalid one that GPUSHARE_* does not override."""
     ours = _own_names(mine, bundle.env)
     beside = not bundle.container_name or _names_device(bundle, matches, ours, node)
-    heard, refused, ignored = [], [], []
-    for row, words in matches:
+    collected, refused, ignored = [], [], []
+    for row, values in matches:
         left, off = [], _disabled(row.name, node.config.policy)
         whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
-        for said in words:
-            key = _unaccepted(said, bundle, node)
+        for item in values:
+            key = _unaccepted(item, bundle, node)
             if off:
-                ignored.append(line(said, off))
-            elif said.word.about in ours:
-                ignored.append(line(said, f"{ours[said.word.about]} says it"))
-                if said.word.about == DEVICES and row.is_numbered:  # what the numbers of its limits mean
-                    left.append(said)
-            elif said.word.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
-                ignored.append(line(said, f"{ours[DEVICES]} and our other names say it"))
-            elif said.name in registry.KEYS and whose not in ("", bundle.container_name) and said.name != row.container:
-                ignored.append(line(said, f"{row.container} is {shown(whose)}"))
-            elif said.name in registry.KEYS and not (beside or whose):
-                ignored.append(line(said, f"container {shown(bundle.container_name)} names no device"))
+                ignored.append(line(item, off))
+            elif item.key.about in ours:
+                ignored.append(line(item, f"{ours[item.key.about]} overrides it"))
+                if item.key.about == DEVICES and row.is_numbered:  # what the numbers of its limits mean
+                    left.append(item)
+            elif item.key.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
+                ignored.append(line(item, f"{ours[DEVICES]} and other GPUSHARE_* names override it"))
+            elif item.name in registry.KEYS and whose not in ("", bundle.container_name) and item.name != row.container:
+                ignored.append(line(item, f"{row.container} is {shown(whose)}"))
+            elif item.name in registry.KEYS and not (beside or whose):
+                ignored.append(line(item, f"container {shown(bundle.container_name)} names no device"))
             elif key:
-                refused.append((said, row.name, key))
+                refused.append((item, row.name, key))
             else:
-                left.append(said)
-        if any(said.word.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for said in left):
-            heard.append(Match(row, tuple(left)))
-    parsed_requests = tuple(registry.reader(row)(once(words), node.inventory) for row, words in heard if row.asks)
+                left.append(item)
+        if any(item.key.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for item in left):
+            collected.append(Match(row, tuple(left)))
+    parsed_requests = tuple(registry.reader(row)(once(values), node.inventory) for row, values in collected if row.asks)
     aliased = [
         (one.named, value)
         for one in parsed_requests
         for value in _aliases(one, bundle)
         if one.named and DEVICES not in ours
     ]
-    ignored += [f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(said.name)} says which" for said, value in aliased]
+    ignored += [
+        f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(item.name)} names the devices" for item, value in aliased
+    ]
     return SchedulerRequests(
         parsed_requests,
-        tuple(one for one in heard if not one.row.asks),
+        tuple(one for one in collected if not one.row.asks),
         frozenset(ours),
         tuple(refused),
         tuple(ignored),
@@ -152,18 +154,18 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
 
 def unused(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> tuple[str, ...]:
     """Return why each of these values requests nothing, in a container without a request (explain)."""
-    heard = collect(matches, mine, bundle, node)
-    lines = [*heard.ignored, *(line(said, f"{key} does not listen") for said, _, key in heard.refused)]
+    collected = collect(matches, mine, bundle, node)
+    lines = [*collected.ignored, *(line(item, f"{key} does not accept it") for item, _, key in collected.refused)]
     told = {text.partition("=")[0] for text in lines}
-    for row, words in matches:
-        why = "no device is asked for" if row.asks else f"words of {row.name} ask for no device"
-        lines += [line(said, why) for said in words if said.name not in told]
+    for row, values in matches:
+        why = "no device is requested" if row.asks else f"{row.name} variables request no device"
+        lines += [line(item, why) for item in values if item.name not in told]
     return tuple(lines)
 
 
-def without_alias(bundle: Bundle, heard: SchedulerRequests) -> Bundle:
+def without_alias(bundle: Bundle, collected: SchedulerRequests) -> Bundle:
     """Drop Koordinator's NVIDIA_VISIBLE_DEVICES, which has minors for indices; its annotation names the devices."""
-    alias = {value for parsed in heard.parsed_requests for value in _aliases(parsed, bundle)}
+    alias = {value for parsed in collected.parsed_requests for value in _aliases(parsed, bundle)}
     env = tuple(pair for pair in bundle.env if pair[0] != nvidia.ENV_DEVICES or pair[1] not in alias)
     return bundle._replace(env=env)
 

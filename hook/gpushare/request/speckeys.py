@@ -37,6 +37,6 @@ def refuse_other_case(found: Any, known: dict[str, Any], place: str = "") -> Non
                 refuse_other_case(value, known[key], f"{place}{key}.")
             elif key.casefold() in map(str.casefold, known):
                 raise RequestError(
-                    f"config.json: {place}{shown(key)} is a known key in other letters",
+                    f"config.json: {place}{shown(key)} is a known key in the wrong case",
                     "write it as the specification does",
                 )

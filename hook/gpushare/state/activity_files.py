@@ -175,7 +175,7 @@ def _create(file: str, place: str, holders: dict[int, str]) -> int:
         grown = _cut_back(place)
     if not grown:
         raise CapacityError(
-            f"{shown(place)} is full: pages of ended containers are still open",
+            f"{shown(place)} is full: activity files of ended containers are still open",
             "stop the processes that have them open",
         )
     who = ", ".join(constants.short(holders.get(number, f"page {number}")) for number in grown)
@@ -195,8 +195,8 @@ def _allocated(file: str) -> int:
 
 
 def _cut_back(place: str) -> list[int]:
-    """Restore activity files to their original size, and return those that were larger. Blocks beyond the end count,
-    and so do extended attributes, which take the space of inodes (tmpfs since Linux 6.6)."""
+    """Restore activity files to their original size, and return the numbers of larger files. Blocks beyond the end
+    count, and so do extended attributes, which use inode space (tmpfs since Linux 6.6)."""
     grown = []
     for name in filter(str.isdigit, os.listdir(place)):
         try:

@@ -105,10 +105,10 @@ def facts(lease: Lease) -> str:
     )
 
 
-def granted(sink: Sink, container_id: str, lease: Optional[Lease], asked: Request, way: str, *more: str) -> None:
+def granted(sink: Sink, container_id: str, lease: Optional[Lease], request: Request, way: str, *more: str) -> None:
     """Log a grant. `lease` None: driver files, no device. `more`: additional fields."""
-    what = facts(lease) if lease else f"id={value(container_id)} dialect={value(asked.dialect)} devices=none"
-    names = value(",".join(dict.fromkeys(name for name, _ in asked.sources)))
+    what = facts(lease) if lease else f"id={value(container_id)} dialect={value(request.dialect)} devices=none"
+    names = value(",".join(dict.fromkeys(name for name, _ in request.sources)))
     _write(sink, INFO, " ".join([f"decision=granted {what} way={way} names={names}", *more]))
 
 

@@ -1,7 +1,7 @@
 """Restore leases after the state directory was lost under running containers (rare, but on the start path).
 
-    look(state_dir, node)           -> Looked    search, without the lease lock
-    run(state_dir, node, looked)    -> ids       write the leases, under the lock
+    search(state_dir, node)         -> SearchResult  without the lease lock
+    run(state_dir, node, searched)  -> ids       write the leases, under the lock
     mark_shares(state_dir)          -> None      mark shares of older versions, so that a search finds them
 
 An administrator or an upgrade of the host unmounted or emptied the directory. Each live container still has its share
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     ours: bool = True  # its mount namespace belongs to our own user namespace
 
 
-class Looked(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search. `marker`: the identity of the file `rebuild` that caused it."""
 
     marker: tuple[int, int]
@@ -63,7 +63,7 @@ def _marker(state_dir: str) -> Optional[tuple[int, int]]:
     return status.st_dev, status.st_ino
 
 
-def look(state_dir: str, node: Node) -> Optional[Looked]:
+def search(state_dir: str, node: Node) -> Optional[SearchResult]:
     """Search containers that may need a lease, with their grants; None unless the state directory is new. Never call it
     with the lease lock: it reads other mount tables and takes over the activity files of devices."""
     marker = _marker(state_dir)
@@ -78,21 +78,21 @@ def look(state_dir: str, node: Node) -> Optional[Looked]:
         found.append((one, lease))
     for remark in remarks:
         audit_log.searched(node.config.log, remark)
-    return Looked(marker, tuple(found))
+    return SearchResult(marker, tuple(found))
 
 
-def run(state_dir: str, node: Node, looked: Looked) -> Optional[tuple[str, ...]]:
+def run(state_dir: str, node: Node, searched: SearchResult) -> Optional[tuple[str, ...]]:
     """Write a lease for every container with a share and no lease; return their ids. None: the directory was lost
     again, so search again. The caller holds the lock: nothing else creates leases until the marker is gone. Raise
     KernelError."""
     marker = _marker(state_dir)
     if marker is None:
         return ()
-    if marker != looked.marker:
+    if marker != searched.marker:
         return None
     written = []
     try:
-        for found, lease in looked.found:
+        for found, lease in searched.found:
             folder = storage.container_dir(state_dir, found.id)
             if os.path.lexists(os.path.join(folder, storage.LEASE)):
                 continue
@@ -291,7 +291,7 @@ def _share_dir(found: Found) -> int:
     device = os.fstat(share).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(share)
-        raise OSError(f"{constants.PRIVATE_DIR} is of another file system")
+        raise OSError(f"{constants.PRIVATE_DIR} is on another file system")
     return share
 
 
@@ -303,7 +303,7 @@ def _limits_of(found: Found) -> bytes:
         try:
             device = os.fstat(fd).st_dev
             if f"{os.major(device)}:{os.minor(device)}" != found.device:
-                raise OSError(f"{constants.LIMITS} is of another file system")
+                raise OSError(f"{constants.LIMITS} is on another file system")
             return os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0)
         finally:
             os.close(fd)
@@ -344,5 +344,5 @@ def open_limits(state_dir: str, container_id: str) -> int:
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:
         os.close(fd)
-        raise KernelError(f"{constants.LIMITS} of {shown(constants.short(container_id))} is of another file system")
+        raise KernelError(f"{constants.LIMITS} of {shown(constants.short(container_id))} is on another file system")
     return fd

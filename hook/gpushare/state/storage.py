@@ -190,7 +190,7 @@ def _make_points(share: str, uuids: Sequence[str]) -> None:
 
 
 def store(ops: tuple[Op, ...]) -> None:
-    """Carry out the operations of a plan that are files of ours on the host. Raises KernelError."""
+    """Carry out the operations of a plan that write gpushare's files on the host. Raise KernelError."""
     for op in ops:
         if isinstance(op, (WriteLimits, TenantTmpfs)):
             execute(op)

@@ -113,7 +113,7 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
 
 
 def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:
-    """Return the exported memory whose owner freed it or exited while a live process has it open, as gs_share_orphans
+    """Return the exported memory whose owner freed it or exited while a live process has it open, as gs_export_orphans
     of exports.c counts it."""
     row = packer("gs_share")
     (used,) = struct.unpack_from("<Q", data, offset("gs_usage", "shares_used"))

@@ -53,7 +53,7 @@ def take(fd: int, path: str, wait_s: float = 0.0) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise KernelError(
-                    f"{shown(path)}: another process has kept this lock for {wait_s:.0f} s", f"find it: fuser -v {path}"
+                    f"{shown(path)}: another process has held this lock for {wait_s:.0f} s", f"find it: fuser -v {path}"
                 ) from None
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)

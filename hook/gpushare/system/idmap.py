@@ -208,7 +208,7 @@ def new_namespace() -> int:
     os.close(signal_ready)
     try:
         if not os.read(ready, 1):
-            raise KernelError("a user namespace cannot be made", "sysctl user.max_user_namespaces=1000")
+            raise KernelError("cannot create a user namespace", "sysctl user.max_user_namespaces=1000")
         for name in ("uid_map", "gid_map"):
             fd = os.open(f"/proc/{child}/{name}", os.O_WRONLY | os.O_CLOEXEC)
             try:

@@ -119,7 +119,7 @@ def _new_header_at(data: bytes) -> int:
     count = _OLD_HEADER.unpack_from(data)[1]
     _require(count <= MAX_LIBS, f"its old table has {count} entries")
     base = (_OLD_HEADER.size + 12 * count + 7) & ~7
-    _require(data[base : base + len(_NEW_MAGIC)] == _NEW_MAGIC, "it has only the old format, of before glibc 2.2")
+    _require(data[base : base + len(_NEW_MAGIC)] == _NEW_MAGIC, "it has only the format of glibc before 2.2")
     return int(base)
 
 

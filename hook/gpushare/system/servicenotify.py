@@ -14,7 +14,7 @@ from ..core.quoting import shown
 _VARIABLE = "NOTIFY_SOCKET"
 
 
-def tell(pid: int, status: str) -> None:
+def notify(pid: int, status: str) -> None:
     """Report that the unit is up with main process `pid`, which need not be our child. Raises KernelError, because
     systemd ends a start that is not reported."""
     path = os.environ.get(_VARIABLE, "")

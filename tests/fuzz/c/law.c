@@ -170,18 +170,18 @@ static void restart(struct input *in) {
     gs_activity_claim(&compute, &left);
     require(compute.page != &compute.unshared);
     struct gs_usage *usage = gs_region()->usage;
-    gs_throttle_init(&compute.law, &env, &usage->bucket[0], compute.page, 0);
+    gs_throttle_init(&compute.throttle, &env, &usage->bucket[0], compute.page, 0);
     unsigned limit = (unsigned)take(in, 1);
-    compute.law.limit = (struct gs_throttle_limit){.ppm = (limit % 100 + 1) * 10000,
-                                                   .weight = limit & 128 ? limit & 31 : 0,
-                                                   .priority = limit & 1,
-                                                   .mode = limit % 3};
-    compute.law.rate_ppm = compute.law.limit.ppm;
+    compute.throttle.limit = (struct gs_throttle_limit){.ppm = (limit % 100 + 1) * 10000,
+                                                        .weight = limit & 128 ? limit & 31 : 0,
+                                                        .priority = limit & 1,
+                                                        .mode = limit % 3};
+    compute.throttle.rate_ppm = compute.throttle.limit.ppm;
     uint64_t granted = limit % 100 + 1 + (limit & 1 << 8); /* to each peer; hard or soft */
     for (unsigned i = 0; i < GS_MAX_PEERS; i++)
         atomic_store(&((struct gs_peers *)file[INDEX].bytes)->granted[i], granted);
     compute.env = env;
-    gs_throttle_inherit(&compute.law, &left, clock_ns);
+    gs_throttle_inherit(&compute.throttle, &left, clock_ns);
     memset(stream, 0, sizeof stream);
     memset(in_flight, 0, sizeof in_flight);
     for (unsigned i = 0; i < STREAMS; i++)
@@ -200,12 +200,12 @@ static uint64_t launch(unsigned s, unsigned f) {
     uint64_t until;
     if (in_flight[s])
         finish_launch(s);
-    until = gs_throttle_slow(&compute.law, &stream[s], &function[f]);
+    until = gs_throttle_slow(&compute.throttle, &stream[s], &function[f]);
     require(until == 0 || (until > clock_ns && until <= clock_ns + DEBT));
     if (until == 0 && !(in_flight[s] = clock_ns & 64))
         gs_throttle_went(&stream[s]);
     if (until == 0 && stream[s].mark)
-        gs_throttle_launched(&compute.law);
+        gs_throttle_launched(&compute.throttle);
     return until;
 }
 
@@ -224,20 +224,20 @@ static void step(struct input *in) {
         break;
     case 4:
         if (what & 128)
-            gs_throttle_sync_begin(&compute.law);
-        gs_throttle_sync_end(&compute.law);
+            gs_throttle_sync_begin(&compute.throttle);
+        gs_throttle_sync_end(&compute.throttle);
         break;
     case 5:
         if (what & 128)
             file_resize(PATHS[OWN + 2 + take(in, 1) % PEERS], take(in, 3));
         else
-            compute.law.capturing = what & 64;
+            compute.throttle.capturing = what & 64;
         break;
     default: {
         unsigned s = (what >> 3) % STREAMS, f = (what >> 5) % FUNCTIONS;
-        if (!gs_throttle_try(&compute.law, &stream[s], &function[f]) && !launch(s, f) &&
+        if (!gs_throttle_try(&compute.throttle, &stream[s], &function[f]) && !launch(s, f) &&
             what == 255)
-            gs_throttle_refused(&compute.law, &function[f]);
+            gs_throttle_refused(&compute.throttle, &function[f]);
     }
     }
 }
@@ -247,13 +247,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     restart(&in);
     for (unsigned i = 0; i < STEPS && in.at < in.end; i++)
         step(&in);
-    compute.law.capturing = false;
+    compute.throttle.capturing = false;
     uint64_t end = clock_ns + LONGEST, until;
     while ((until = launch(0, 0))) {
         clock_ns = max64(until, clock_ns + 50 * MS);
         require(clock_ns < end);
     }
-    gs_throttle_sync_begin(&compute.law);
+    gs_throttle_sync_begin(&compute.throttle);
     gs_activity_give(&compute);
     return 0;
 }

@@ -85,15 +85,15 @@ static void step(struct truth *truth, struct input *in, int *row) {
         break;
     }
     case 5:
-        *row = gs_share_add(take(in, 1) + 1, what >> 5 & 1, dev, take(in, 3));
+        *row = gs_export_add(take(in, 1) + 1, what >> 5 & 1, dev, take(in, 3));
         require(*row >= -1 && *row < (int)GS_MAX_SHARES);
         break;
     case 6:
         if (*row >= 0)
-            gs_share_freed(*row, take(in, 3)), truth->known = false;
+            gs_export_freed(*row, take(in, 3)), truth->known = false;
         break;
     case 7:
-        gs_share_closed(*row);
+        gs_export_closed(*row);
         *row = -1;
         break;
     case 8:

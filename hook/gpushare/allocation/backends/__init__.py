@@ -1,8 +1,8 @@
-"""Which backend enforces which limit: the table of backends, and the choice for each share (start path).
+"""The table of backends, and the choice of a backend for each limit of a share (start path).
 
     BACKENDS                                      name -> Backend; docs/backends.md is written from it
     BEYOND                                        the backend of memory beyond the device, which no request names
-    choose(memory, compute, site)      -> Holders for one device; raises the reason if no backend can
+    choose(memory, compute, site)      -> Enforcers for one device; raises the reason if no backend can
     reasons(share, site)               -> text    why these backends were chosen, for explain
     require_kept(share)                           raises if a changed share could not be enforced
     ops(shares, node, folder)          -> ops     operations that they add to the plan
@@ -42,8 +42,8 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-class Holders(NamedTuple):
-    """Names of the backends that enforce the limits. For a limit that is not set: the one that would."""
+class Enforcers(NamedTuple):
+    """Names of the backends that enforce the limits. For a limit that is not set: the backend that would."""
 
     memory: str = SHIM
     compute: str = SHIM
@@ -53,20 +53,20 @@ class Holders(NamedTuple):
 
 
 def _order(limit: str, request: Request, policy: Policy) -> tuple[str, ...]:
-    """Who is asked for this limit, the first that can has it."""
+    """Return the backends to try for this limit, the preferred one first."""
     named = named_backends(request)
     names_of = tuple(name for name in named or policy.allowed_backends if limit in BACKENDS[name].enforces)
     return names_of or ((SHIM,) if named and SHIM in policy.allowed_backends else ())
 
 
 def _unsupported(row: Backend, limit: str, site: Site) -> Optional[str]:
-    """Why `row` cannot enforce `limit` there; None if it can."""
+    """Return why `row` cannot enforce `limit` there; None if it can."""
     present = site.ledger.holding.get(site.device.uuid, frozenset()) - {row.name, ""}
     return row.supports(limit, site) or (row.alone if limit == COMPUTE and present and row.alone else None)
 
 
-def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]:
-    """(who holds this limit, why those before him do not). "": nobody."""
+def _enforcer(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]:
+    """Return (the backend for this limit, or "" if none can; the reason of each backend before it that cannot)."""
     why_not: dict[str, str] = {}
     for name in _order(limit, site.request, site.node.config.policy):
         row = BACKENDS[name]
@@ -75,14 +75,14 @@ def _holder(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]
             if reason is None:
                 return name, why_not
             why_not[name] = reason
-            if name in named_backends(site.request):  # what was asked for by its name is not replaced
+            if name in named_backends(site.request):  # no other backend replaces a named one
                 break
     return "", why_not
 
 
-def _nobody(limit: str, limited: bool, site: Site, why_not: dict[str, str]) -> str:
-    """Who stands for a limit that nobody set and nobody holds: the shim, where it can be beside those that are on the
-    device, whom a container without a limit must not slow down. "": nobody; `why_not` says it then."""
+def _without_limit(limit: str, limited: bool, site: Site, why_not: dict[str, str]) -> str:
+    """Return the shim for a limit that is not set, if it works beside the containers on the device, which a container
+    without a limit must not slow down. Otherwise return "" and add the reason to `why_not`."""
     if limited or (why_not and named_backends(site.request)):
         return ""
     reason = _unsupported(BACKENDS[SHIM], limit, site)
@@ -91,34 +91,34 @@ def _nobody(limit: str, limited: bool, site: Site, why_not: dict[str, str]) -> s
     return "" if reason else SHIM
 
 
-def choose(memory: bool, compute: bool, site: Site) -> Holders:
-    """Who holds the limits of a share of this device; `memory`, `compute`: whether there is one. Raises DeviceError,
-    PolicyError and RequestError."""
+def choose(memory: bool, compute: bool, site: Site) -> Enforcers:
+    """Choose the enforcers of a share of this device. `memory`, `compute`: whether that limit is set. Raise
+    DeviceError, PolicyError or RequestError."""
     where, found = f"device {device_name(site.device)}", []
     for limit, limited in zip(LIMITS, (memory, compute)):
-        name, why_not = _holder(limit, limited, site)
-        name = name or _nobody(limit, limited, site, why_not)
+        name, why_not = _enforcer(limit, limited, site)
+        name = name or _without_limit(limit, limited, site, why_not)
         if not name and why_not:
             reasons_of = "; ".join(f"{backend} cannot: {reason}" for backend, reason in why_not.items())
             raise DeviceError(
-                f"nothing holds a limit on {limit} of {where}: {reasons_of}",
+                f"no backend can enforce a limit on {limit} of {where}: {reasons_of}",
                 _way_out(site, why_not),
                 reasons_of,
             )
         if not name and limited:
             allowed = ", ".join(site.node.config.policy.allowed_backends)
             raise PolicyError(
-                f"nothing that is allowed on this node holds a limit on {limit} (policy.allowed_backends: {allowed})",
+                f"no backend that this node allows enforces a limit on {limit} (policy.allowed_backends: {allowed})",
                 f"add {SHIM} to policy.allowed_backends",
             )
         found.append(name)
     for name in named_backends(site.request):
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
-                f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].enforces)} of {where} to hold",
+                f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].enforces)} of {where} to enforce",
                 f"set {constants.ENV_MEMORY}, or leave {name} out",
             )
-    return Holders(*found)
+    return Enforcers(*found)
 
 
 def _way_out(site: Site, why_not: dict[str, str]) -> str:
@@ -129,11 +129,13 @@ def _way_out(site: Site, why_not: dict[str, str]) -> str:
 
 
 def require_kept(share: Share) -> None:
-    """Raises RequestError where the holders of a changed share cannot hold it."""
+    """Raise RequestError if the enforcers of a changed share cannot enforce it."""
     for name in {share.memory_backend, share.compute_backend}:
         reason = BACKENDS[name].keeps(share)
         if reason:
-            raise RequestError(f"{name} holds a limit of device {device_name(share.device)}: {reason}", "leave it out")
+            raise RequestError(
+                f"{name} enforces a limit of device {device_name(share.device)}: {reason}", "leave it out"
+            )
 
 
 def _of(row: Backend, shares: Sequence[Share]) -> tuple[Share, ...]:
@@ -141,20 +143,21 @@ def _of(row: Backend, shares: Sequence[Share]) -> tuple[Share, ...]:
 
 
 def ops(shares: tuple[Share, ...], node: Node, folder: str) -> list[Op]:
-    """What the holders of these shares need in a container. `folder`: containers/<id>."""
+    """Return the operations that the enforcers of these shares need in a container. `folder`: containers/<id>."""
     return [op for row in BACKENDS.values() if _of(row, shares) for op in row.ops(_of(row, shares), node, folder)]
 
 
 def change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
-    """Those that hold limits elsewhere than in the limits file hold those of `after` from now on. Raises KernelError
-    and CapacityError, with nothing changed."""
+    """Set the limits of `after` in each backend that keeps limits outside of the limits file. On KernelError or
+    CapacityError, nothing has changed."""
     for row in BACKENDS.values():
         if _of(row, after):
             row.change(_of(row, before), _of(row, after), folder)
 
 
 def for_programs(request: Request, node: Node) -> Node:
-    """The node as a program sees it that is no container, and has no cgroup of its own. Raises RequestError."""
+    """Return the node with the backends that work without a container's cgroup. Raise RequestError if the request
+    names another backend."""
     rules = node.config.policy
     left = tuple(name for name in rules.allowed_backends if not BACKENDS[name].in_cgroup)
     for name in named_backends(request):
@@ -166,8 +169,8 @@ def for_programs(request: Request, node: Node) -> Node:
 
 
 def in_limits(shares: tuple[Share, ...], state_dir: str, uid: int) -> tuple[int, int, int]:
-    """What of a holder the shim has to know, for the limits file: a mps.Grant. `uid`: of the container's first process,
-    as it counts. Raises DeviceError."""
+    """Return the mps.Grant that the limits file passes to the shim. `uid`: of the container's first process, in its
+    user namespace. Raise DeviceError."""
     for row in BACKENDS.values():
         found = row.grant(_of(row, shares), state_dir, uid) if _of(row, shares) else NO_GRANT
         if found != NO_GRANT:
@@ -180,16 +183,17 @@ def allows(policy: Policy, name: str) -> bool:
 
 
 def having(name: str, leases: Sequence[Lease], uuid: str) -> tuple[Lease, ...]:
-    """Containers of which that backend holds a limit on this device."""
+    """Return the containers for which that backend enforces a limit on this device."""
     row = BACKENDS[name]
     return tuple(lease for lease in leases if any(share.device.uuid == uuid for share in _of(row, lease.shares)))
 
 
-# Telling
+# Reasons, for explain
 
 
 def reasons(share: Share, site: Site) -> str:
-    """Why these hold the limits of `share`: `memory by dmem (asked); compute by shim (dmem holds memory only)`."""
+    """Return why these backends enforce `share`: `memory by dmem (requested); compute by shim (dmem does not enforce
+    compute)`."""
     told = []
     for limit, name, limited in (
         (MEMORY, share.memory_backend, share.memory_limit_bytes is not None),
@@ -205,10 +209,10 @@ def reasons(share: Share, site: Site) -> str:
 def _because(limit: str, name: str, limited: bool, site: Site) -> str:
     policy, named = site.node.config.policy, named_backends(site.request)
     if name in named:
-        return "asked"
+        return "requested"
     if named:
-        return f"{' and '.join(named)} does not hold {limit}"
-    _, why_not = _holder(limit, limited, site)
+        return f"{' and '.join(named)} does not enforce {limit}"
+    _, why_not = _enforcer(limit, limited, site)
     skipped = [f"not {other}: {reason}" for other, reason in why_not.items()]
     able = [other for other in policy.allowed_backends if limit in BACKENDS[other].enforces]
     first = "the only one allowed" if len(able) == 1 else "the first allowed one that can"

@@ -1,4 +1,4 @@
-"""What a backend is: the type that each package of this folder has one of, named BACKEND."""
+"""The type of a backend. Each package of this folder defines one, named BACKEND."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.ops import Op
 from ...state.ledger import Ledger
 
 MEMORY, COMPUTE = "memory", "compute"
-VIRTUAL = "memory beyond the device"  # of an oversubscribed share: the part that lies in host memory
+VIRTUAL = "memory beyond the device"  # of an oversubscribed share: the part in host memory
 LIMITS = (MEMORY, COMPUTE)
 NO_GRANT = (0, 0, 0)
 
@@ -29,7 +29,7 @@ def _no_ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
 
 
 def _no_change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
-    """The limits file is enough."""
+    """Do nothing: the limits file is enough."""
 
 
 def _no_grant(shares: Sequence[Share], state_dir: str, uid: int) -> tuple[int, int, int]:

@@ -8,11 +8,11 @@ BEYOND = Backend(
     name="oversubscribe",
     enforces=(VIRTUAL,),
     supports=lambda limit, site: None,
-    enforced_by="our library, which counts both parts against their limits: what the device's part has no room for is "
-    "memory of the host (managed memory; of cuMemCreate, the NUMA node's), and what fits in neither fails. The host's "
-    "budget is promised whole before a start.",
-    bypassed_by="whatever goes around the shim, as above; where the kernel does not count pages of that memory, the "
-    "container's memory cgroup does not hold it either",
-    changes_live="the border between both parts, with the memory limit: at once; the whole stays as it was promised",
+    enforced_by="our library, which charges the device part and the host part to separate limits. Memory that does not "
+    "fit in the device part is placed on the host (managed memory; for cuMemCreate, memory of the NUMA node). An "
+    "allocation that fits in neither part fails. The host part is reserved in full before the container starts.",
+    bypassed_by="a program that bypasses the shim, as above. If the kernel does not count pages of that memory, the "
+    "container's memory cgroup does not limit it either",
+    changes_live="the residency boundary, with the memory limit: at once. The total stays as it was reserved",
     tested="on the simulated driver (docs/oversubscription.md)",
 )

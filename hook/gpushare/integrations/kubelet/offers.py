@@ -122,8 +122,8 @@ def allocate(kind: str, offers: Iterable[Offered], healthy: Collection[str], ids
         return {VARIABLES[kind]: f"{one.device.uuid}={len(numbers) * one.mib}Mi"}
     if len(chosen) < len(ids) or len(chosen) > MAX_SLOTS:
         raise RequestError(
-            f"{len(ids)} GPUs are asked for, and kubelet chose from {len(chosen)} (at most {MAX_SLOTS})",
-            "ask for fewer; a container gets one share of a device",
+            f"{len(ids)} GPUs are requested, and kubelet chose from {len(chosen)} (at most {MAX_SLOTS})",
+            "request fewer; a container gets one share of a device",
         )
     return {VARIABLES[kind]: ",".join(one.device.uuid + (f"={one.mib}Mi" if one.mib else "") for one in chosen)}
 

@@ -1,6 +1,6 @@
 """The device plugin's main loop: register the resources, and register them again whenever kubelet has restarted.
 
-    run(first, state_dir, settings, say)      until SIGTERM
+    run(first, state_dir, settings, report)   until SIGTERM
 
 When kubelet starts, it empties its directory and creates a new socket. The plugin watches that directory with inotify,
 and registers again if kubelet's socket is a new one or the plugin's own sockets are gone. /proc and /sys send no events
@@ -44,7 +44,7 @@ _SOCKET_NAME = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
 _EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
 _NO_KUBELET = "is this a node of a cluster? give --kubelet where its directory is elsewhere"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Settings(NamedTuple):
@@ -56,18 +56,18 @@ class Settings(NamedTuple):
     interval_s: float
 
 
-def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
+def run(first: Node, state_dir: str, settings: Settings, report: Report) -> None:
     """Run until SIGTERM. `first`: the node at the start. Raises GpushareError if the first registration fails; later
     failures are printed, and tried again."""
-    log, lines = logging.getLogger("grpc"), _Lines(say)
+    log, lines = logging.getLogger("grpc"), _Lines(report)
     log.addHandler(lines)
     log.propagate = False
     try:
         with sigterm.readable() as end, ExitStack() as stack:
-            plugin = Plugin(first, state_dir, settings, say, stack)
+            plugin = Plugin(first, state_dir, settings, report, stack)
             plugin.register()
             while not plugin.wait(end):
-                plugin.look()
+                plugin.check()
     finally:
         log.removeHandler(lines)
 
@@ -75,28 +75,28 @@ def run(first: Node, state_dir: str, settings: Settings, say: Say) -> None:
 class _Lines(logging.Handler):
     """Prints each message of gRPC as one line, without a traceback."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, report: Report) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
+        self._report = report
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self._say("gRPC: " + " ".join(f"{record.getMessage()} {error or ''}".split())[:400])
+        self._report("gRPC: " + " ".join(f"{record.getMessage()} {error or ''}".split())[:400])
 
 
 class Plugin:
     """The services of both resources, and what was last printed about kubelet and the devices."""
 
-    def __init__(self, first: Node, state_dir: str, settings: Settings, say: Say, stack: ExitStack) -> None:
+    def __init__(self, first: Node, state_dir: str, settings: Settings, report: Report, stack: ExitStack) -> None:
         self._node, self._state_dir, self._settings = first, state_dir, settings
         self._last_line = ""
-        self._print = say
+        self._print = report
         self._gone: dict[str, str] = {}  # uuid -> why the device is gone, as last printed
         self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket at the last registration
         self._watch = _Watch(settings.folder)
         stack.callback(self._watch.close)
         self._services = [
-            stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), say))
+            stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), report))
             for kind in offers.VARIABLES
         ]
         _remove_stale_sockets(settings.folder)
@@ -110,19 +110,19 @@ class Plugin:
             self._watch.drain()
         return end in ready
 
-    def look(self) -> None:
+    def check(self) -> None:
         self._show()
         self._watch.renew()
         here = _identity(os.path.join(self._settings.folder, protocol.SOCKET))
         if here is None:
-            self._say("kubelet is gone; waiting for it")
+            self._report("kubelet is gone; waiting for it")
             self._registered = None
         elif here != self._registered or not all(os.path.lexists(one.path) for one in self._services):
             try:
                 self.register()
             except GpushareError as error:
                 self._registered = None
-                self._say(str(error))
+                self._report(str(error))
 
     def register(self) -> None:
         """Serve on new sockets and register them with kubelet. Raises GpushareError."""
@@ -155,7 +155,7 @@ class Plugin:
         for one in self._services:
             one.show(found[one.kind], healthy, config.placement)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """Print a line, unless it equals the previous one."""
         if text != self._last_line:
             self._last_line = text

@@ -1,6 +1,6 @@
 """Serve one resource to kubelet on its own socket.
 
-    with Service(kind, name, say) as service:
+    with Service(kind, name, report) as service:
         service.show(offers, healthy, placement)      set the offers; raises ConfigError if they exceed a message
         service.serve(path)                           serve on a socket (0600); raises GpushareError
 
@@ -41,8 +41,8 @@ class _Shown(NamedTuple):
 class Service:
     """One resource. gRPC calls the methods of the API in its own threads."""
 
-    def __init__(self, kind: str, name: str, say: Callable[[str], None]) -> None:
-        self.kind, self.name, self._say = kind, name, say
+    def __init__(self, kind: str, name: str, report: Callable[[str], None]) -> None:
+        self.kind, self.name, self._report = kind, name, report
         self.path = ""
         self._server: Optional[Any] = None
         self._changed = threading.Condition()
@@ -163,7 +163,7 @@ class Service:
             env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids)
             answer.container_responses.add().envs.update(env)
         for response in answer.container_responses:
-            self._say(f"{self.name}: " + " ".join(f"{name}={value}" for name, value in response.envs.items()))
+            self._report(f"{self.name}: " + " ".join(f"{name}={value}" for name, value in response.envs.items()))
         return answer
 
     def _call(self, context: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -171,7 +171,7 @@ class Service:
         try:
             return function(*arguments)
         except GpushareError as error:
-            self._say(f"{self.name}: refused: {error}")
+            self._report(f"{self.name}: refused: {error}")
             return context.abort(_CODES.get(type(error), grpc.StatusCode.INTERNAL), f"gpushare: {error}")
 
 

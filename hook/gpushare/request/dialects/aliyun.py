@@ -23,21 +23,21 @@ _MOST = 1 << 40
 _CONTAINER, _DEVICE = "ALIYUN_COM_GPU_MEM_CONTAINER", "ALIYUN_COM_GPU_MEM_DEV"
 
 
-def _part(words: dict[str, Value]) -> tuple[Limit, ...]:
-    said, whole = words.get(_CONTAINER), words.get(_DEVICE)
-    if said is None:
+def _part(by_name: dict[str, Value]) -> tuple[Limit, ...]:
+    item, of_device = by_name.get(_CONTAINER), by_name.get(_DEVICE)
+    if item is None:
         return ()
-    if whole is None:
-        raise wrong(said.name, said.value, f"there is no {_DEVICE}, so nobody knows its unit", f"set {_DEVICE} too")
-    amount, of = (number(one, 1, _MOST, "an amount of memory") for one in (said, whole))
+    if of_device is None:
+        raise wrong(item.name, item.value, f"there is no {_DEVICE}, so its unit is unknown", f"set {_DEVICE} too")
+    amount, of = (number(one, 1, _MOST, "an amount of memory") for one in (item, of_device))
     if amount > of:
-        raise wrong(said.name, said.value, f"more than {setting(whole.name, whole.value)}", "ask for less")
-    return (Limit(said, part=(amount, of) if amount < of else None, beside=(whole,)),)
+        raise wrong(item.name, item.value, f"more than {setting(of_device.name, of_device.value)}", "ask for less")
+    return (Limit(item, part=(amount, of) if amount < of else None, beside=(of_device,)),)
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    words = {one.name: one for one in said}
-    named = words.get("ALIYUN_COM_GPU_VISIBLE_DEVICES") or words.get("ALIYUN_COM_GPU_MEM_IDX")
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    by_name = {one.name: one for one in values}
+    named = by_name.get("ALIYUN_COM_GPU_VISIBLE_DEVICES") or by_name.get("ALIYUN_COM_GPU_MEM_IDX")
     devices: Optional[Selection] = None
     if named is not None:
         if named.value.strip() == "-1":
@@ -46,10 +46,10 @@ def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
                 "ask for less or free a device",
             )
         devices = parse_devices(named.name, named.value, inventory, any_allowed=False)
-    off = words.get("CGPU_DISABLE")
+    off = by_name.get("CGPU_DISABLE")
     return ParsedRequest(
         "aliyun",
-        _part(words),
+        _part(by_name),
         devices=devices,
         named=named,
         off=((off, "everything"),) if off is not None and flag(off) else (),

@@ -12,7 +12,7 @@
     narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
-with access to every device has the host's whole list in its spec; that is nobody's request. Start path.
+with access to every device has the host's whole list in its spec; that is not a request. Start path.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _minor_of_device(device: dict[str, Any]) -> int:
 
 
 def _mounted_nodes(spec: dict[str, Any]) -> list[object]:
-    """Where mounts put nodes of the driver's. Only those whose source is called so, too: an image chooses the target of
-    a volume (VOLUME /dev/nvidia0), and the engine its source."""
+    """Return the targets of mounts of driver nodes. The source must be such a node too: an image chooses the target
+    of a volume (VOLUME /dev/nvidia0), and the engine its source."""
     mounts = [mount for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
     return [
         mount.get("destination")
@@ -181,7 +181,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], spec, inventory))
     if not uuids:
         raise DeviceError(
-            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device that is there",
+            f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device of this host",
             "run gpushare refresh",
         )
     return Request(

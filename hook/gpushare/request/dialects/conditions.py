@@ -1,14 +1,13 @@
-"""What `any` asks of the device that it gets: `any:2,model=A100,free>=20Gi`. Pure; a start needs it only where a
-request says so.
+"""Conditions on the device that `any` chooses: `any:2,model=A100,free>=20Gi`. Pure; loaded only if a request has some.
 
     parse(name, value, words)                              -> tuple[Condition, ...]
-    require(conditions, device)                               raises DeviceError: it is another model, too small, ...
-    require_free(conditions, device, free_bytes, total_bytes) raises CapacityError: less of it is free
+    require(conditions, device)                               raises DeviceError: another model, too small, ...
+    require_free(conditions, device, free_bytes, total_bytes) raises CapacityError: too little memory is free
     is_model(wanted, model)                                -> bool
 
-A model is a run of whole words of the name that the driver gives, in any case of letters, where * stands for anything;
-spaces and hyphens are the same. So A100 is an NVIDIA A100-SXM4-40GB, L4 is no L40S, and NVIDIA-A100-SXM4-40GB, which
-Kubernetes' labels say, is one too. Several are separated by |.
+A model is one or more whole words of the driver's device name. Case does not matter, spaces and hyphens are the same,
+and * matches any text. A100 matches NVIDIA A100-SXM4-40GB, and L4 does not match L40S. NVIDIA-A100-SXM4-40GB, as in
+Kubernetes labels, matches too. | separates alternatives.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _words(text: str) -> str:
 
 
 def _glob(pattern: str, text: str) -> bool:
-    """Whether all of `text` is `pattern`, in which * stands for anything. Linear in what is left at each star."""
+    """Return whether `pattern`, in which * matches any text, matches all of `text`. Linear time."""
     first, *rest = pattern.split("*")
     if not rest:
         return pattern == text
@@ -47,7 +46,7 @@ def _glob(pattern: str, text: str) -> bool:
 
 
 def is_model(wanted: str, model: str) -> bool:
-    """Whether one of `wanted` (A100|H100*) names `model`."""
+    """Return whether one of `wanted` (A100|H100*) matches `model`."""
     padded = f" {_words(model)} "
     return any(_glob(f"* {_words(one)} *", padded) for one in wanted.split("|"))
 
@@ -65,7 +64,7 @@ def _mig(name: str, text: str) -> bool:
 
 
 def _require_unit(name: str, text: str) -> None:
-    """Who writes a million means bytes; a smaller number has lost its unit, and every device has so much."""
+    """Refuse a number below 1 MiB without a unit. It was meant as GiB, and every device has that many bytes."""
     if text.isdigit() and int(text) < 1 << 20:
         raise wrong(name, text, "a number alone is bytes", f"write {text}Gi, if that is meant")
 
@@ -92,28 +91,28 @@ CONDITIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 
 
 def _one(word: str) -> Condition:
-    """Raises RequestError that says what is wrong with this word."""
+    """Parse one condition. Raise RequestError."""
     key, sign, text = word.partition(">=")
     if not sign:
         key, sign, text = word.partition("=")
     key, text = key.strip().lower(), text.strip()
     if not sign or key not in CONDITIONS:
-        raise RequestError(f"{shown(word)} is no condition for a device", _HINT)
+        raise RequestError(f"{shown(word)} is not a condition for a device", _HINT)
     if sign != CONDITIONS[key][0]:
-        raise RequestError(f"{shown(word)} has {sign} where only {CONDITIONS[key][0]} makes sense", _HINT)
+        raise RequestError(f"{shown(word)} has {sign} where only {CONDITIONS[key][0]} is allowed", _HINT)
     return Condition(key, f"{key}{sign}{text}", CONDITIONS[key][1](key, text))
 
 
 def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
-    """The conditions behind `any`; `name` and `value` are what the container says, for messages."""
+    """Parse the conditions behind `any`. `name` and `value`: the container's request, for messages."""
     found: dict[str, Condition] = {}
     for word in words:
         if word in CONDITIONS:  # what a shell leaves of free>=20Gi
             raise wrong(
-                name, value, f"{word} of what?", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
+                name, value, f"{word} has no value", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
             )
         if "=" not in word and word.partition(">")[0].partition("<")[0].strip() in CONDITIONS:
-            raise wrong(name, value, f"{shown(word)} is no condition for a device", _HINT)
+            raise wrong(name, value, f"{shown(word)} is not a condition for a device", _HINT)
         if "=" not in word:
             raise wrong(name, value, "any cannot be combined with other devices", "write any, or any:2 for two")
         try:
@@ -127,7 +126,7 @@ def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
 
 
 def _unmet(condition: Condition, device: Device) -> str:
-    """Why the device is not what is asked for, "" when it is. `free` is not for its nature to say."""
+    """Return why the device does not meet the condition; "" if it does, or if the condition is `free`."""
     if condition.name == "model" and not is_model(condition.value, device.model):
         return f"model {shown(device.model)}"
     if condition.name == "memory" and device.memory_bytes < condition.value:
@@ -138,11 +137,11 @@ def _unmet(condition: Condition, device: Device) -> str:
 
 
 def _refusal(kind: type[GpushareError], condition: Condition, device: Device, reason: str, hint: str) -> GpushareError:
-    return kind(f"{condition.text} asked, device {device_name(device)}: {reason}", hint, reason)
+    return kind(f"{condition.text} requested, device {device_name(device)}: {reason}", hint, reason)
 
 
 def require(conditions: Iterable[Condition], device: Device) -> None:
-    """What the device is, whoever uses it."""
+    """Check the conditions that do not depend on the device's use."""
     for condition in conditions:
         reason = _unmet(condition, device)
         if reason:
@@ -150,7 +149,7 @@ def require(conditions: Iterable[Condition], device: Device) -> None:
 
 
 def require_free(conditions: Iterable[Condition], device: Device, free_bytes: int, total_bytes: int) -> None:
-    """What nobody was granted. Of a device of unknown size nothing is known to be free."""
+    """Check the conditions on memory that is not granted. A device of unknown size has none."""
     for condition in conditions:
         if condition.name == "free":
             wanted: Amount = condition.value

@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 def _word(choices: dict[str, Any]) -> Callable[[str, str, Inventory], Any]:
-    """A parser for one of a few words."""
+    """Return a parser for one of these words."""
 
     def parse(name: str, value: str, inventory: Inventory) -> Any:
         word = value.strip().lower()
@@ -59,7 +59,7 @@ def _devices(name: str, value: str, inventory: Inventory) -> Selection:
 
 
 def _backends(name: str, value: str, inventory: Inventory) -> str:
-    """`auto`, or one or more backends with commas between."""
+    """Parse `auto`, or one or more backends separated by commas."""
     words = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
     if words != ("auto",) and not set(words) <= set(constants.BACKENDS):
         raise wrong(name, value, "unknown value", f"write auto, or one or several of {', '.join(constants.BACKENDS)}")
@@ -81,8 +81,8 @@ ROWS: dict[str, tuple[str, Callable[[str, str, Inventory], Any]]] = {
 }
 
 
-# Beginnings of our variables, and of what people write instead. Not all that begins with GPUSHARE: the launcher looks
-# for these in the text of config.json, where our own hook's path is.
+# Prefixes of our variables and of common misspellings. A bare GPUSHARE would match too much: the launcher searches the
+# text of config.json for these, and the path of our hook is in there.
 _BEGINNINGS = tuple(dict.fromkeys(f"GPUSHARE{sign}{name[len(_PREFIX) :][:3]}" for sign in ("", "-") for name in ROWS))
 PREFIXES = (_PREFIX, "GPU_SHARE", *_BEGINNINGS)
 
@@ -91,8 +91,8 @@ _BEGINNING = len("GPUSHAREMEM")
 
 
 def _near(word: str, known: str) -> bool:
-    """Whether `word` is `known` with at most two letters wrong, missing, added or in another case, or the beginning of
-    it: GPUSHARE_MEM; _ and - aside."""
+    """Return whether `word` is a misspelling of `known`: at most two letters differ, or `word` is its beginning
+    (GPUSHARE_MEM). Case, _ and - do not count."""
     word, known = (text.upper().replace("_", "").replace("-", "") for text in (word, known))
     if word == known or (len(word) >= _BEGINNING and known.startswith(word)):
         return True
@@ -107,13 +107,13 @@ def _near(word: str, known: str) -> bool:
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
-    """The known name that `word` is meant to be, "" when it is near none."""
+    """Return the known name of which `word` is a misspelling; "" if there is none."""
     return next((name for name in known if _near(word, name)), "")
 
 
 def unknown(env: Env) -> list[tuple[str, str]]:
-    """Variables that look like ours and are not. Kubernetes adds `<SERVICE>_SERVICE_HOST`, `<SERVICE>_PORT_...` and
-    the like to every container, so a service called gpushare-metrics is not taken for a request."""
+    """Return GPUSHARE_* variables that gpushare does not define. Kubernetes adds `<SERVICE>_SERVICE_HOST`,
+    `<SERVICE>_PORT_...` and the like to every container. Those of a service called gpushare-metrics do not count."""
     return [
         (name, value)
         for name, value in env
@@ -126,7 +126,7 @@ def unknown(env: Env) -> list[tuple[str, str]]:
 
 
 def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
-    """Annotations for one container of a pod, where no engine says which container this is."""
+    """Return annotations for one container of a pod if the engine does not name this container."""
     if oci.container_name(annotations):
         return []
     suffixes = tuple("." + key for key in constants.ANNOTATIONS.values())
@@ -134,12 +134,12 @@ def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _misspelt(env: Env) -> list[tuple[str, str]]:
-    """Variables that begin almost as ours do, without the underscore behind it, or with one in it."""
+    """Return variables with a misspelt GPUSHARE_ prefix."""
     return [(name, value) for name, value in env if name.upper().startswith(PREFIXES) and name[:9].upper() != _PREFIX]
 
 
 def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
-    """A misspelt limit must not become no limit."""
+    """Refuse misspelt names: a misspelt limit must not become no limit."""
     for name, value in unknown(env) + _misspelt(env):
         meant = _meant(name, ROWS)
         if meant:
@@ -158,8 +158,8 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
 
 
 def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
-    """The devices that CDI gave, as one value of GPUSHARE_DEVICES. That one, `value`, may say the same and nothing
-    else: the engine was asked for these devices, and another word must neither add to them nor take them away."""
+    """Return the devices that CDI gave, as one value of GPUSHARE_DEVICES. That variable, `value`, may only name the
+    same devices: the user requested these from the engine, and a variable must neither add nor remove any."""
     given = [Found(name, text.strip()) for name, text in env if name.startswith(constants.ENV_CDI_PREFIX)]
     if not given:
         return None
@@ -178,7 +178,7 @@ def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
 
 
 def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
-    """Every name of ours that is set: variables, and annotations that are for this container."""
+    """Return every GPUSHARE_* variable that is set, and every gpushare.io/ annotation for this container."""
     found: dict[str, Found] = {}
     allocated: dict[str, str] = {}
     if any(name in constants.ALLOCATED for name, _ in env):
@@ -212,7 +212,7 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
 
 
 def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
-    """The request in our own words, None when there is none."""
+    """Return the request by GPUSHARE_* variables and gpushare.io/ annotations; None if there is none."""
     container = oci.container_name(annotations)
     _refuse_misspelt(env, annotations, container)
     found = _find(env, annotations, container, unscoped=not container)

@@ -20,10 +20,10 @@ _UNITS = {unit: size for unit, size in BINARY.items() if unit != "t"}
 _POLICIES = ("default", "force", "disable")
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     parsed = ParsedRequest("hami")
-    for one in said:
-        stem = one.word.name
+    for one in values:
+        stem = one.key.name
         if stem == "CUDA_DEVICE_MEMORY_LIMIT":
             size = memory(one, _UNITS, hint="write a number with k, m or g, such as 3000m")
             parsed = parsed._replace(memory=(*parsed.memory, Limit(one, one.number, size)))

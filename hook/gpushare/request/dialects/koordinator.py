@@ -31,7 +31,7 @@ def _gpus(one: Value) -> list[dict[str, Any]]:
         raise wrong(one.name, one.value, "not valid JSON", _HINT) from None
     found = value.get("gpu") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(found or [], list):
-        raise wrong(one.name, one.value, "no list of devices by type", _HINT)
+        raise wrong(one.name, one.value, "not a list of devices by type", _HINT)
     for gpu in found or []:
         minor = gpu.get("minor") if isinstance(gpu, dict) else None
         if not isinstance(minor, int) or isinstance(minor, bool) or not isinstance(gpu.get("resources") or {}, dict):
@@ -44,12 +44,12 @@ def _resource(one: Value, gpu: dict[str, Any], name: str) -> str:
     resources = gpu.get("resources") or {}
     value: Any = next((resources[prefix + name] for prefix in _PREFIXES if prefix + name in resources), "")
     if not isinstance(value, (str, int)) or isinstance(value, bool):
-        raise wrong(one.name, one.value, f"{name} is no quantity", _HINT)
+        raise wrong(one.name, one.value, f"{name} is not a quantity", _HINT)
     return str(value)
 
 
 def _percent(one: Value, gpu: dict[str, Any], name: str) -> Optional[int]:
-    """1 to 99; None where it is not said, or 100: a whole device is not limited."""
+    """Return 1 to 99; None if it is not set, or 100: a whole device has no limit."""
     text = _resource(one, gpu, name)
     if not text:
         return None
@@ -63,13 +63,13 @@ def _memory(one: Value, uuid: str, gpu: dict[str, Any]) -> Limit:
     if text and (ratio is not None or not _resource(one, gpu, "gpu-memory-ratio")):
         unit = text.lstrip("0123456789.")
         if unit not in UNITS:
-            raise wrong(one.name, one.value, f"gpu-memory {shown(text)} is no quantity", _HINT)
+            raise wrong(one.name, one.value, f"gpu-memory {shown(text)} is not a quantity", _HINT)
         return Limit(one, uuid, memory(one, {unit.lower(): UNITS[unit]}, decimals=True, hint=_HINT, value=text))
     return Limit(one, uuid, part=None if ratio is None else (ratio, 100))
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    one = said[0]
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    one = values[0]
     gpus = _gpus(one)
     if not gpus:  # only network or other devices
         return ParsedRequest("koordinator")

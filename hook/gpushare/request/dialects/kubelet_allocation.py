@@ -35,7 +35,7 @@ def read(env: Env) -> dict[str, str]:
     items = [item.partition("=") for item in value.split(",")]
     sizes = {amount for _, sign, amount in items if sign}
     if len(sizes) > 1 or not all(uuid for uuid, _, _ in items):
-        raise wrong(name, value, "not what gpushare k8s-plugin writes", "leave it to kubelet")
+        raise wrong(name, value, "not a value of gpushare k8s-plugin", "leave it to kubelet")
     found = {constants.ENV_DEVICES: ",".join(uuid for uuid, _, _ in items)}
     if sizes:
         found[constants.ENV_MEMORY] = sizes.pop()

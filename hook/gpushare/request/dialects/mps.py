@@ -24,7 +24,7 @@ def _memory(one: Value) -> tuple[Limit, ...]:
         key, equals, text = item.partition("=")
         key = key.strip()
         if not equals or not text.strip() or not (key.isascii() and key.isdigit()) or len(key) > 2 or int(key) in found:
-            raise wrong(one.name, one.value, f"{shown(item)} is no amount for one device", _HINT)
+            raise wrong(one.name, one.value, f"{shown(item)} is not an amount for one device", _HINT)
         found[int(key)] = Limit(one, int(key), memory(one, _UNITS, hint=_HINT, value=text))
     return (*found.values(), Limit(one))  # other devices have no limit
 
@@ -37,9 +37,9 @@ def _percent(one: Value) -> tuple[Limit, tuple[str, ...]]:
     return Limit(one, None, top // bottom if top < 100 * bottom else None), rounded
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     parsed = ParsedRequest("mps")
-    for one in said:
+    for one in values:
         if one.name == "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT":
             parsed = parsed._replace(memory=_memory(one))
         elif one.name == "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE":

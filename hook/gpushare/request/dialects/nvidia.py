@@ -5,7 +5,7 @@
     names_device(env, spec)                 -> bool                cheap: whether this container names a device
     volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
     imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels, requested in the same way
-    asked(env, spec)                        -> (name, value)       that names devices; the value may be empty
+    device_source(env, spec)                        -> (name, value)       that names devices; the value may be empty
     selection(env, spec, inventory)         -> Selection | None    the devices only
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
@@ -83,7 +83,7 @@ def names_device(env: Env, spec: dict[str, Any]) -> bool:
     return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
 
 
-def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
+def device_source(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
     """Return (name, value) that names devices. Volume requests win over the variable, because images cannot add
     them."""
     volumes = volume_requests(spec)
@@ -94,7 +94,7 @@ def asked(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
 
 def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
     """Return the devices; None if none are named."""
-    name, value = asked(env, spec)
+    name, value = device_source(env, spec)
     return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
 
 
@@ -121,7 +121,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
     if cdi is not None:
         raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names no GPU of NVIDIA's", "name the GPU by index or uuid")
-    name, value = asked(env, spec)
+    name, value = device_source(env, spec)
     ignored = []
     if name != ENV_DEVICES and variable:
         ignored.append(f"{ENV_DEVICES}={shown(variable)}: {name} name the devices")

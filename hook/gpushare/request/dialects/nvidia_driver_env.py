@@ -1,6 +1,6 @@
 """Parse NVIDIA's variables about the driver, which apply to requests of any dialect.
 
-    read(env, spec, inventory) -> Words
+    read(env, spec, inventory) -> DriverSettings
 
 NVIDIA_GDS, _MOFED, _GDRCOPY, _NVSWITCH =enabled; NVIDIA_IMEX_CHANNELS, or mounts of /dev/null at
 /var/run/nvidia-container-devices/imex/<channel>; NVIDIA_MIG_CONFIG_DEVICES and _MONITOR_DEVICES; NVIDIA_REQUIRE_*.
@@ -29,7 +29,7 @@ WIDENING = frozenset((ENV_IMEX, *(feature.variable for feature in FEATURES.value
 _MAX_CHANNELS = 2048  # maximum of the driver
 
 
-class Words(NamedTuple):
+class DriverSettings(NamedTuple):
     """Fields of Request, and values that have no effect."""
 
     features: tuple[str, ...]
@@ -41,24 +41,24 @@ class Words(NamedTuple):
 
 
 def _features(values: dict[str, str]) -> tuple[tuple[str, ...], list[str]]:
-    said = {word: values.get(feature.variable, "").strip() for word, feature in FEATURES.items()}
+    given = {name: values.get(feature.variable, "").strip() for name, feature in FEATURES.items()}
     ignored = [
-        f"{FEATURES[word].variable}={shown(value)}: only the word enabled switches it on"
-        for word, value in said.items()
+        f"{FEATURES[name].variable}={shown(value)}: only the value enabled switches it on"
+        for name, value in given.items()
         if value not in ("", "enabled", "disabled")
     ]
-    return tuple(word for word, value in said.items() if value == "enabled"), ignored
+    return tuple(name for name, value in given.items() if value == "enabled"), ignored
 
 
 def _imex(value: str, volumes: tuple[str, ...]) -> tuple[str, ...]:
     """Parse channel numbers, or ("all",)."""
-    words = [word.strip() for word in value.split(",") if word.strip()] + list(volumes)
-    if "all" in words:
+    channels = [channel.strip() for channel in value.split(",") if channel.strip()] + list(volumes)
+    if "all" in channels:
         return ("all",)
-    for word in words:
-        if not (word.isascii() and word.isdigit()) or len(word) > 4 or int(word) >= _MAX_CHANNELS:
-            raise wrong(ENV_IMEX, ",".join(words), f"{shown(word)} is not an IMEX channel", "write all, or 0,1")
-    return tuple(str(number) for number in sorted({int(word) for word in words}))
+    for channel in channels:
+        if not (channel.isascii() and channel.isdigit()) or len(channel) > 4 or int(channel) >= _MAX_CHANNELS:
+            raise wrong(ENV_IMEX, ",".join(channels), f"{shown(channel)} is not an IMEX channel", "write all, or 0,1")
+    return tuple(str(number) for number in sorted({int(channel) for channel in channels}))
 
 
 def _mig_access(values: dict[str, str], inventory: Inventory) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> Words:
+def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> DriverSettings:
     """Parse all of them. Raise RequestError or DeviceError."""
     values: dict[str, str] = {}
     for name in dict.fromkeys(name for name, _ in env if name in _NAMES or name.startswith(_REQUIRE)):
@@ -96,8 +96,8 @@ def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> Words:
     features, ignored = _features(values)
     imex = _imex(values.get(ENV_IMEX, ""), nvidia.imex_volumes(spec))
     access = _mig_access(values, inventory)
-    used = [FEATURES[word].variable for word in features]
+    used = [FEATURES[name].variable for name in features]
     used += [name for name, right in MIG_RIGHTS.items() if right in access]
     used += [ENV_IMEX] if imex and values.get(ENV_IMEX) else []
     sources = tuple((name, values[name]) for name in used)
-    return Words(features, imex, access, _requirements(values), sources, tuple(ignored))
+    return DriverSettings(features, imex, access, _requirements(values), sources, tuple(ignored))

@@ -12,9 +12,9 @@ from .parsed_request import Limit, ParsedRequest, flag, memory, percent
 from .registry import Value
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     parsed = ParsedRequest("pai")
-    for one in said:
+    for one in values:
         if one.name == "GPU_MEM_PER_DEVICE":
             size = memory(one, {"": 1}, hint="write a number of bytes such as 4294967296")
             parsed = parsed._replace(memory=(Limit(one, size=size),))

@@ -27,7 +27,7 @@ class Limit(NamedTuple):
     """A limit on some devices. `device`: a slot, the uuid of a GPU, or None for every device. `size` is bytes of
     memory or percent of compute; `part` a fraction of the device as two integers. Neither: no limit."""
 
-    said: Value
+    source: Value
     device: Union[None, int, str] = None
     size: Optional[int] = None
     part: Optional[tuple[int, int]] = None
@@ -43,7 +43,7 @@ class Beyond(NamedTuple):
     """Whether memory limits, of one GPU or (None) of all other GPUs, cover device and host together. `scaling`: the
     limit as a multiple of its device part. None: the node's value; 1.0 or less: device memory only."""
 
-    said: Value
+    source: Value
     device: Optional[str] = None
     scaling: Optional[float] = None
 
@@ -66,10 +66,10 @@ class ParsedRequest(NamedTuple):
     beyond: tuple[Beyond, ...] = ()
 
 
-def once(said: Iterable[Value]) -> tuple[Value, ...]:
+def once(values: Iterable[Value]) -> tuple[Value, ...]:
     """Return each name once. Equal duplicates are accepted."""
     found: dict[str, list[Value]] = {}
-    for one in said:
+    for one in values:
         found.setdefault(one.name, []).append(one)
     for name, several in found.items():
         one_value(name, [one.value for one in several])
@@ -95,45 +95,45 @@ def _fraction(text: str, decimals: bool) -> Optional[tuple[int, int]]:
     return int(digits), 10 ** len(part)
 
 
-def memory(said: Value, units: dict[str, int], decimals: bool = False, hint: str = "", value: str = "") -> int:
+def memory(item: Value, units: dict[str, int], decimals: bool = False, hint: str = "", value: str = "") -> int:
     """Parse bytes. Refuse zero: no system writes it on purpose, and it must not mean the whole device."""
-    text, unit = _split((value or said.value).strip())
+    text, unit = _split((value or item.value).strip())
     amount = _fraction(text, decimals)
     if amount is None or unit.lower() not in units:
-        raise wrong(said.name, said.value, "not an amount of memory as this system writes it", hint)
+        raise wrong(item.name, item.value, "not an amount of memory as this system writes it", hint)
     size = amount[0] * units[unit.lower()] // amount[1]
     if size == 0:
-        raise wrong(said.name, said.value, "zero is not a limit", "leave it out for no limit")
+        raise wrong(item.name, item.value, "zero is not a limit", "leave it out for no limit")
     if size > MAX_BYTES:
-        raise wrong(said.name, said.value, "larger than any device", hint)
+        raise wrong(item.name, item.value, "larger than any device", hint)
     return size
 
 
-def number(said: Value, low: int, high: int, what: str) -> int:
+def number(item: Value, low: int, high: int, what: str) -> int:
     """Parse a whole number in a range."""
-    amount = _fraction(said.value.strip(), decimals=False)
+    amount = _fraction(item.value.strip(), decimals=False)
     if amount is None or not low <= amount[0] <= high:
-        raise wrong(said.name, said.value, f"not {what}", f"write a whole number from {low} to {high}")
+        raise wrong(item.name, item.value, f"not {what}", f"write a whole number from {low} to {high}")
     return amount[0]
 
 
-def fraction(said: Value, what: str) -> tuple[int, int]:
+def fraction(item: Value, what: str) -> tuple[int, int]:
     """Parse a number with decimals as two integers."""
-    amount = _fraction(said.value.strip(), decimals=True)
+    amount = _fraction(item.value.strip(), decimals=True)
     if amount is None or amount[0] == 0:
-        raise wrong(said.name, said.value, f"not {what}", "write a number above 0 such as 0.5")
+        raise wrong(item.name, item.value, f"not {what}", "write a number above 0 such as 0.5")
     return amount
 
 
-def percent(said: Value, device: Union[None, int, str] = None) -> Limit:
+def percent(item: Value, device: Union[None, int, str] = None) -> Limit:
     """Parse a percentage of compute; 0 and 100 are no limit."""
-    size = number(said, 0, 100, "a percentage")
-    return Limit(said, device, size if 0 < size < 100 else None)
+    size = number(item, 0, 100, "a percentage")
+    return Limit(item, device, size if 0 < size < 100 else None)
 
 
-def flag(said: Value) -> bool:
+def flag(item: Value) -> bool:
     """Parse a switch: true, false, 1, 0 and similar."""
-    word = said.value.strip().lower()
-    if word not in (*TRUE, *FALSE):
-        raise wrong(said.name, said.value, "neither true nor false", "write true or false")
-    return word in TRUE
+    text = item.value.strip().lower()
+    if text not in (*TRUE, *FALSE):
+        raise wrong(item.name, item.value, "neither true nor false", "write true or false")
+    return text in TRUE

@@ -4,7 +4,7 @@
     SCHEDULERS                      those of other schedulers, parsed if one of their variables occurs; see merge.py
     BEGINNINGS, KEYS                prefixes of variables, and annotations, that can be a request; and
     KEY_BEGINNINGS                  prefixes of such annotations
-    WORDS                           prefixes of all their variables
+    VARIABLES                       prefixes of all their variables
     matches(env, annotations)       -> tuple[Match, ...]     the rows that occur in a container, with their values
     reader(row)                     -> the parser: `read` of the module with the row's name
 
@@ -52,13 +52,13 @@ class Row(NamedTuple):
     @property
     def is_numbered(self) -> bool:
         """Whether the n of its NAME_n is a device of the host."""
-        return any(word.number == "index" for word in self.variables)
+        return any(key.number == "index" for key in self.variables)
 
 
 class Value(NamedTuple):
     """A variable or annotation with its value. `number` is the n of NAME_n."""
 
-    word: Key
+    key: Key
     name: str
     value: str
     number: Optional[int] = None
@@ -68,7 +68,7 @@ class Match(NamedTuple):
     """A row with its values that occur and are not empty."""
 
     row: Row
-    said: tuple[Value, ...]
+    values: tuple[Value, ...]
 
 
 SCHEDULERS = (
@@ -86,9 +86,8 @@ SCHEDULERS = (
         memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
         compute="percent; 0 and 100 are no limit",
         trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
-        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together, and "
-        "`oversubscription.scaling`, which should be HAMi's deviceMemoryScaling, says how many times its part on the "
-        "device it is.",
+        "With `CUDA_OVERSUBSCRIBE=true` a limit is for device and host memory together: its part on the device, "
+        "multiplied by `oversubscription.scaling`, which should have the value of HAMi's deviceMemoryScaling.",
     ),
     Row(
         "vgpu-manager",
@@ -107,10 +106,10 @@ SCHEDULERS = (
         memory="`1.5g`: k, m, g, t are 1024-based, with decimals; without a letter bytes",
         compute="percent; 0 and 100 are no limit; with a soft limit above it the limit is soft",
         trap="The number is that of `MANAGER_VISIBLE_DEVICE_<number>`, else the place in `MANAGER_VISIBLE_DEVICES` "
-        "(which has a uuid of zeros for devices of others) or, in older versions, in `GPU_DEVICES_UUID`; where none of "
-        "them says it, the index on the host, so that `CUDA_MEM_LIMIT_3` also names device 3. Empty values are no "
-        "limit. Where memory is oversold (a ratio above 1) a limit is for device and host memory together, and the "
-        "ratio says how many times its part on the device it is, up to `oversubscription.scaling`.",
+        "(which has a uuid of zeros for devices of other containers) or, in older versions, in `GPU_DEVICES_UUID`. "
+        "Without these variables it is the index on the host, so `CUDA_MEM_LIMIT_3` also names device 3. Empty values "
+        "are no limit. If memory is oversold (a ratio above 1) a limit is for device and host memory together: its "
+        "part on the device, multiplied by the ratio, which is at most `oversubscription.scaling`.",
     ),
     Row(
         "volcano",
@@ -130,9 +129,9 @@ SCHEDULERS = (
             Key("ALIYUN_COM_GPU_VISIBLE_DEVICES", DEVICES),
             Key("CGPU_DISABLE", SWITCH),
         ),
-        memory="integers in GiB or MiB, nobody says which: the share is container / dev of the device",
+        memory="integers in GiB or MiB (no variable tells which): the share is container / dev of the device",
         trap="`ALIYUN_COM_GPU_MEM_IDX=-1` and `NVIDIA_VISIBLE_DEVICES=no-gpu-has-...` mean that there was no room, and "
-        "are refused. What the pod has in all (`_POD`) is not what the container has.",
+        "are refused. `_POD` is the amount of the whole pod and is ignored.",
     ),
     Row(
         "pai",
@@ -145,7 +144,7 @@ SCHEDULERS = (
         memory="bytes, for each device",
         compute="percent, for each device; 0 and 100 are no limit",
         gate="AMP_VGPU_ENABLE",
-        trap="Without `AMP_VGPU_ENABLE` the other two are variables of somebody's program, and mean nothing.",
+        trap="Without `AMP_VGPU_ENABLE` the other two variables belong to another program and are ignored.",
     ),
     Row(
         "runai",
@@ -163,9 +162,9 @@ SCHEDULERS = (
         "fraction, or a Kubernetes quantity",
         compute="percent; a number of multiprocessors (`gpu-sm-cores`) is refused",
         container="gpu-fraction-container-name",
-        trap="What is requested counts, not what may be had while others are idle (`RUNAI_GPU_MEMORY_LIMIT`). 1 and "
+        trap="The requested amount counts, not the ceiling for idle times (`RUNAI_GPU_MEMORY_LIMIT`). 1 and "
         "above are whole devices, which are no limit. Portions are rounded to two decimals, so one that differs from "
-        "an exact amount by less than 1 % of the device says the same; the smaller one counts.",
+        "an exact amount by less than 1 % of the device does not contradict it; the smaller one counts.",
     ),
     Row(
         "koordinator",
@@ -174,8 +173,7 @@ SCHEDULERS = (
         (Key("scheduling.koordinator.sh/device-allocated", EVERYTHING),),
         memory="JSON: `koordinator.sh/gpu-memory`, a Kubernetes quantity, else `gpu-memory-ratio`, percent",
         compute="`koordinator.sh/gpu-core`, percent; 100 is no limit",
-        trap="Devices are named by minor, not by index; so are those that Koordinator itself puts into "
-        "`NVIDIA_VISIBLE_DEVICES`.",
+        trap="Devices are named by minor, not by index, also in the `NVIDIA_VISIBLE_DEVICES` that Koordinator sets.",
     ),
     Row(
         "tencent",
@@ -205,8 +203,8 @@ SCHEDULERS = (
         memory="`0=1G,1=512MB`: by slot, 1024-based",
         compute="percent; 100 is no limit",
         asks=False,
-        trap="There they are for each process, here for all processes of the container together. They ask for no "
-        "device. The shim keeps the limits, no MPS daemon.",
+        trap="MPS applies them to each process; gpushare applies them to all processes of the container together. They "
+        "request no device. The shim enforces the limits, without an MPS daemon.",
     ),
 )
 ROWS = (
@@ -217,34 +215,34 @@ ROWS = (
         (Key("gpushare.io/...", EVERYTHING), Key("<container>.gpushare.io/...", EVERYTHING)),
         memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`",
         compute="`30%`, `0=30%,1=50%`",
-        trap="Own names win, each over what others say about the same.",
+        trap="A GPUSHARE_* name overrides the other dialects, each for its own setting.",
     ),
     Row(
         "injected",
         "CDI, DRA, NVIDIA's container runtime, device plugins",
         (),
-        trap="Devices that are in `config.json` already: only gpushare-runtime takes them for a request, since only it "
-        "can take them out again. Of a divided GPU they are the MIG devices whose capability nodes are there, too.",
+        trap="Devices that are already in `config.json` are a request for gpushare-runtime only, since only it can "
+        "remove them again. For a GPU in MIG mode they are the MIG devices whose capability nodes are there too.",
     ),
     Row(
         "nvidia",
         "NVIDIA container toolkit",
         (Key("NVIDIA_VISIBLE_DEVICES", DEVICES), Key("NVIDIA_DRIVER_CAPABILITIES", OTHER)),
-        trap="Most CUDA images set it themselves. Mounts of `/dev/null` at `/var/run/nvidia-container-devices/<id>` "
-        "count before it; both may name GPUs as CDI does, `nvidia.com/gpu=0`. It names devices; how much of each "
-        "others say. See [driver.md](driver.md) for the rest.",
+        trap="Most CUDA images set it. Mounts of `/dev/null` at `/var/run/nvidia-container-devices/<id>` "
+        "win over the variable; both may name GPUs as CDI does, `nvidia.com/gpu=0`. It names devices; other "
+        "dialects set the limits. See [driver.md](driver.md) for the rest.",
     ),
     *SCHEDULERS,
 )
 
-_WORDS = {word.name: (row, word) for row in SCHEDULERS for word in (*row.variables, *row.annotations)}
-KEYS = frozenset(word.name for row in SCHEDULERS for word in row.annotations)
+_KEYS = {key.name: (row, key) for row in SCHEDULERS for key in (*row.variables, *row.annotations)}
+KEYS = frozenset(key.name for row in SCHEDULERS for key in row.annotations)
 
 
 def _beginnings(row: Row) -> tuple[str, ...]:
     if not row.asks:
         return ()
-    return (row.gate,) if row.gate else tuple(word.name for word in row.variables if word.about in _ASKS)
+    return (row.gate,) if row.gate else tuple(key.name for key in row.variables if key.about in _ASKS)
 
 
 def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,36 +250,36 @@ def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if not any(name != other and name.startswith(other) for other in names))
 
 
-WORDS = _shortest(tuple(word.name for row in SCHEDULERS for word in row.variables))
+VARIABLES = _shortest(tuple(key.name for row in SCHEDULERS for key in row.variables))
 BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(row)))
 KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
 
 
 def _value_of(name: str, value: str) -> Optional[tuple[Row, Value]]:
     """Return a variable as a Value: NAME, or NAME_n if its key is numbered."""
-    if name in _WORDS:
-        row, word = _WORDS[name]
-        return row, Value(word, name, value)
+    if name in _KEYS:
+        row, key = _KEYS[name]
+        return row, Value(key, name, value)
     stem, _, digits = name.rpartition("_")
-    if stem not in _WORDS or not (digits.isascii() and digits.isdigit()) or len(digits) > 3:
+    if stem not in _KEYS or not (digits.isascii() and digits.isdigit()) or len(digits) > 3:
         return None
-    row, word = _WORDS[stem]
-    return (row, Value(word, name, value, int(digits))) if word.number else None
+    row, key = _KEYS[stem]
+    return (row, Value(key, name, value, int(digits))) if key.number else None
 
 
 def matches(env: Env, annotations: dict[str, str]) -> tuple[Match, ...]:
     """Return the rows that occur. Empty values do not count, except in keys numbered by index: for vgpu-manager they
     mean that a device has no limit."""
-    words = [(name, value) for name, value in env if name.startswith(WORDS) and name not in KEYS]
-    words += [(key, value) for key, value in annotations.items() if key in KEYS]
-    if not words:
+    pairs = [(name, value) for name, value in env if name.startswith(VARIABLES) and name not in KEYS]
+    pairs += [(key, value) for key, value in annotations.items() if key in KEYS]
+    if not pairs:
         return ()
     found: dict[str, list[Value]] = {}
-    for pair in map(_value_of, *zip(*words)):
-        if pair is not None and (pair[1].value.strip() or pair[1].word.number == "index"):
+    for pair in map(_value_of, *zip(*pairs)):
+        if pair is not None and (pair[1].value.strip() or pair[1].key.number == "index"):
             found.setdefault(pair[0].name, []).append(pair[1])
     rows = [Match(row, tuple(found[row.name])) for row in SCHEDULERS if row.name in found]
-    return tuple(one for one in rows if not one.row.gate or any(said.name == one.row.gate for said in one.said))
+    return tuple(one for one in rows if not one.row.gate or any(values.name == one.row.gate for values in one.values))
 
 
 def reader(row: Row) -> Callable[..., Any]:

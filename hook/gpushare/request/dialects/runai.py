@@ -34,7 +34,12 @@ def _quantity(one: Value) -> Limit:
 def _part(one: Value) -> Limit:
     top, bottom = fraction(one, "a fraction of a device")
     if top > bottom and (top % bottom or one.name == _CEILING or top // bottom > MAX_SLOTS):
-        raise wrong(one.name, one.value, "more than a device, and no number of devices", "write a fraction such as 0.5")
+        raise wrong(
+            one.name,
+            one.value,
+            "more than one device, but not a whole number of devices",
+            "write a fraction such as 0.5",
+        )
     return Limit(one, part=(top, bottom)) if top < bottom else Limit(one)
 
 
@@ -53,17 +58,17 @@ def _limit(one: Value) -> Limit:
 def _counts(limits: list[Limit]) -> tuple[Limit, ...]:
     """Return the portion of this container, else the pod's request, else its maximum. A request in MiB may exceed the
     maximum a little: older versions count in MB."""
-    portions = [limit for limit in limits if limit.said.name not in (*KEYS, _CEILING)]
-    requests = [limit for limit in limits if limit.said.name in KEYS]
-    ceiling = [limit for limit in limits if limit.said.name == _CEILING]
+    portions = [limit for limit in limits if limit.source.name not in (*KEYS, _CEILING)]
+    requests = [limit for limit in limits if limit.source.name in KEYS]
+    ceiling = [limit for limit in limits if limit.source.name == _CEILING]
     if not portions and requests and ceiling and (ceiling[0].size or 0) < (requests[0].size or 0):
         return tuple(ceiling) if ceiling[0].size else tuple(requests)
     return tuple(portions or requests or ceiling)
 
 
-def _compute(said: tuple[Value, ...]) -> tuple[Limit, ...]:
-    found = tuple(percent(one) for one in said if one.name == "gpu-sm-percentage")
-    cores = next((one for one in said if one.name == "gpu-sm-cores"), None)
+def _compute(values: tuple[Value, ...]) -> tuple[Limit, ...]:
+    found = tuple(percent(one) for one in values if one.name == "gpu-sm-percentage")
+    cores = next((one for one in values if one.name == "gpu-sm-cores"), None)
     if cores is not None and not found:
         raise RequestError(
             f"{setting(cores.name, cores.value)}: a number of multiprocessors is not available in this version",
@@ -72,14 +77,14 @@ def _compute(said: tuple[Value, ...]) -> tuple[Limit, ...]:
     return found
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    limits = [_limit(one) for one in said if one.word.about == "memory"]
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    limits = [_limit(one) for one in values if one.key.about == "memory"]
     counts = _counts(limits)
     ignored = [
-        f"{setting(limit.said.name, limit.said.value)}: {counts[0].said.name} is what counts"
+        f"{setting(limit.source.name, limit.source.value)}: {counts[0].source.name} is what counts"
         for limit in limits
         if limit not in counts
     ]
-    devices = next((number(one, 1, 16, "a number") for one in said if one.name == "gpu-fraction-num-devices"), 0)
-    devices = max([devices, *(_whole(limit.said) for limit in counts if limit.is_none)])
-    return ParsedRequest("runai", counts, _compute(said), wanted=devices, ignored=tuple(ignored))
+    devices = next((number(one, 1, 16, "a number") for one in values if one.name == "gpu-fraction-num-devices"), 0)
+    devices = max([devices, *(_whole(limit.source) for limit in counts if limit.is_none)])
+    return ParsedRequest("runai", counts, _compute(values), wanted=devices, ignored=tuple(ignored))

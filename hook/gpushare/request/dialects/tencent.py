@@ -32,20 +32,20 @@ def _devices(one: Optional[Value], inventory: Inventory) -> Optional[Selection]:
     nodes = [node.strip() for node in one.value.split(",")]
     odd = next((node for node in nodes if not node[len(_NODE) :].isdigit() or not node.startswith(_NODE)), None)
     if odd is not None:
-        raise wrong(one.name, one.value, f"{shown(odd)} is no device node", "write /dev/nvidia0")
+        raise wrong(one.name, one.value, f"{shown(odd)} is not a device node", "write /dev/nvidia0")
     missing = next((node for node in nodes if node not in by_minor), None)
     if missing is not None:
         raise DeviceError(f"{setting(one.name, one.value)}: this host has no {shown(missing)}", "the number is a minor")
     return Selection("list", names=tuple(dict.fromkeys(by_minor[node] for node in nodes)))
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    words = {one.name: one for one in said}
-    parsed = ParsedRequest("tencent", devices=_devices(words.get(_DEVICE), inventory), named=words.get(_DEVICE))
-    core, may, blocks = words.get(_CORE), words.get(_CORE_LIMIT), words.get(_MEMORY)
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    by_name = {one.name: one for one in values}
+    parsed = ParsedRequest("tencent", devices=_devices(by_name.get(_DEVICE), inventory), named=by_name.get(_DEVICE))
+    core, may, blocks = by_name.get(_CORE), by_name.get(_CORE_LIMIT), by_name.get(_MEMORY)
     cores = number(core, 1, 1600, "a number of hundredths") if core is not None else 0
     if core is not None and cores > 100 and cores % 100:
-        raise wrong(core.name, core.value, "neither below 100 nor a multiple of it", "write 50, 100 or 200")
+        raise wrong(core.name, core.value, "neither below 100 nor a multiple of 100", "write 50, 100 or 200")
     if core is not None and cores >= 100:  # whole devices: gpu-manager lifts its limits
         parsed = parsed._replace(compute=(Limit(core),), memory=(Limit(blocks),) if blocks is not None else ())
         return parsed if parsed.devices else parsed._replace(memory=parsed.memory or (Limit(core),))

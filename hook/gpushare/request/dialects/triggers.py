@@ -1,7 +1,7 @@
-"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. Written
-from it by `make docs`; a test compares. Start path."""
+"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
+generates this file; a test compares it. Start path."""
 
-# Beginnings of variables that ask for something
+# Prefixes of variables that request something
 BEGINNINGS = (
     "CUDA_DEVICE_MEMORY_LIMIT",
     "CUDA_DEVICE_SM_LIMIT",
@@ -21,8 +21,8 @@ BEGINNINGS = (
     "RUNAI_NUM_OF_GPUS",
     "RUNAI_GPU_MEMORY_LIMIT",
 )
-# Beginnings of all variables
-WORDS = (
+# Prefixes of all variables
+VARIABLES = (
     "CUDA_DEVICE_MEMORY_LIMIT",
     "CUDA_DEVICE_SM_LIMIT",
     "CUDA_TASK_PRIORITY",
@@ -57,7 +57,7 @@ WORDS = (
     "CUDA_MPS_PIPE_DIRECTORY",
     "CUDA_MPS_LOG_DIRECTORY",
 )
-# Annotations, and what they begin with
+# Annotations, and their prefixes
 KEYS = frozenset((
     "gpu-fraction",
     "gpu-fraction-container-name",

@@ -36,27 +36,27 @@ class Numbers(NamedTuple):
 
 def _places(one: Value) -> dict[int, str]:
     """Return place in the list -> device. MANAGER_VISIBLE_DEVICES has a place for each device of the host."""
-    words = (word.strip(" '\"") for word in one.value.split(","))
-    return {place: word for place, word in enumerate(words) if word not in ("", _NONE)}
+    names = (name.strip(" '\"") for name in one.value.split(","))
+    return {place: name for place, name in enumerate(names) if name not in ("", _NONE)}
 
 
-def _numbers(said: tuple[Value, ...], inventory: Inventory) -> Numbers:
-    words = {one.word.name: one for one in said if one.number is None and one.word.about == DEVICES}
-    each = {one.number: one for one in said if one.word.name == "MANAGER_VISIBLE_DEVICE" and one.value.strip()}
+def _numbers(values: tuple[Value, ...], inventory: Inventory) -> Numbers:
+    by_name = {one.key.name: one for one in values if one.number is None and one.key.about == DEVICES}
+    each = {one.number: one for one in values if one.key.name == "MANAGER_VISIBLE_DEVICE" and one.value.strip()}
     if each:
         return Numbers({n: one.value.strip() for n, one in each.items() if n is not None}, next(iter(each.values())))
-    whole = words.get("MANAGER_VISIBLE_DEVICES")
+    whole = by_name.get("MANAGER_VISIBLE_DEVICES")
     if whole is not None and _places(whole):
         return Numbers(_places(whole), whole)
-    older = words.get("GPU_DEVICES_UUID")
+    older = by_name.get("GPU_DEVICES_UUID")
     if older is None or not _places(older):
         return Numbers({}, None)
     places = _places(older)
     by_index = {_gpu(older, word, inventory).index: word for word in places.values()}
-    used = {one.number for one in said if one.number is not None}
+    used = {one.number for one in values if one.number is not None}
     fits = [numbers for numbers in (places, by_index) if used <= numbers.keys()]
     if len(fits) == 2 and any(places[n] != by_index[n] for n in used):
-        raise wrong(older.name, older.value, f"{_plain(used)} could be a place in it, or an index", "say which devices")
+        raise wrong(older.name, older.value, f"{_plain(used)} could be a place in it, or an index", "name the devices")
     return Numbers(fits[0] if fits else by_index, older)
 
 
@@ -85,15 +85,15 @@ def _device(one: Value, numbers: Numbers, inventory: Inventory) -> Optional[str]
     return gpus[0]
 
 
-def _oversold(said: tuple[Value, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
+def _oversold(values: tuple[Value, ...], numbers: Numbers, inventory: Inventory) -> tuple[Beyond, ...]:
     """Return the oversold settings of each device with its own values, and of all other devices."""
     ratios: dict[Optional[str], tuple[Value, float]] = {}
     sold: dict[Optional[str], tuple[Value, bool]] = {}
-    for one in said:
-        if one.word.name == "CUDA_MEM_RATIO" and one.value.strip():
+    for one in values:
+        if one.key.name == "CUDA_MEM_RATIO" and one.value.strip():
             top, bottom = fraction(one, "a ratio")
             ratios[_device(one, numbers, inventory)] = one, top / bottom
-        elif one.word.name == "CUDA_MEM_OVERSOLD" and one.value.strip():
+        elif one.key.name == "CUDA_MEM_OVERSOLD" and one.value.strip():
             sold[_device(one, numbers, inventory)] = one, flag(one)
     found = []
     for device in dict.fromkeys((*ratios, *sold)):
@@ -105,27 +105,27 @@ def _oversold(said: tuple[Value, ...], numbers: Numbers, inventory: Inventory) -
     return tuple(found)
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    numbers = _numbers(said, inventory)
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    numbers = _numbers(values, inventory)
     limits: dict[str, list[Limit]] = {"CUDA_MEM_LIMIT": [], "CUDA_CORE_LIMIT": [], "CUDA_CORE_SOFT_LIMIT": []}
-    for one in said:
-        if one.word.name in limits and not one.value.strip():
-            limits[one.word.name].append(Limit(one, _device(one, numbers, inventory)))
-        elif one.word.name == "CUDA_MEM_LIMIT":
+    for one in values:
+        if one.key.name in limits and not one.value.strip():
+            limits[one.key.name].append(Limit(one, _device(one, numbers, inventory)))
+        elif one.key.name == "CUDA_MEM_LIMIT":
             size = memory(one, BINARY, decimals=True, hint="write a number with k, m, g or t, such as 1.5g")
             limits["CUDA_MEM_LIMIT"].append(Limit(one, _device(one, numbers, inventory), size))
-        elif one.word.name in limits:
-            limits[one.word.name].append(percent(one, _device(one, numbers, inventory)))
+        elif one.key.name in limits:
+            limits[one.key.name].append(percent(one, _device(one, numbers, inventory)))
     hard = tuple(limits["CUDA_CORE_LIMIT"])
     may = {limit.device: limit.size for limit in limits["CUDA_CORE_SOFT_LIMIT"]}
     limited = [limit for limit in hard if not limit.is_none]
     soft = bool(limited) and all(_is_soft(limit, may) for limit in limited)
-    beside = tuple(limit.said for limit in limits["CUDA_CORE_SOFT_LIMIT"]) if soft else ()
+    beside = tuple(limit.source for limit in limits["CUDA_CORE_SOFT_LIMIT"]) if soft else ()
     if limited and None not in {limit.device for limit in hard}:
-        hard += (Limit(limited[0].said),)  # other devices have no compute limit
+        hard += (Limit(limited[0].source),)  # other devices have no compute limit
     text = ",".join(numbers.devices.values())
     devices = parse_devices(numbers.named.name, text, inventory, any_allowed=False) if numbers.named else None
-    off = tuple((one, "everything") for one in said if one.word.name == "DISABLE_VGPU_CONTROL" and flag(one))
+    off = tuple((one, "everything") for one in values if one.key.name == "DISABLE_VGPU_CONTROL" and flag(one))
     return ParsedRequest(
         "vgpu-manager",
         tuple(limits["CUDA_MEM_LIMIT"]),
@@ -134,7 +134,7 @@ def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
         devices=devices,
         named=numbers.named,
         off=off,
-        beyond=_oversold(said, numbers, inventory),
+        beyond=_oversold(values, numbers, inventory),
     )
 
 

@@ -17,9 +17,9 @@ from .registry import Value
 _MOST = 1 << 40
 
 
-def read(said: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
-    words = {one.name: one for one in said}
-    allocated, total = words.get("VOLCANO_GPU_ALLOCATED"), words.get("VOLCANO_GPU_MEMORY_TOTAL")
+def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
+    by_name = {one.name: one for one in values}
+    allocated, total = by_name.get("VOLCANO_GPU_ALLOCATED"), by_name.get("VOLCANO_GPU_MEMORY_TOTAL")
     if allocated is None:
         return ParsedRequest("volcano")
     amount = number(allocated, 1, _MOST, "an amount of memory")

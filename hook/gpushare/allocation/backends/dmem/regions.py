@@ -2,7 +2,7 @@
 
     unsupported(device, inventory) -> reason | None
     ops(shares, inventory, folder) -> ops           one KernelLimit for each share
-    hold(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
+    enforce(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
     change(folder, before, after)                   the same for a running container; needs no process
 
 A region is a device's memory, named by its PCI address: `nvidia/0000:01:00.0/vidmem` in dmem.capacity of the root
@@ -135,9 +135,9 @@ def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequenc
 # Effects
 
 
-def hold(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
-    """The cgroup of the container whose init is `pid` has these limits, and the record says so. Raises KernelError,
-    with nothing changed."""
+def enforce(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
+    """Set these limits in the cgroup of the container whose init is `pid`, and record them. On KernelError, nothing
+    has changed."""
     directory = _directory(pid, limits[0].tree)
     _require_own(directory, pid)
     held = Held(directory, {limit.uuid: limit.region for limit in limits}, limits[0].library)
@@ -212,7 +212,7 @@ def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
                 os.close(fd)
         except FileNotFoundError:
             raise KernelError(
-                f"{shown(path)} is not there: the container's cgroup has no dmem controller",
+                f"{shown(path)} does not exist: the container's cgroup has no dmem controller",
                 "write +dmem to cgroup.subtree_control of the cgroups above, or set policy.allowed_backends to shim",
             ) from None
         except OSError as error:
@@ -229,7 +229,9 @@ def _require(path: str, region: str, limit_bytes: int) -> None:
         name, _, value = line.partition(" ")
         if name == region and value.strip().isdigit() and int(value) <= limit_bytes:
             return
-    raise KernelError(f"{shown(path)} does not say {region} {limit_bytes} after it was written", "update the kernel")
+    raise KernelError(
+        f"{shown(path)} does not contain {region} {limit_bytes} after it was written", "update the kernel"
+    )
 
 
 def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None:
@@ -244,7 +246,7 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
         held = Held(**json.loads(_read(record) or ""))
         _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
-        raise KernelError(f"{shown(record)} does not say which cgroup the container has", "start it again") from None
+        raise KernelError(f"{shown(record)} does not name the container's cgroup", "start it again") from None
     done: list[tuple[str, Optional[int]]] = []
     try:
         for old, new in changed:

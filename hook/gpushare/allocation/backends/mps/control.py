@@ -250,7 +250,7 @@ def put_limits(control: Control, percent: int, memory_bytes: int) -> None:
         control.ask(words.set_memory.format(memory))
         said = control.ask(words.get_memory)
         if said != memory:
-            raise DeviceError(f"MPS did not take a limit of {memory} of memory: it says {shown(said)}")
+            raise DeviceError(f"MPS did not accept a limit of {memory} of memory: it reports {shown(said)}")
     for server in _servers(control) if words.set_server_percent else ():
         control.ask(words.set_server_percent.format(percent, server=server))
         if memory_bytes:
@@ -272,4 +272,4 @@ def _servers(control: Control) -> tuple[int, ...]:
 
 def _require_percent(percent: int, said: str) -> None:
     if percent_in(said) != percent:
-        raise DeviceError(f"MPS did not take a limit of {percent}%: it says {shown(said)}")
+        raise DeviceError(f"MPS did not accept a limit of {percent}%: it reports {shown(said)}")

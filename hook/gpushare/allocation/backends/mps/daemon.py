@@ -87,10 +87,10 @@ def _start(host: Node, device: Device, settings: DaemonSettings, folder: str, pr
         _require_same(found, host, settings, program, device.uuid)
         if mps_control.listening(control.pipe) is None:
             stop_it = f"`gpushare mps stop --device {device.uuid}`, then start"
-            raise DeviceError(f"the MPS daemon on {device.uuid} (pid {found.pid}) runs and listens no more", stop_it)
-        mps_control.put_limits(
-            control, settings.thread_percent, settings.memory_bytes
-        )  # whoever connects can have changed them
+            raise DeviceError(
+                f"the MPS daemon on {device.uuid} (pid {found.pid}) runs but no longer accepts connections", stop_it
+            )
+        mps_control.put_limits(control, settings.thread_percent, settings.memory_bytes)  # clients can have changed them
         return Started("running", found)
     _forget(folder)
     daemon = mps_control.listening(control.pipe)
@@ -141,7 +141,7 @@ def _require_adoptable(
     """Refuse a daemon that listens here and cannot be adopted. It is left from a killed start, or a user's own."""
     who = f"the MPS daemon in {shown(folder + '/pipe')} (pid {daemon.pid})"
     if daemon.uid != os.geteuid():
-        raise DeviceError(f"{who} is of uid {daemon.uid}", "stop it as that user")
+        raise DeviceError(f"{who} belongs to uid {daemon.uid}", "stop it as that user")
     try:
         with open(f"/proc/{daemon.pid}/environ", "rb") as file:
             sees_it = f"CUDA_VISIBLE_DEVICES={device.uuid}".encode() in file.read().split(b"\0")
@@ -155,7 +155,7 @@ def _require_adoptable(
     if not set(map(os.fsencode, extra)) <= set(words):
         raise DeviceError(f"{who} serves one user at a time", "stop it, or name the user: --uid N")
     if mps_control.protocol_of(daemon.pid) != mps_control.protocol_in(extra, {}):
-        raise DeviceError(f"{who} speaks another protocol of MPS", "stop it")
+        raise DeviceError(f"{who} uses another version of the MPS protocol", "stop it")
     if (settings.shm == mps.SHM_OWN) != os.path.samestat(there, ours):
         raise DeviceError(f"{who} was started with another /dev/shm", "stop it, or use the other --shm")
 
@@ -221,7 +221,9 @@ def _launch(
         raise KernelError(f"{shown(control.program)}: {error}") from None
     daemon = mps_control.listening(control.pipe)
     if done.returncode or daemon is None:
-        silent = f"exit code {done.returncode}" if done.returncode else "it has ended, and nobody listens"
+        silent = (
+            f"exit code {done.returncode}" if done.returncode else "it has exited, and no daemon accepts connections"
+        )
         said = (done.stdout + done.stderr).strip().splitlines()[-1:] or [silent]
         raise DeviceError(f"{mps_control.NAME} -d: {said[0]}", f"see {folder}/log")
     return daemon
@@ -347,8 +349,8 @@ def _end_orphans(pipe: str) -> None:
         process = procs.find(int(name)) if kind else None
         if process is not None and kind == mps_control.NAME:
             raise DeviceError(
-                f"an MPS daemon whose directory {shown(pipe)} was lost runs (pid {name})",
-                "kill it when the containers that have it have ended",
+                f"an MPS daemon whose directory {shown(pipe)} was lost still runs (pid {name})",
+                "kill it after its containers have ended",
             )
         servers += [process] if process is not None else []
     for process in servers:

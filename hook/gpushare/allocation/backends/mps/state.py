@@ -7,7 +7,7 @@
     require_offered(before, after, folder)          refuse a changed limit above the daemon's
     grant_of(shares, state_dir, uid) -> Grant     its fields in the limits file
 
-`shares` are those whose compute MPS holds: __init__.py of the parent selects them.
+`shares` are the shares whose compute limit MPS enforces: __init__.py of the parent selects them.
 `ready` is written last and by rename, so a daemon appears only after its limits are set. share/ has hard links to the
 files of pipe/ that clients need. It lacks control_privileged, which can stop the daemon, and the lock file, which could
 block the next daemon. Containers mount share/, so a program that starts later finds the new daemon. Start path.
@@ -34,7 +34,7 @@ NAME = "mps"  # the backend
 FOLDER = "mps"  # of the state directory
 READY = "ready"
 VERSION = 1  # of the ready file
-ANY_UID = 0xFFFFFFFF  # (uid_t)-1, nobody's
+ANY_UID = 0xFFFFFFFF  # (uid_t)-1, which no user has
 SHM_OWN, SHM_HOST = "own", "host"
 _DATA = ("nosuid", "nodev", "noexec")
 _NUMBERS = ("pid", "start", "thread_percent", "memory_bytes", "clients", "uid")

@@ -1,7 +1,7 @@
 """The state of an MPS daemon, its limits and its containers, for people. Not on the start path.
 
 known(state_dir)                             -> uuids          devices with files of a daemon
-look(host, device, leases)                   -> Seen           what `gpushare mps status` prints for one device
+query(host, device, leases)                  -> DaemonStatus   the output of `gpushare mps status` for one device
 affected(found, uuid, leases, state_dir)     -> leases         that use a daemon which is gone
 limits_now(control), expected(found)         -> text           the limits that it has, and should have
 deaths(folder, pid, leases)                  -> text           servers that died, and their containers
@@ -30,7 +30,7 @@ _DEATH = re.compile(r"^\[?(.{0,19}).* Control +(\d+)\] Server (\d+) exited with 
 _SECONDS = "%Y-%m-%d %H:%M:%S"  # local time
 
 
-class Seen(NamedTuple):
+class DaemonStatus(NamedTuple):
     """One device."""
 
     state: str  # running | stopped | dead | changed
@@ -42,14 +42,14 @@ class Seen(NamedTuple):
     note: str
 
 
-def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
+def query(host: Node, device: Device, live: Sequence[Lease]) -> DaemonStatus:
     """Query the daemon. Never raise: a daemon that does not answer is dead."""
     found = mps.state(device.uuid, host.config.state_dir)
     containers = backends.having(mps.NAME, live, device.uuid)
     gone = affected(found, device.uuid, live, host.config.state_dir)
     if found.problem:
         state = "dead" if found.was_running else "stopped"
-        return Seen(state, found, (), (), containers, gone, found.problem if found.was_running else "")
+        return DaemonStatus(state, found, (), (), containers, gone, found.problem if found.was_running else "")
     folder = mps.directory(host.config.state_dir, device.uuid)
     try:
         control = control_of(host, folder, found.pid)
@@ -59,11 +59,11 @@ def look(host: Node, device: Device, live: Sequence[Lease]) -> Seen:
         now, wanted = limits_now(control), expected(found)
         others = servers_off(control, servers, found.thread_percent)
     except GpushareError as error:
-        return Seen("dead", found, (), (), containers, gone, error.message)
+        return DaemonStatus("dead", found, (), (), containers, gone, error.message)
     state, note = "running", deaths(folder, found.pid, containers)
     if now != wanted or others:
         state, note = "changed", f"its limits are {now}, not {wanted}" if now != wanted else others
-    return Seen(state, found, servers, clients, containers, gone, note)
+    return DaemonStatus(state, found, servers, clients, containers, gone, note)
 
 
 def control_of(host: Node, folder: str, pid: int) -> Control:
