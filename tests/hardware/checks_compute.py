@@ -16,6 +16,7 @@ ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percenta
 LEAST_TOTAL = 0.9  # fraction of the limits' sum in company: context switches take device time without doing work
 LEAST_RATIO = 0.99  # fraction of native speed without a limit
 KERNEL_US = 1000
+FOUR = (10, 20, 30, 40)
 SAVED_S = 0.1
 TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
 COUNTED = 0.001  # maximum fraction of all rounds missing: a tolerance for none
@@ -150,6 +151,10 @@ def shared(session: Session) -> Result:
     return company(session, (30, 70))
 
 
+def four(session: Session) -> Result:
+    return company(session, FOUR)
+
+
 def shared_told(session: Session) -> Result:
     """The same check when the rate limiter knows the device's time slices."""
     if not any(session.machine.slices_ns):
@@ -178,6 +183,10 @@ def torch_native(session: Session) -> Result:
 
 def torch_shared(session: Session) -> Result:
     return company(session, (30, 70), "torch_work")
+
+
+def torch_four(session: Session) -> Result:
+    return company(session, FOUR, "torch_work")
 
 
 def torch_graph(session: Session) -> Result:

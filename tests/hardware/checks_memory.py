@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from gpushare.gpu.inventory import context_bytes_of
+
 from tests.hardware.processes import ask as run_tenant
 from tests.hardware.session import Result, Session, size, verdict
 
@@ -33,10 +35,20 @@ def context(session: Session) -> Result:
         tenant.go()
         tenant.receive()
         first = session.used_bytes() - before
+        listed = session.process_bytes(tenant.process.pid)
         tenant.go()
         second = tenant.receive()["second_bytes"]
-    values = {"first_bytes": first, "second_bytes": second, "init_bytes": initialised - before}
-    return Result("measured", f"the first takes {size(first)}, a second in the same process {size(second)}", values)
+    machine = session.machine
+    values = {
+        "first_bytes": first,
+        "second_bytes": second,
+        "init_bytes": initialised - before,
+        "process_bytes": listed,
+        "estimate_bytes": context_bytes_of(machine.model, machine.driver_version),
+    }
+    note = f"the first takes {size(first)}, a second in the same process {size(second)}; "
+    note += f"NVML lists the process with {'nothing' if listed is None else size(listed)}"
+    return Result("measured", note, values)
 
 
 def fill(session: Session, way: str) -> Result:

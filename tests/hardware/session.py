@@ -20,15 +20,17 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 class Result(NamedTuple):
-    """`verdict`: "held" or "missed" for a promise, "measured" without one; or "absent" or "failed".
+    """`verdict`: "held" or "missed" for a promise, "measured" without one; or "absent", "failed" or "not run".
 
-    "absent": this machine lacks what the check needs. "failed": a program of the check failed.
+    "absent": this machine lacks what the check needs. "failed": a program of the check failed, and `stderr` is the end
+    of what it printed. "not run": no time was left.
     """
 
     verdict: str
     note: str
     values: dict[str, Any]
     seconds: float = 0.0
+    stderr: str = ""
 
 
 class Session(NamedTuple):
@@ -66,6 +68,13 @@ class Session(NamedTuple):
             time.sleep(0.02)
             used = self.used_bytes()
         return used
+
+    def process_bytes(self, pid: int) -> Optional[int]:
+        """Return what NVML counts for a process. None: NVML does not list the process."""
+        self.meter.deadline = self.deadline
+        self.meter.go(pid=pid)
+        found: Optional[int] = self.meter.receive()["process_bytes"]
+        return found
 
     def used_bytes(self) -> int:
         """Return the used bytes of the whole device, from the driver without the shim."""
