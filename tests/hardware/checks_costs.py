@@ -9,13 +9,13 @@ from typing import Any, Optional
 
 from tests.hardware import processes
 from tests.hardware.checks_memory import limit_of
+from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session, size
 
 COUNTS = (1, 10, 100)
 SHORT_COUNTS = (1, 10)
 LOADING = ("LAZY", "EAGER")
 PTXAS = ("/usr/local/cuda*/bin/ptxas", "triton/backends/nvidia/bin/ptxas", "nvidia/*/bin/ptxas")
-PTXAS_S = 20.0
 
 
 def in_place(session: Session, what: str, **arguments: Any) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def assembled(session: Session) -> Optional[str]:
 
 
 def located(pattern: str) -> list[Path]:
-    """Return files by a pattern: an absolute path, or one below a directory of Python packages."""
-    roots = ["/"] if pattern.startswith("/") else [path for path in sys.path if path]
+    """Return files by a pattern: an absolute path, or one below this tree or a directory of Python packages."""
+    roots = ["/"] if pattern.startswith("/") else [str(TREE), *(path for path in sys.path if path)]
     return [found for root in roots for found in sorted(Path(root).glob(pattern.lstrip("/")))]
 
 

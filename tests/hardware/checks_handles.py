@@ -13,6 +13,7 @@ from tests.hardware.session import Result, Session, size
 CYCLES, SHORT_CYCLES = 300, 50
 PERCENT = 30
 RUNTIMES = (
+    "build/gpu/libcudart.so.*",  # carried here
     "nvidia/*/lib/libcudart.so.*",
     "torch/lib/libcudart*.so*",
     "/usr/local/cuda*/lib64/libcudart.so.*",

@@ -42,6 +42,7 @@ def gpushare() -> list[str]:
 
 def under_run(session: Session, flags: list[str], program: list[str]) -> dict[str, Any]:
     """Return the JSON line of a program started by `gpushare run`. Raises Absent or Failed."""
+    session.need_shim()
     config = session.work / "config.yaml"
     root = str(session.machine.simhost or "/")
     config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))

@@ -43,6 +43,11 @@ class Session(NamedTuple):
     meter: processes.Tenant
     idle_at_start_bytes: int
 
+    def need_shim(self) -> None:
+        """Raise Absent if there is no shim."""
+        if not (self.machine.shim / "libcuda.so").exists():
+            raise processes.Absent(f"needs the shim, and {self.machine.shim} has none")
+
     def place(
         self,
         memory_bytes: Optional[int] = None,
@@ -50,6 +55,7 @@ class Session(NamedTuple):
         company: Optional[Path] = None,
         told: tuple[int, int] = (0, 0),
     ) -> Place:
+        self.need_shim()
         return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
 
     def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:

@@ -15,21 +15,22 @@ import pytest
 
 from simulator.simhost import VERSION, make_simhost
 from tests.hardware import docs, processes
+from tests.hardware.assumptions import ASSUMPTIONS
 from tests.hardware.checks import CHECKS
 from tests.hardware.place import STEMS, TREE
 from tests.support.host import BUILD
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-VERDICTS = {"held", "missed", "measured", "absent", "failed"}
+VERDICTS = {"held", "missed", "measured", "absent", "failed", "not run"}
 MEMORY = ("memory.plain", "memory.async", "memory.vmm", "memory.managed", "memory.processes", "memory.nvml")
-# Checks that need a GPU
-ABSENT = {check.name for check in CHECKS if check.needs}
+# Checks that need a GPU or a framework, or functions that the simulated driver (535) does not have
+ABSENT = {"green", *(check.name for check in CHECKS if check.needs)}
 
 
 def gpu_check(tmp_path: Path, *options: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
     """Return (exit code, JSON, output)."""
     out = tmp_path / "gpu-check.json"
-    command = [sys.executable, "-m", "tests.hardware", "--short", "--simulated", "--json", str(out), *options]
+    command = [sys.executable, "-m", "tests.hardware", "--short", "--simulated", "--out", str(out), *options]
     done = subprocess.run(
         command, cwd=TREE, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=200
     )
@@ -67,6 +68,25 @@ def test_promises_hold_on_the_simulator(whole: tuple[int, dict[str, Any], str]) 
     assert looks["waited"]["beside_without_work"]["p50_ns"] > looks["waited"]["alone_with_work"]["p50_ns"]
     assert looks["cost"]["median_ns"] > 0 and "percent" in looks["neighbour_lost"]
     assert "12 of 12 answers as assumed" in checks["mps.words"]["note"]
+    lazy = checks["modules"]["values"]["lazy"]
+    assert lazy["native"] == lazy["shim"] and lazy["native"]["left_bytes"] == 0, "charged what the driver took"
+    assert lazy["native"]["steps"][-1]["used_bytes"] > 0
+    reserved = checks["reserved"]["values"]
+    assert reserved["got_bytes"] == reserved["v2_total"] - checks["context"]["values"]["first_bytes"]
+    descriptors = checks["descriptors"]["values"]
+    assert not descriptors["distinct"] and descriptors["after_cycles"]["lost_bytes"] == 0
+    for runtime in checks["private-loader"]["values"]["runtimes"].values():
+        assert runtime["native"]["steps"]["cudaRuntimeGetVersion"] == 0, "NVIDIA's own library took the fat binary"
+
+
+def test_assumptions_are_judged(whole: tuple[int, dict[str, Any], str]) -> None:
+    _, content, printed = whole
+    found = content["assumptions"]
+    assert list(found) == [row.id for row in ASSUMPTIONS]
+    assert found["context.estimate"]["verdict"] == "confirmed" and found["descriptors"]["verdict"] == "refuted"
+    assert found["slice"]["verdict"] == "unclear"
+    assert "  confirms context.estimate: A context costs" in printed
+    assert "shim/memory/foreign.c relies on it" in printed
 
 
 def test_compute_ratios_are_near_the_limits(whole: tuple[int, dict[str, Any], str]) -> None:
@@ -115,7 +135,76 @@ def test_shim_without_a_limit_fails(tmp_path: Path) -> None:
 def test_checks_beyond_the_budget_are_reported(tmp_path: Path) -> None:
     code, content, _ = gpu_check(tmp_path, "--budget", "0", "--only", "context,memory.plain")
     assert code == 2, "nothing was checked"
-    assert [check["note"] for check in content["checks"].values()] == ["no time was left"] * 2
+    assert [check["verdict"] for check in content["checks"].values()] == ["not run"] * 2
+    assert {one["verdict"] for one in content["assumptions"].values()} == {"unclear"}
+
+
+# A driver that crashes or hangs as soon as it is loaded
+BROKEN = """
+#include <stdlib.h>
+#include <unistd.h>
+__attribute__((constructor)) static void broken(void) {
+    if (write(2, "what the driver printed\\n", 24) != 24 || CRASHES)
+        abort();
+    for (;;)
+        pause();
+}
+"""
+# gpu-check with five checks, of which the second to the fourth fail
+FAULTY = """
+import os, signal, sys
+from tests.hardware import __main__ as program, checks_memory, processes
+from tests.hardware.checks import Check
+
+def crashes(session):
+    processes.ask("device", session.deadline, library=sys.argv[1] + "/crashes.so")
+
+def hangs(session):
+    processes.ask("device", session.deadline, library=sys.argv[1] + "/hangs.so")
+
+def hangs_itself(session):
+    while True:
+        signal.pause()
+
+def is_killed(session):
+    with session.tenant("fill", way="plain", most_bytes=0) as tenant:
+        tenant.receive()
+        os.kill(tenant.process.pid, signal.SIGKILL)
+        tenant.go()
+        tenant.receive()
+
+program.LEAST_S = program.GRACE_S = 0.2
+faulty = [Check(one.__name__, "faulty", one, 1.5) for one in (crashes, hangs, hangs_itself, is_killed)]
+context, pool = (next(check for check in program.CHECKS if check.name == name) for name in ("context", "pool"))
+program.CHECKS = (context, *faulty, pool)
+sys.exit(program.main(sys.argv[2:]))
+"""
+
+
+def test_faulty_checks_stop_no_other_check(tmp_path: Path) -> None:
+    for name, crashes in (("crashes", 1), ("hangs", 0)):
+        command = ["gcc", "-shared", "-fPIC", f"-DCRASHES={crashes}", "-x", "c", "-", "-o", str(tmp_path / f"{name}.so")]
+        subprocess.run(command, input=BROKEN, text=True, check=True, timeout=60)
+    out = tmp_path / "gpu-check.json"
+    command = [sys.executable, "-c", FAULTY, str(tmp_path), "--short", "--simulated", "--out", str(out)]
+    done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
+    checks = json.loads(out.read_text())["checks"]
+    assert [check["verdict"] for check in checks.values()] == ["measured", *["failed"] * 4, "measured"], done.stderr
+    notes = {name: check["note"] for name, check in checks.items()}
+    assert notes["crashes"] == "device: was killed by SIGABRT what the driver printed"
+    assert notes["hangs"] == "device: timed out; what the driver printed"
+    assert notes["hangs_itself"] == "the check itself timed out"
+    assert notes["is_killed"] == "fill: was killed by SIGKILL"
+    assert checks["crashes"]["stderr"] == checks["hangs"]["stderr"] == "what the driver printed"
+    assert checks["hangs"]["limit_s"] == 1.5
+    assert done.returncode == 1
+
+
+def test_checks_are_listed_with_their_time_limits() -> None:
+    command = [sys.executable, "-m", "tests.hardware", "--list"]
+    lines = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
+    assert lines[0].split() == ["context", "30", "s", *CHECKS[0].what.split()]
 
 
 def test_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
