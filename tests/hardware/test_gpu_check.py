@@ -289,3 +289,6 @@ def test_page_has_the_measurements(whole: tuple[int, dict[str, Any], str]) -> No
     assert "NVIDIA Simulated A16" in page and "535.261.03" in page
     for check in CHECKS:
         assert check.what in page
+    for row in ASSUMPTIONS:
+        assert f"| {row.sentence} | `{row.check}` | `{row.relies_on}` |" in page
+    assert "| A context costs what the estimate says, or less. | confirmed | 300 MiB of an estimated 300 MiB |" in page
