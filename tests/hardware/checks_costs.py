@@ -87,6 +87,7 @@ def reserved(session: Session) -> Result:
     """Compare NVML's two totals, the driver's, and what can be allocated by cuMemAlloc in steps down to 2 MiB."""
     session.idle_bytes()
     values = session.ask("reserved", nvml=session.machine.libnvml, uuid=session.machine.uuid)
+    session.idle_bytes()  # the next check starts with a free device
     parts = []
     if "v1_total" in values:
         parts.append(f"NVML v1 {size(values['v1_total'])}")

@@ -108,18 +108,26 @@ def reserved(library: str, nvml: str, uuid: str) -> None:
     alone = bool(said) and not said["processes"] and said["v1_used"] < MOST_USED
     gpu = Gpu(library)
     said.update(cuda_total=gpu.out("cuDeviceTotalMem_v2", ctypes.c_int(0)), free_with_context=gpu.free_bytes())
-    got: Optional[int] = 0 if alone else None
-    code = 0
-    for step in STEPS if alone else ():
+    held = fill(gpu) if alone else {}
+    got: Optional[int] = sum(held.values()) if alone else None
+    free = gpu.free_bytes()
+    for address in held:
+        gpu.free(address)
+    say(got_bytes=got, free_when_full=free, **said)
+
+
+def fill(gpu: Gpu) -> dict[int, int]:
+    """Allocate all that cuMemAlloc gives; return the size at each address."""
+    held: dict[int, int] = {}
+    for step in STEPS:
         while True:
             try:
-                gpu.alloc(step)
+                held[gpu.alloc(step)] = step
             except DriverError as error:
-                code = error.code
+                if error.code != OUT_OF_MEMORY:
+                    raise
                 break
-            got = (got or 0) + step
-    assert code in (0, OUT_OF_MEMORY), f"cuMemAlloc gave {code}"
-    say(got_bytes=got, free_when_full=gpu.free_bytes(), **said)
+    return held
 
 
 def local_memory(library: str) -> None:
