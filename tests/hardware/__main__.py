@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Optional
 
@@ -58,7 +59,7 @@ def perform(check: Check, session: Session) -> Result:
     except processes.Failed as error:
         result = Result("failed", str(error), {}, stderr=error.stderr)
     except Exception as error:  # a faulty check must not stop the others
-        result = Result("failed", f"{type(error).__name__}: {error}"[:300], {})
+        result = Result("failed", f"{type(error).__name__}: {error}"[:300], {}, stderr=traceback.format_exc())
     return result._replace(seconds=round(time.monotonic() - began, 2))
 
 

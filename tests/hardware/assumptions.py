@@ -63,10 +63,14 @@ def module_steps(values: Values) -> Iterator[tuple[str, dict[str, Any], dict[str
             yield way, native, shim
 
 
+def nothing_under_the_shim(values: Values) -> str:
+    return next((seen["shim"]["missing"] for seen in values.values() if "missing" in seen["shim"]), "nothing was loaded")
+
+
 def modules_covered(values: Values) -> Judgement:
     rows = list(module_steps(values))
     if not rows:
-        return None, "nothing was loaded under the shim"
+        return None, nothing_under_the_shim(values)
     short = [row for row in rows if row[2]["used_bytes"] < row[1]["used_bytes"]]
     way, native, shim = short[0] if short else rows[-1]
     figure = f"{native['modules']} modules ({way}) take {size(native['used_bytes'])}, are charged "
@@ -76,7 +80,7 @@ def modules_covered(values: Values) -> Judgement:
 def modules_exact(values: Values) -> Judgement:
     rows = list(module_steps(values))
     if not rows:
-        return None, "nothing was loaded under the shim"
+        return None, nothing_under_the_shim(values)
 
     def factor(row: tuple[str, dict[str, Any], dict[str, Any]]) -> float:
         return float(row[2]["used_bytes"]) / max(BLOCK, row[1]["used_bytes"])
@@ -96,7 +100,7 @@ def modules_lazy(values: Values) -> Judgement:
 
 def local_charged(values: Values) -> Judgement:
     if "used_bytes" not in values["shim"]:
-        return None, "nothing was launched under the shim"
+        return None, values["shim"]["missing"]
     used, charged = values["native"]["used_bytes"], values["shim"]["used_bytes"]
     return charged >= used, f"{size(used)} used, {size(charged)} charged"
 
@@ -151,7 +155,7 @@ def distinct(values: Values) -> Judgement:
 
 def nothing_left(values: Values) -> Judgement:
     if "lost_bytes" not in values["after_cycles"]:
-        return None, values["after_cycles"]["absent"]
+        return None, values["after_cycles"]["missing"]
     lost = values["after_cycles"]["lost_bytes"]
     return lost <= BLOCK, f"{size(lost)} after {values['cycles']} exports and frees"
 
@@ -180,7 +184,9 @@ def green_events(values: Values) -> Judgement:
 
 def green_launches(values: Values) -> Judgement:
     if "launched" not in values["shim"]:
-        return None, values["shim"]["absent"]
+        return None, values["shim"]["missing"]
+    if not values["native"]["launched"]:
+        return None, "the driver itself refuses them with the primary context current"
     refused = sum(values["shim"]["refused"].values())
     return not refused, f"{refused} refused, {values['shim']['launched']} launched, {values['percent']:.1f} % of native"
 

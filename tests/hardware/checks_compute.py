@@ -35,18 +35,21 @@ class Bench:
         self.shape: dict[str, Any] = {}
         if not torch:
             self.shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US), **shape}
-        self.native = self.add(None)
+        (self.native,) = self.add(None)
         self.counted: list[float] = []
 
-    def add(self, place: Optional[Place]) -> processes.Tenant:
-        """Start a program and wait until it is ready to work."""
-        if self.what == "work":
-            tenant = self.session.tenant("work", place, **self.shape)
-        else:
-            tenant = processes.Tenant(self.what, self.session.deadline, place)
-        self.stack.enter_context(tenant)
-        tenant.receive()
-        return tenant
+    def add(self, *places: Optional[Place]) -> list[processes.Tenant]:
+        """Start a program in each place, and wait until all are ready to work."""
+        started = []
+        for place in places:
+            if self.what == "work":
+                tenant = self.session.tenant("work", place, **self.shape)
+            else:
+                tenant = processes.Tenant(self.what, self.session.deadline, place)
+            started.append(self.stack.enter_context(tenant))
+        for tenant in started:
+            tenant.receive()
+        return started
 
     def rates(self, *tenants: processes.Tenant) -> list[float]:
         """Return each program's kernels per second while all of them work."""
@@ -70,7 +73,7 @@ def ratios(
     """Measure speed in a share relative to native speed before and after it, several times."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch, **shape)
-        inside = bench.add(stack.enter_context(session.place(compute_percent=percent)))
+        (inside,) = bench.add(stack.enter_context(session.place(compute_percent=percent)))
         (native,) = bench.rates(bench.native)
         natives, found = [native], []
         for _ in range(2 if session.short else rounds):
@@ -109,7 +112,7 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "", told: 
         bench = Bench(session, stack, torch)
         together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
         places = [stack.enter_context(session.place(None, percent, together, told)) for percent in percents]
-        tenants = [bench.add(place) for place in places]
+        tenants = bench.add(*places)
         before = bench.rates(bench.native)[0]
         rates = [bench.rates(*tenants) for _ in range(1 if session.short else 2)]
         native = (before + bench.rates(bench.native)[0]) / 2

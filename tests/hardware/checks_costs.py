@@ -8,23 +8,30 @@ from pathlib import Path
 from typing import Any, Optional
 
 from tests.hardware import processes
-from tests.hardware.checks_memory import limit_of
+from tests.hardware.checks_memory import GIB, MOST_SHARE
 from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session, size
 
+ROOM = 4 * GIB  # of a share: more than any program here needs
 COUNTS = (1, 10, 100)
 SHORT_COUNTS = (1, 10)
 LOADING = ("LAZY", "EAGER")
 PTXAS = ("/usr/local/cuda*/bin/ptxas", "triton/backends/nvidia/bin/ptxas", "nvidia/*/bin/ptxas")
 
 
-def in_place(session: Session, what: str, **arguments: Any) -> dict[str, Any]:
-    """Return a program's report from a share with plenty of memory; {"absent": reason} without one."""
+def in_place(
+    session: Session, what: str, percent: Optional[int] = None, memory_bytes: Optional[int] = ROOM, **arguments: Any
+) -> dict[str, Any]:
+    """Return a program's report from a share; {"missing": reason} if there is none, so that native figures remain."""
+    if memory_bytes:
+        memory_bytes = min(memory_bytes, session.machine.total_bytes // MOST_SHARE)
     try:
-        with session.place(limit_of(session)) as place:
+        with session.place(memory_bytes, percent) as place:
             return dict(session.ask(what, place, **arguments))
     except processes.Absent as error:
-        return {"absent": str(error)}
+        return {"missing": str(error)}
+    except processes.Failed as error:
+        return {"missing": str(error), "stderr": error.stderr}
 
 
 def both(session: Session, what: str, **arguments: Any) -> dict[str, Any]:

@@ -49,11 +49,7 @@ def green(session: Session) -> Result:
     if not session.machine.simhost:
         arguments["rounds"] = session.ask("calibrate", kernel_us=kernel_us)["rounds"]
     values: dict[str, Any] = {"native": session.ask("green", **arguments)}
-    try:
-        with session.place(compute_percent=PERCENT) as place:
-            values["shim"] = session.ask("green", place, **arguments)
-    except processes.Absent as error:
-        values["shim"] = {"absent": str(error)}
+    values["shim"] = in_place(session, "green", PERCENT, None, **arguments)
     failed = [f"{name}: {code}" for name, code in values["native"]["codes"].items() if code]
     note = f"refused natively: {', '.join(failed) or 'nothing'}"
     if "launched" in values["shim"]:
@@ -98,7 +94,7 @@ def charged(seen: dict[str, Any]) -> str:
     words = []
     for way, verb in (("native", "takes"), ("shim", "is charged")):
         one = seen[way]
-        if "absent" in one:
+        if "missing" in one:
             continue
         wrong = [f"{call} gave {code}" for call, code in one["steps"].items() if code]
         words.append(wrong[0] if wrong else f"a module of {size(one['table_bytes'])} {verb} {size(one['taken_bytes'])}")

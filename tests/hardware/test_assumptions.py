@@ -43,9 +43,10 @@ def runtime(version: int, taken: int, code: int = 0) -> dict[str, Any]:
     return {"runtimes": {str(version): {"native": seen, "shim": seen}}}
 
 
-def green(code: int = 0, refused: int = 0) -> dict[str, Any]:
+def green(code: int = 0, refused: int = 0, launched: int = 3000) -> dict[str, Any]:
     shim = {"launched": 900, "refused": {"700": refused} if refused else {}}
-    return {"native": {"codes": {"event of primary in stream of green": code}}, "shim": shim, "percent": 30.0}
+    native = {"codes": {"event of primary in stream of green": code}, "launched": launched}
+    return {"native": native, "shim": shim, "percent": 30.0}
 
 
 FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -56,7 +57,7 @@ FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("context.listed", {"first_bytes": 500 * MIB, "process_bytes": None}, "unclear"),
     ("modules.covered", modules(steps(2, 2, 4), steps(2, 2, 4)), "confirmed"),
     ("modules.covered", modules(steps(2, 20, 200), steps(2, 2, 4)), "refuted"),
-    ("modules.covered", modules(steps(2, 20, 200), {"absent": "no shim"}), "unclear"),
+    ("modules.covered", modules(steps(2, 20, 200), {"missing": "no shim"}), "unclear"),
     ("modules.exact", modules(steps(2, 2, 4), steps(2, 4, 8)), "confirmed"),
     ("modules.exact", modules(steps(2, 2, 4), steps(2, 20, 200)), "refuted"),
     ("modules.lazy", modules(steps(2, 2, 40), steps(2)), "confirmed"),
@@ -95,6 +96,7 @@ FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("green.events", green(code=400), "refuted"),
     ("green.launches", green(), "confirmed"),
     ("green.launches", green(refused=300), "refuted"),
+    ("green.launches", green(refused=300, launched=0), "unclear"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -243,6 +244,53 @@ def test_shim_is_mounted_over_an_installed_driver(tmp_path: Path, overlays: int)
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     held = dict.fromkeys(("loader", *MEMORY), "held")
     assert verdicts == {**held, "context": "measured", "slices": "absent"}, done.stdout
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Path:
+    """Return a copy of this tree as git has it, with the built shim and programs, but without a virtual environment."""
+    tree = tmp_path / "tree"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=TREE, capture_output=True, check=True, timeout=60).stdout
+    for name in filter(None, names.decode().split("\0")):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TREE / name, tree / name, follow_symlinks=False)
+    for name in ("shim/libcuda.so", "shim/libnvidia-ml.so", "gpu/latency", "gpu/busy"):
+        (tree / "build" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(BUILD / name, tree / "build" / name)
+    return tree
+
+
+def start(tmp_path: Path, tree: Path, name: str, only: str) -> tuple[dict[str, Any], str]:
+    """Run tests/hardware/start with an installed driver, without a network; return the JSON and the output."""
+    simulated, scratch, out = tmp_path / f"host-{name}", tmp_path / f"scratch-{name}", tmp_path / f"{name}.json"
+    make_simhost(simulated, gpus=1, late_return_ms=0)
+    scratch.mkdir()
+    installed = ["unshare", "--net", sys.executable, "-m", "tests.hardware.installed", str(simulated), str(scratch)]
+    bare = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", str(tree / "tests/hardware/start")]
+    command = [*installed, *bare, "--short", "--only", only, "--out", str(out)]
+    env = {**os.environ, "PYTHONPATH": f"{TREE}:{TREE}/hook"}
+    done = subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_carried_tree_needs_no_network_and_no_packages(tmp_path: Path, carried: Path) -> None:
+    only = ("context", "modules", "descriptors", "memory.plain", "latency")
+    content, printed = start(tmp_path, carried, "shim", ",".join(only))
+    assert "using build/shim as it was carried here" in printed
+    assert content["simulated"] is False and content["host"]["executable"] == "/usr/bin/python3"
+    verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
+    assert verdicts == {**dict.fromkeys(only, "measured"), "memory.plain": "held"}, printed
+    assert "used_bytes" in content["checks"]["modules"]["values"]["lazy"]["shim"]["steps"][0]
+    shutil.rmtree(carried / "build")
+    content, printed = start(tmp_path, carried, "native", ",".join(only))
+    assert "without the shim only the driver itself is checked" in printed
+    verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
+    assert verdicts == {
+        **dict.fromkeys(("context", "modules", "descriptors"), "measured"),
+        **dict.fromkeys(("memory.plain", "latency"), "absent"),
+    }, printed
+    assert "needs the shim" in content["checks"]["modules"]["values"]["lazy"]["shim"]["missing"]
 
 
 def test_interrupted_run_cleans_up_and_writes_results(tmp_path: Path) -> None:

@@ -163,9 +163,11 @@ LOCAL = """
 
 # ---- functions that no header names -------------------------------------------------------------------------------
 
-# Tables that programs of NVIDIA ask cuGetExportTable for, by names that public projects gave them
+# Tables that programs of NVIDIA ask cuGetExportTable for, by names that public projects gave them. The first word of
+# the runtime library's table is its size.
+RUNTIME_TABLE = "CUDART_INTERFACE"
 TABLES = {
-    "CUDART_INTERFACE": "6bd5fb6c5bf4e74a8987d93912fd9df9",
+    RUNTIME_TABLE: "6bd5fb6c5bf4e74a8987d93912fd9df9",
     "TOOLS_RUNTIME_CALLBACK_HOOKS": "a094798c2e742e7493f20800200c0a66",
     "TOOLS_TLS": "42d85a8123f6cb478298f6e78a3aecdc",
     "CONTEXT_LOCAL_STORAGE": "c693336e1121df11a8c368f355d89593",
@@ -173,12 +175,12 @@ TABLES = {
 
 
 def tables(library: str) -> None:
-    """Report which private tables this driver has, and the size that each states in its first word."""
+    """Report which private tables this driver has, and the size of the runtime library's one."""
     gpu = Gpu(library)
     found: dict[str, Any] = {}
     for name, digits in TABLES.items():
         table, uuid = c_void_p(), c_char_p(bytes.fromhex(digits))
         code = gpu.library.cuGetExportTable(byref(table), uuid)
-        size = ctypes.cast(table, ctypes.POINTER(c_ulonglong))[0] if not code and table.value else None
-        found[name] = {"code": code, "size": size if size is None or size < 1 << 16 else None}
+        known = name == RUNTIME_TABLE and not code and table.value
+        found[name] = {"code": code, "bytes": ctypes.cast(table, ctypes.POINTER(c_ulonglong))[0] if known else None}
     say(tables=found)

@@ -106,7 +106,8 @@ def green(library: str, kernel_us: int, rounds: int, run_s: float) -> None:
     base, (_, later) = events["primary"][0], events["green"]
     gpu.ok("cuEventRecord", base, streams["primary"])
     codes["green event recorded"] = gpu.code("cuEventRecord", later, streams["green"])
-    gpu.ok("cuStreamSynchronize", streams["green"])
+    for stream in streams.values():
+        gpu.ok("cuStreamSynchronize", stream)
     codes["time between contexts"] = gpu.code("cuEventElapsedTime", byref(ctypes.c_float()), base, later)
     function = gpu.kernel(*counting(kernel_us))
     parameters = Parameters(gpu.counter(), rounds)
