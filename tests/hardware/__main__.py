@@ -185,7 +185,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for check in CHECKS:
-            print(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what} {f'({check.needs})' if check.needs else ''}".rstrip())
+            needs = f" ({check.needs})" if check.needs else ""
+            print(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{needs}")
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)

@@ -64,7 +64,9 @@ def module_steps(values: Values) -> Iterator[tuple[str, dict[str, Any], dict[str
 
 
 def nothing_under_the_shim(values: Values) -> str:
-    return next((seen["shim"]["missing"] for seen in values.values() if "missing" in seen["shim"]), "nothing was loaded")
+    return next(
+        (seen["shim"]["missing"] for seen in values.values() if "missing" in seen["shim"]), "nothing was loaded"
+    )
 
 
 def modules_covered(values: Values) -> Judgement:
@@ -83,7 +85,8 @@ def modules_exact(values: Values) -> Judgement:
         return None, nothing_under_the_shim(values)
 
     def factor(row: tuple[str, dict[str, Any], dict[str, Any]]) -> float:
-        return float(row[2]["used_bytes"]) / max(BLOCK, row[1]["used_bytes"])
+        native, shim = (int(seen["used_bytes"]) for seen in row[1:])
+        return shim / max(BLOCK, native)
 
     way, native, shim = worst = max(rows, key=factor)
     figure = f"{native['modules']} modules ({way}) are charged {factor(worst):.2f} times "
@@ -215,7 +218,11 @@ ASSUMPTIONS = (
         context_listed,
     ),
     Assumption(
-        "modules.covered", "The charge for modules covers what they take.", "modules", "shim/code/image.c", modules_covered
+        "modules.covered",
+        "The charge for modules covers what they take.",
+        "modules",
+        "shim/code/image.c",
+        modules_covered,
     ),
     Assumption(
         "modules.exact",
@@ -225,7 +232,11 @@ ASSUMPTIONS = (
         modules_exact,
     ),
     Assumption(
-        "modules.lazy", "Loaded lazily, a module takes memory at its first use.", "modules", "shim/code/module.c", modules_lazy
+        "modules.lazy",
+        "Loaded lazily, a module takes memory at its first use.",
+        "modules",
+        "shim/code/module.c",
+        modules_lazy,
     ),
     Assumption("local.covered", "The charge for local memory covers it.", "local", "shim/code/local.c", local_charged),
     Assumption(

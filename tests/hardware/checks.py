@@ -24,8 +24,11 @@ HARDWARE, TORCH, FRAMEWORK = "hardware", "torch", "framework"
 
 
 class Check(NamedTuple):
-    """`limit_s`: time limit of the check. `needs`: HARDWARE if a simulator cannot answer it, TORCH for PyTorch, FRAMEWORK
-    for another package, which the check itself looks for."""
+    """`limit_s`: time limit of the check.
+
+    `needs`: HARDWARE if a simulator cannot answer it, TORCH for PyTorch, FRAMEWORK for a package that the check itself
+    looks for.
+    """
 
     name: str
     what: str

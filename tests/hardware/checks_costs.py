@@ -66,7 +66,7 @@ def assembled(session: Session) -> Optional[str]:
     if program is None or session.machine.simhost:  # the simulator names no real architecture
         return None
     ptx, cubin = session.work / "module.ptx", session.work / "module.cubin"
-    session.ask("write_module", path=str(ptx))
+    processes.ask("write_module", session.deadline, path=str(ptx))
     arch = "sm_{}{}".format(*session.machine.capability)
     try:
         code, _, _ = processes.run([program, f"-arch={arch}", ptx, "-o", cubin], session.deadline)

@@ -35,9 +35,10 @@ def limit(session: Session, name: str) -> Result:
     """Fill a share with one framework."""
     most = limit_of(session)
     before = session.idle_bytes()
-    with session.place(most) as place, processes.Tenant(
-        "framework", session.deadline, place, name=name, most_bytes=most + most // 4
-    ) as tenant:
+    with (
+        session.place(most) as place,
+        processes.Tenant("framework", session.deadline, place, name=name, most_bytes=most + most // 4) as tenant,
+    ):
         seen = tenant.receive()
         taken = session.used_bytes() - before
         tenant.go()

@@ -63,7 +63,7 @@ def hand_overs(spinner: dict[str, Any], bursts: Sequence[Sequence[int]]) -> tupl
 def pair(session: Session, wide: bool) -> list[dict[str, Any]]:
     """Run two programs that never stop on their own."""
     run_ms = 200 if session.short else 800
-    shape = {"run_ms": run_ms, "least_us": LEAST_US, "wide": wide}
+    shape: dict[str, Any] = {"run_ms": run_ms, "least_us": LEAST_US, "wide": wide}
     with session.tenant("slices", **shape) as one, session.tenant("slices", **shape) as other:
         for tenant in (one, other):
             tenant.receive()
@@ -78,9 +78,7 @@ def slices(session: Session) -> Result:
     gaps = [gap for program in programs for gap in program["gaps"]]
     if not gaps:
         return Result("absent", "the two contexts ran at the same time, or one after the other", {})
-    ran = [
-        right[0] - left[1] for program in programs for left, right in zip(program["gaps"], program["gaps"][1:])
-    ]
+    ran = [right[0] - left[1] for program in programs for left, right in zip(program["gaps"], program["gaps"][1:])]
     waited = [gap[1] - gap[0] for gap in gaps]
     if not ran:
         return Result("absent", f"only {len(waited)} interruptions", {"gaps_ns": sorted(waited)})

@@ -23,8 +23,8 @@ HEAD = """\
 
 `make docs` generates this page from `tests/hardware`; a test compares them.
 
-gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real one: it checks the limits, and what gpushare
-assumes of GPUs and drivers.
+gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real one: it checks the
+limits, and what gpushare assumes of GPUs and drivers.
 
 ## Measure a GPU
 
@@ -32,10 +32,12 @@ assumes of GPUs and drivers.
 make gpu-check
 ```
 
-Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else uses the GPU. It takes
-less than 6 minutes, needs no network and no container engine, installs nothing, and changes no setting of the card. It
-uses the first GPU, or the one in `CUDA_VISIBLE_DEVICES`. It writes `build/gpu-check.json` after each check, and prints
-which assumption each figure confirms or refutes. A check that fails, hangs or crashes does not stop the rest.
+Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else
+uses the GPU. It takes less than 6 minutes, needs no network and no container engine, installs
+nothing, and changes no setting of the card. It uses the first GPU, or the one in
+`CUDA_VISIBLE_DEVICES`. It writes `build/gpu-check.json` after each check, and prints which
+assumption each figure confirms or refutes. A check that fails, hangs or crashes does not stop the
+rest.
 
 | option | effect |
 |---|---|
@@ -45,19 +47,21 @@ which assumption each figure confirms or refutes. A check that fails, hangs or c
 | `GPU_ARGS="--out FILE"` | write the JSON file elsewhere |
 | `GPU_ARGS="--budget 200"` | stop after this many seconds; later checks are reported as not run |
 
-* **Compiling.** In a tree that `make build` has built, `make gpu-check` brings the shim up to date. Elsewhere it compiles
-  the shim with `gcc`, `make`, `python3` 3.9 or later and the headers of CUDA 13 (of a CUDA toolkit, or of the packages
-  that PyTorch needs) if `build/zstd` was carried over. Without a shim, only the checks of the driver itself run.
-* **Frameworks.** The first `python3` that has PyTorch is used; `GPU_PYTHON=/path/to/python3` selects another one. CuPy,
-  Numba, JAX and Triton are checked if that Python has them.
-* **Private mounts.** Programs run natively and under the shim. The shim is mounted over the driver's files in a private
-  mount namespace; an ordinary user also gets a user namespace. In most containers neither is allowed: then only the native
-  part runs.
+* **Compiling.** In a tree that `make build` has built, `make gpu-check` brings the shim up to date.
+  Elsewhere it compiles the shim with `gcc`, `make`, `python3` 3.9 or later and the headers of CUDA
+  13 (of a CUDA toolkit, or of the packages that PyTorch needs) if `build/zstd` was carried over.
+  Without a shim, only the checks of the driver itself run.
+* **Frameworks.** The first `python3` that has PyTorch is used; `GPU_PYTHON=/path/to/python3`
+  selects another one. CuPy, Numba, JAX and Triton are checked if that Python has them.
+* **Private mounts.** Programs run natively and under the shim. The shim is mounted over the
+  driver's files in a private mount namespace; an ordinary user also gets a user namespace. In most
+  containers neither is allowed: then only the native part runs.
 
 ## Measure a GPU without a network
 
-On a machine with a network and no newer C library, build everything, and pack the tree without what only tests need. The
-second `pip` line is optional: with it, the check `private-loader` covers CUDA 11.
+On a machine with a network and no newer C library, build everything and pack the tree. The lines
+with `pip` and `unzip` are optional: with them, the check `private-loader` covers CUDA 11. For the
+checks `run` and `mps`, also run `make dist` and add `build/dist/gpushare`.
 
 ```sh
 make build gpu-programs
@@ -78,9 +82,9 @@ sudo gpushare/tests/hardware/start
 
 ## Add a measurement
 
-Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json`, run `make docs`, and send both as a patch or in a bug
-report. The file holds versions of GPU, driver, kernel and libraries, paths of the driver's files, and the GPU's uuid
-(remove that if you like).
+Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json`, run `make docs`, and send both
+as a patch or in a bug report. The file holds versions of GPU, driver, kernel and libraries, paths
+of the driver's files, and the GPU's uuid (remove that if you like).
 
 ## What is checked
 
@@ -137,7 +141,12 @@ def text(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _assumptions() -> list[str]:
-    head = ["## What gpushare assumes", "", "A measurement confirms or refutes each sentence; the file relies on it.", ""]
+    head = [
+        "## What gpushare assumes",
+        "",
+        "A measurement confirms or refutes each sentence; the file relies on it.",
+        "",
+    ]
     rows = [f"| {row.sentence} | `{row.check}` | `{row.relies_on}` |" for row in ASSUMPTIONS]
     return [*head, "| assumption | check | relies on it |", "|---|---|---|", *rows]
 

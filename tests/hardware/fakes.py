@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,7 +57,7 @@ class Array:
         return Array(self.device, [number + more for number in self.numbers])
 
     def __matmul__(self, other: Array) -> Array:
-        return self * len(self.numbers) ** 0.5
+        return self * math.sqrt(len(self.numbers))
 
     def sum(self, dim: int = 0) -> Array:
         return Array(self.device, [sum(self.numbers)])
@@ -73,7 +74,7 @@ class Array:
         return int(self.numbers[0])
 
     def __eq__(self, other: object) -> bool:
-        return self.numbers == (other.numbers if isinstance(other, Array) else [other])
+        return self.numbers[0] == other
 
 
 def namespace(**names: Any) -> Any:

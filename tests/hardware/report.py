@@ -11,7 +11,11 @@ from tests.hardware.assumptions import CONFIRMED, REFUTED, UNCLEAR, Finding
 from tests.hardware.session import Result
 
 COLOURS = {
-    **{"held": "green", "missed": "bold red", "failed": "red", "absent": "dim", "measured": "cyan"},
+    "held": "green",
+    "missed": "bold red",
+    "failed": "red",
+    "absent": "dim",
+    "measured": "cyan",
     "not run": "dim",
 }
 VERBS = {CONFIRMED: "confirms", REFUTED: "REFUTES", UNCLEAR: "leaves open"}

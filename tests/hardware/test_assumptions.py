@@ -35,7 +35,13 @@ def memory(reserved: int = 0, got: Any = 79 * GIB, cuda: int = 80 * GIB) -> dict
 
 def descriptors(distinct: bool, lost: int = 0) -> dict[str, Any]:
     rows = [{"link": "/dev/nvidiactl"}]
-    return {"descriptors": rows, "distinct": distinct, "stable": True, "cycles": 300, "after_cycles": {"lost_bytes": lost}}
+    return {
+        "descriptors": rows,
+        "distinct": distinct,
+        "stable": True,
+        "cycles": 300,
+        "after_cycles": {"lost_bytes": lost},
+    }
 
 
 def runtime(version: int, taken: int, code: int = 0) -> dict[str, Any]:
@@ -119,7 +125,13 @@ def test_every_judge_has_figures_that_it_confirms_and_refutes() -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "found"),
-    [("held", "confirmed"), ("missed", "refuted"), ("absent", "unclear"), ("failed", "unclear"), ("not run", "unclear")],
+    [
+        ("held", "confirmed"),
+        ("missed", "refuted"),
+        ("absent", "unclear"),
+        ("failed", "unclear"),
+        ("not run", "unclear"),
+    ],
 )
 def test_verdict_of_the_check_decides_without_a_judge(verdict: str, found: str) -> None:
     (finding,) = assumptions.findings({"compute.30_70": {"verdict": verdict, "note": "why", "values": {}}})

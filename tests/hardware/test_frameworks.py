@@ -20,7 +20,12 @@ TORCH = ("eager", "compiled", "graphs", "expandable", "async", "triton")
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> fakes.Device:
     device = fakes.Device(LIMIT)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "XLA_PYTHON_CLIENT_PREALLOCATE", "NCCL_SOCKET_IFNAME"):
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        "NCCL_SOCKET_IFNAME",
+    ):
         monkeypatch.setenv(name, "")
     torch = fakes.torch(device)
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -118,9 +123,7 @@ def jax(device: fakes.Device) -> dict[str, Any]:
     stats = {"bytes_limit": LIMIT, "bytes_in_use": 0}
     numbers = fakes.namespace(uint8=1, zeros=zeros, ones=fakes.torch(device).ones)
     vars(module).update(__version__="0.8", numpy=numbers, jit=lambda function: function)
-    vars(module).update(
-        default_backend=lambda: "gpu", devices=lambda: [fakes.namespace(memory_stats=lambda: stats)]
-    )
+    vars(module).update(default_backend=lambda: "gpu", devices=lambda: [fakes.namespace(memory_stats=lambda: stats)])
     return {"jax": module}
 
 
@@ -151,9 +154,7 @@ def test_missing_framework_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", ["", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"])
-def test_nccl_reports_the_sum_or_the_error(
-    monkeypatch: pytest.MonkeyPatch, device: fakes.Device, error: str
-) -> None:
+def test_nccl_reports_the_sum_or_the_error(monkeypatch: pytest.MonkeyPatch, device: fakes.Device, error: str) -> None:
     def reduce(array: fakes.Array) -> None:
         if error:
             raise RuntimeError(error)

@@ -184,7 +184,8 @@ sys.exit(program.main(sys.argv[2:]))
 
 def test_faulty_checks_stop_no_other_check(tmp_path: Path) -> None:
     for name, crashes in (("crashes", 1), ("hangs", 0)):
-        command = ["gcc", "-shared", "-fPIC", f"-DCRASHES={crashes}", "-x", "c", "-", "-o", str(tmp_path / f"{name}.so")]
+        library = str(tmp_path / f"{name}.so")
+        command = ["gcc", "-shared", "-fPIC", f"-DCRASHES={crashes}", "-x", "c", "-", "-o", library]
         subprocess.run(command, input=BROKEN, text=True, check=True, timeout=60)
     out = tmp_path / "gpu-check.json"
     command = [sys.executable, "-c", FAULTY, str(tmp_path), "--short", "--simulated", "--out", str(out)]

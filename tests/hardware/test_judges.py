@@ -99,9 +99,7 @@ def spinners(count: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"begin": 0, "end": one[-1][1] + MS, "gaps": one}, {"begin": turn, "end": other[-1][1] + MS, "gaps": other}
 
 
-def test_slices_and_switches_are_computed_from_the_pauses(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_and_switches_are_computed_from_the_pauses(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(PreparedTenant({}, program) for program in spinners() * 2)
     monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(answers))
     values = checks_switches.slices(session).values

@@ -76,10 +76,13 @@ def modules(library: str, loading: str, counts: list[int], cubin: str = "") -> N
     say(steps=steps, left_bytes=before - gpu.free_bytes())
 
 
+V2_NAMES = ("total", "reserved", "free", "used")
+
+
 class MemoryV2(ctypes.Structure):
     """nvmlMemory_v2_t"""
 
-    _fields_ = [("version", c_uint)] + [(name, c_ulonglong) for name in ("total", "reserved", "free", "used")]
+    _fields_ = [("version", c_uint)] + [(name, c_ulonglong) for name in V2_NAMES]
 
 
 def nvml_memory(nvml: str, uuid: str) -> dict[str, Any]:
@@ -91,10 +94,8 @@ def nvml_memory(nvml: str, uuid: str) -> dict[str, Any]:
     first, second = device.Memory(), MemoryV2(version=ctypes.sizeof(MemoryV2) | 2 << 24)
     assert library.nvmlDeviceGetMemoryInfo(handle, byref(first)) == 0
     said: dict[str, Any] = {"v1_total": first.total, "v1_used": first.used, "v1_free": first.free}
-    if hasattr(library, "nvmlDeviceGetMemoryInfo_v2") and not library.nvmlDeviceGetMemoryInfo_v2(
-        handle, byref(second)
-    ):
-        said.update({f"v2_{name}": getattr(second, name) for name, _ in MemoryV2._fields_[1:]})
+    if hasattr(library, "nvmlDeviceGetMemoryInfo_v2") and not library.nvmlDeviceGetMemoryInfo_v2(handle, byref(second)):
+        said.update({f"v2_{name}": getattr(second, name) for name in V2_NAMES})
     processes = device.compute_processes(library, handle)
     return {**said, "processes": None if processes is None else len(processes)}
 

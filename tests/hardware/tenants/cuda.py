@@ -39,9 +39,9 @@ again:
     ret;
 }}
 """
-# Threads that read the device's clock until `run_ns` are over. The first one stores what it sees in `out`: the number of
-# pauses longer than `least_ns`, its first and last readings, then for each pause the readings before and after it, and
-# how far the multiprocessor's own clock went meanwhile. Contexts of all processes read the same clock.
+# Threads that read the device's clock until `run_ns` are over. The first one stores in `out`: the number of pauses
+# longer than `least_ns`, its first and last readings, then for each pause the readings before and after it, and the
+# ticks of the multiprocessor's own clock between them. Contexts of all processes read the same clock.
 GAPS = """
 .visible .entry gaps_spin_us_100000(.param .u64 out, .param .u64 room, .param .u64 run_ns, .param .u64 least_ns)
 {

@@ -17,7 +17,7 @@ NCCL_S = 25
 
 
 class Program(NamedTuple):
-    """`work` returns whether a result on the device is right; `take(bytes)` allocates; `forget` returns cached memory."""
+    """`work` returns whether a result on the device is right; `take(bytes)` allocates; `forget` frees cached memory."""
 
     version: str
     work: Callable[[], bool]

@@ -45,7 +45,7 @@ def slices(library: str, run_ms: int, least_us: int, wide: bool = False) -> None
 
 
 def bursts(library: str, kernel_us: int, pause_ms: float, run_s: float) -> None:
-    """On a line launch a short kernel, wait for it and pause, again and again; report the kernels' first and last readings.
+    """On a line launch short kernels, each after a pause; report the first and last readings of each.
 
     The kernels write them into host memory, so this context has no other work on the device.
     """

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit  # type: ignore[misc]
 def _add_one(values, length, block: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < length
