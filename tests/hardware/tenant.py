@@ -48,7 +48,7 @@ TENANTS = {
 
 def say(**what: Any) -> None:
     """Send a line to the parent, not through stdout, because libraries print there."""
-    os.write(SPEAK, json.dumps(what).encode() + b"\n")
+    os.write(ANSWERS, json.dumps(what).encode() + b"\n")
 
 
 def listen() -> Any:
@@ -75,9 +75,9 @@ def main(what: str, arguments: str) -> int:
     return 0
 
 
-SPEAK = 1
+ANSWERS = 1
 if __name__ == "__main__":
     sys.modules["tests.hardware.tenant"] = sys.modules["__main__"]
-    SPEAK = os.dup(1)
+    ANSWERS = os.dup(1)
     os.dup2(2, 1)
     sys.exit(main(*sys.argv[1:]))
