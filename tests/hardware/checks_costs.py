@@ -102,5 +102,7 @@ def reserved(session: Session) -> Result:
         parts.append(f"v2 {size(values['v2_total'])} with {size(values['v2_reserved'])} reserved")
     parts.append(f"cuDeviceTotalMem {size(values['cuda_total'])}")
     got = values["got_bytes"]
-    parts.append("not filled: the device is in use" if got is None else f"{size(got)} could be allocated")
+    parts.append(
+        "not filled: the device is in use, or NVML does not tell" if got is None else f"{size(got)} could be allocated"
+    )
     return Result("measured", ", ".join(parts), values)

@@ -44,11 +44,11 @@ class Array:
     """Numbers on a device. A matrix product of ones is all that is ever multiplied."""
 
     def __init__(self, device: Device, numbers: list[float], size: int = 0) -> None:
-        self.device, self.numbers, self.size = device, numbers, size
+        self.device, self.numbers, self.bytes, self.size = device, numbers, size, len(numbers)
         device.used_bytes += size
 
     def __del__(self) -> None:
-        self.device.used_bytes -= self.size
+        self.device.used_bytes -= self.bytes
 
     def __mul__(self, by: float) -> Array:
         return Array(self.device, [number * by for number in self.numbers])
@@ -69,6 +69,12 @@ class Array:
         return len(self.numbers)
 
     block_until_ready = copy_to_host = lambda self: self
+
+    def __getitem__(self, at: int) -> float:
+        return self.numbers[at]
+
+    def __setitem__(self, at: int, number: float) -> None:
+        self.numbers[at] = number
 
     def __int__(self) -> int:
         return int(self.numbers[0])

@@ -27,6 +27,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> fakes.Device:
         "NCCL_SOCKET_IFNAME",
     ):
         monkeypatch.setenv(name, "")
+    for name in ("triton_kernel", "numba_kernel"):  # imported again by each test, and forgotten after it
+        monkeypatch.setitem(sys.modules, f"tests.hardware.tenants.{name}", None)
+        del sys.modules[f"tests.hardware.tenants.{name}"]
     torch = fakes.torch(device)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
@@ -60,7 +63,6 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     vars(module).update(jit=Kernel, language=language)
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "tests.hardware.tenants.triton_kernel", raising=False)
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -90,9 +92,7 @@ def cupy(device: fakes.Device) -> dict[str, Any]:
 
 def numba(device: fakes.Device) -> dict[str, Any]:
     cuda, module, numpy = types.ModuleType("numba.cuda"), types.ModuleType("numba"), types.ModuleType("numpy")
-    context = fakes.namespace(
-        deallocations=fakes.namespace(clear=device.called("clear")), get_memory_info=lambda: (*device.memory(), 0)
-    )
+    context = fakes.namespace(get_memory_info=lambda: (*device.memory(), 0))
 
     class Jitted:
         def __init__(self, function: Callable[..., None]) -> None:
@@ -100,12 +100,13 @@ def numba(device: fakes.Device) -> dict[str, Any]:
 
         def __getitem__(self, shape: tuple[int, int]) -> Callable[..., None]:
             def launch(values: fakes.Array) -> None:
-                for cuda.at in range(shape[0] * shape[1]):  # type: ignore[attr-defined]
-                    self.function(values.numbers)
+                for at in range(shape[0] * shape[1]):
+                    vars(cuda)["grid"] = lambda _, at=at: at
+                    self.function(values)
 
             return launch
 
-    vars(cuda).update(is_available=lambda: True, jit=Jitted, grid=lambda _: vars(cuda)["at"], device_array=device.take)
+    vars(cuda).update(is_available=lambda: True, jit=Jitted, device_array=device.take)
     vars(cuda).update(to_device=lambda numbers: numbers, current_context=lambda: context)
     vars(module).update(__version__="0.62", cuda=cuda)
     vars(numpy).update(ones=fakes.torch(device).ones)
@@ -149,7 +150,7 @@ def test_another_error_is_no_refusal(monkeypatch: pytest.MonkeyPatch, device: fa
 def test_missing_framework_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(frameworks, "absent", lambda why: (_ for _ in ()).throw(SystemExit(why)))
-    with pytest.raises(SystemExit, match="no cupy for this python3"):
+    with pytest.raises(SystemExit, match="cupy cannot be imported by this python3"):
         frameworks.framework("cupy", LIMIT)
 
 

@@ -31,7 +31,7 @@ def imported(name: str) -> Any:
     try:
         return __import__(name, fromlist=["_"])
     except Exception as error:  # an installed package may fail in any way without what it needs
-        absent(f"no {name.partition('.')[0]} for this python3 ({type(error).__name__}: {error})"[:200])
+        absent(f"{name} cannot be imported by this python3 ({type(error).__name__}: {error})"[:200])
 
 
 def torch_module() -> Any:
@@ -86,11 +86,8 @@ def _graphs(torch: Any) -> Callable[[], bool]:
 
 
 def _triton_kernel(torch: Any) -> Callable[[], bool]:
-    try:
-        from tests.hardware.tenants import triton_kernel
-    except ImportError as error:
-        absent(f"no Triton for this python3 ({error})")
-    return lambda: bool(triton_kernel.add_one(torch.zeros(4096, device="cuda")).sum().item() == 4096)
+    kernel = imported("tests.hardware.tenants.triton_kernel")
+    return lambda: bool(kernel.add_one(torch.zeros(4096, device="cuda")).sum().item() == 4096)
 
 
 def _cupy() -> Program:
@@ -111,22 +108,18 @@ def _numba() -> Program:
     if not cuda.is_available():
         absent("Numba sees no GPU")
 
-    def double(values: Any) -> None:
-        at = cuda.grid(1)
-        values[at] = values[at] * 2
-
-    kernel = cuda.jit(double)
+    numpy, kernel = imported("numpy"), imported("tests.hardware.tenants.numba_kernel")
 
     def work() -> bool:
-        values = cuda.to_device(imported("numpy").ones(256))
-        kernel[1, 256](values)
+        values = cuda.to_device(numpy.ones(256))
+        kernel.double[1, 256](values)
         return bool(values.copy_to_host().sum() == 512)
 
     return Program(
         imported("numba").__version__,
         work,
         lambda size: cuda.device_array(size, dtype="uint8"),
-        lambda: cuda.current_context().deallocations.clear(),
+        lambda: None,  # it frees when it needs memory
         lambda: tuple(cuda.current_context().get_memory_info()[:2]),
     )
 
