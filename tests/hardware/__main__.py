@@ -184,9 +184,8 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (%(default)s)")
     options = parser.parse_args(arguments)
     if options.list:
-        for check in CHECKS:
-            needs = f" ({check.needs})" if check.needs else ""
-            print(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{needs}")
+        rows = ((check, f" ({check.needs})" if check.needs else "") for check in CHECKS)
+        print("\n".join(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{needs}" for check, needs in rows))
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)

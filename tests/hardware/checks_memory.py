@@ -17,13 +17,14 @@ BLOCK = 2 * MIB
 # what a process cannot allocate of a full share: the rest of the context's estimate and of the last block
 SLACK = 4 * MIB
 POOL_SLACK = 64 * MIB  # a pool grows in steps, and the last one may not fit
-MOST_SHARE = 4  # a limit is at most a quarter of the free memory, so managed memory stays far from filling the device
+MOST_SHARE = 4  # a limit is at most a quarter of the free memory, so managed memory never fills the device
 
 
 def limit_of(session: Session) -> int:
     """Return a limit to test with, in whole blocks."""
     most = 1 * GIB if session.short else 4 * GIB
-    return min(most, session.machine.total_bytes // MOST_SHARE) // BLOCK * BLOCK
+    free = session.machine.total_bytes - session.idle_at_start_bytes
+    return min(most, free // MOST_SHARE) // BLOCK * BLOCK
 
 
 def context(session: Session) -> Result:

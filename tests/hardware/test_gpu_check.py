@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from simulator.simhost import VERSION, make_simhost
-from tests.hardware import docs, processes
+from tests.hardware import docs, machine, processes
 from tests.hardware.assumptions import ASSUMPTIONS
 from tests.hardware.checks import CHECKS
 from tests.hardware.place import STEMS, TREE
@@ -207,6 +207,19 @@ def test_checks_are_listed_with_their_time_limits() -> None:
     lines = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100).stdout.splitlines()
     assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
     assert lines[0].split() == ["context", "30", "s", *CHECKS[0].what.split()]
+
+
+def test_device_in_use_is_not_filled(tmp_path: Path) -> None:
+    found, deadline = machine.find(BUILD / "shim", True, tmp_path), time.monotonic() + 60
+    where = {"library": found.libcuda, "nvml": found.libnvml, "uuid": found.uuid}
+    with processes.Tenant("context", deadline, library=found.libcuda) as other:
+        other.receive()
+        other.go()
+        other.receive()
+        beside = processes.ask("reserved", deadline, None, **where)
+    assert (beside["got_bytes"], beside["processes"]) == (None, 1)
+    alone = processes.ask("reserved", deadline, None, **where)
+    assert alone["got_bytes"] == alone["free_with_context"] > 15 << 30
 
 
 def test_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
