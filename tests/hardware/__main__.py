@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import os
 import signal
@@ -114,7 +115,14 @@ def check_all(options: argparse.Namespace, work: Path) -> int:
     deadline = time.monotonic() + machine.FIND_S
     with processes.Tenant("meter", deadline, library=found.libcuda, nvml=found.libnvml, uuid=found.uuid) as meter:
         first = _at_rest(meter)
-        return _each(options, work, found, began, meter, first)
+        with imported_in_background(found, began + options.budget):
+            return _each(options, work, found, began, meter, first)
+
+
+def imported_in_background(found: machine.Machine, deadline: float) -> contextlib.AbstractContextManager[Any]:
+    """Import PyTorch in another process while the first checks run: from a slow disk that takes up to a minute."""
+    wanted = has_torch() and not found.simhost
+    return processes.Tenant("imports", deadline) if wanted else contextlib.nullcontext()
 
 
 def _at_rest(meter: processes.Tenant) -> dict[str, Any]:

@@ -11,6 +11,7 @@ CONFIRMED, REFUTED, UNCLEAR = "confirmed", "refuted", "unclear"
 MIB = 1 << 20
 BLOCK = 2 * MIB
 RESERVED_SLACK = 64 * MIB
+FRAMEWORK_SLACK = 256 * MIB
 OVERCHARGE = 2.0  # a charge of more than so many times what is used is refuted
 SWITCH_US = (50, 500)
 SLICE_MS = (0.5, 30.0)
@@ -194,6 +195,32 @@ def green_launches(values: Values) -> Judgement:
     return not refused, f"{refused} refused, {values['shim']['launched']} launched, {values['percent']:.1f} % of native"
 
 
+def charged_in_framework(values: Values) -> tuple[int, int, str]:
+    """Return what a framework that has worked uses, and what it is charged, and a phrase about both."""
+    used, charged = values["used_bytes"], values["total_bytes"] - values["free_bytes"]
+    return used, charged, f"{size(used)} used, {size(charged)} charged"
+
+
+def framework_covered(values: Values) -> Judgement:
+    used, charged, figure = charged_in_framework(values)
+    return charged >= used, figure
+
+
+def framework_exact(values: Values) -> Judgement:
+    used, charged, figure = charged_in_framework(values)
+    return charged <= used + FRAMEWORK_SLACK, figure
+
+
+def two_ranks(values: Values) -> Judgement:
+    wrong = [one for one in values["two_ranks"] if one["sum"] != one["right"]]
+    if not wrong:
+        return True, "two ranks on one GPU"
+    alone = [one["error"] for one in values["alone"] if one["sum"] != one["right"]]
+    if alone:
+        return False, f"a rank of its own: {alone[0]}"
+    return None, f"a rank of its own works in each; two ranks need two GPUs: {wrong[0]['error'][:120]}"
+
+
 def _limit(check: str, name: str) -> Assumption:
     return Assumption(check, f"{name} gets its memory limit, no more and no less, and goes on.", check, "shim/memory")
 
@@ -324,6 +351,20 @@ ASSUMPTIONS = (
         "shim/driver/context_make.c",
         green_launches,
     ),
+    Assumption(
+        "framework.covered",
+        "The charge for the context and the libraries of PyTorch covers what they take.",
+        "limit.torch",
+        "shim/code/library.c",
+        framework_covered,
+    ),
+    Assumption(
+        "framework.exact",
+        "The context and the libraries of PyTorch are charged at most 256 MiB more than they take.",
+        "limit.torch",
+        "shim/code/library.c",
+        framework_exact,
+    ),
     _limit("limit.torch", "PyTorch"),
     _limit("limit.compiled", "A compiled PyTorch program"),
     _limit("limit.graphs", "A PyTorch program with CUDA graphs"),
@@ -333,7 +374,7 @@ ASSUMPTIONS = (
     _limit("limit.cupy", "CuPy"),
     _limit("limit.numba", "Numba"),
     _limit("limit.jax", "JAX"),
-    Assumption("nccl", "NCCL works in two processes of a share.", "nccl", "shim/memory/vmm.c"),
+    Assumption("nccl", "NCCL works in two processes of a share.", "nccl", "shim/memory/vmm.c", two_ranks),
     _shares("compute.30_70", "Two programs at 30 and 70 %"),
     _shares("compute.10_20_30_40", "Four programs at 10, 20, 30 and 40 %"),
     _shares("torch.30_70", "Two PyTorch programs at 30 and 70 %"),

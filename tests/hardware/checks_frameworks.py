@@ -26,7 +26,9 @@ def judge(seen: dict[str, Any], goes_on: bool, limit: int, device_bytes: int) ->
         wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
     if not goes_on:
         wrong.append("it did not continue after it was refused")
-    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(device_bytes)}, then refused"
+    charged = seen["total_bytes"] - seen["free_bytes"]
+    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(device_bytes)}, then refused; "
+    note += f"before, {size(seen['used_bytes'])} were used and {size(charged)} charged"
     values = {**seen, "limit_bytes": limit, "device_bytes": device_bytes, "goes_on": goes_on}
     return verdict(wrong, note, values)
 
@@ -40,6 +42,9 @@ def limit(session: Session, name: str) -> Result:
         processes.Tenant("framework", session.deadline, place, name=name, most_bytes=most + most // 4) as tenant,
     ):
         seen = tenant.receive()
+        seen["used_bytes"] = session.used_bytes() - before
+        tenant.go()
+        seen.update(tenant.receive())
         taken = session.used_bytes() - before
         tenant.go()
         return judge(seen, tenant.receive()["goes_on"], most, taken)

@@ -39,6 +39,7 @@ TENANTS = {
     "export_cycles": ("handles", "export_cycles"),
     "green": ("handles", "green"),
     "runtime": ("handles", "runtime"),
+    "imports": ("frameworks", "imports"),
     "framework": ("frameworks", "framework"),
     "nccl": ("frameworks", "nccl"),
     "torch_work": ("pytorch", "work"),

@@ -55,6 +55,17 @@ def green(code: int = 0, refused: int = 0, launched: int = 3000) -> dict[str, An
     return {"native": native, "shim": shim, "percent": 30.0}
 
 
+def framework(charged: int) -> dict[str, Any]:
+    return {"total_bytes": 4 * GIB, "free_bytes": 4 * GIB - charged, "used_bytes": GIB}
+
+
+def nccl(together: bool, alone: bool) -> dict[str, Any]:
+    def rank(right: bool) -> list[dict[str, Any]]:
+        return [{"sum": 8 if right else None, "right": 8, "error": "Duplicate GPU detected"}]
+
+    return {"two_ranks": rank(together), "alone": rank(alone)}
+
+
 FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("context.estimate", {"first_bytes": 500 * MIB, "estimate_bytes": 512 * MIB}, "confirmed"),
     ("context.estimate", {"first_bytes": 616 * MIB, "estimate_bytes": 512 * MIB}, "refuted"),
@@ -100,6 +111,13 @@ FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("loader.new", runtime(13, 0, code=35), "unclear"),
     ("green.events", green(), "confirmed"),
     ("green.events", green(code=400), "refuted"),
+    ("framework.covered", framework(GIB), "confirmed"),
+    ("framework.covered", framework(GIB - MIB), "refuted"),
+    ("framework.exact", framework(GIB), "confirmed"),
+    ("framework.exact", framework(2 * GIB), "refuted"),
+    ("nccl", nccl(together=True, alone=True), "confirmed"),
+    ("nccl", nccl(together=False, alone=True), "unclear"),
+    ("nccl", nccl(together=False, alone=False), "refuted"),
     ("green.launches", green(), "confirmed"),
     ("green.launches", green(refused=300), "refuted"),
     ("green.launches", green(refused=300, launched=0), "unclear"),

@@ -169,7 +169,13 @@ def test_nccl_reports_the_sum_or_the_error(monkeypatch: pytest.MonkeyPatch, devi
 
 
 GIB = 1 << 30
-SEEN = {"total_bytes": 4 * GIB, "free_bytes": 3 * GIB, "got_bytes": 3 * GIB, "refused": "out of memory"}
+SEEN = {
+    "total_bytes": 4 * GIB,
+    "free_bytes": 3 * GIB,
+    "got_bytes": 3 * GIB,
+    "refused": "out of memory",
+    "used_bytes": GIB,
+}
 
 
 @pytest.mark.parametrize(

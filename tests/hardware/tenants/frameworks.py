@@ -157,16 +157,25 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 }
 
 
+def imports() -> None:
+    """Import PyTorch, so that later programs find its files in memory. No device is used."""
+    for name in ("torch", "triton"):
+        imported(name)
+    say(imported=True)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     text = f"{type(error).__name__} {error}".lower().replace("_", "").replace(" ", "")
     return "outofmemory" in text or "resourceexhausted" in text
 
 
 def framework(name: str, most_bytes: int) -> None:
-    """Work, then allocate until refused and report; on a line free it all, and report whether work goes on."""
+    """Work and report the memory; on a line allocate until refused; on another free it all and work again."""
     program = PROGRAMS[name]()
     assert program.work(), "a result on the device is wrong"
     free, total = program.memory()
+    say(version=program.version, total_bytes=total, free_bytes=free)
+    listen()
     held: list[Any] = []
     got, error_text = 0, ""
     for step in STEPS:
@@ -179,7 +188,7 @@ def framework(name: str, most_bytes: int) -> None:
                 error_text = f"{type(error).__name__}: {error}"[:200]
                 break
             got += step
-    say(version=program.version, total_bytes=total, free_bytes=free, got_bytes=got, refused=error_text)
+    say(got_bytes=got, refused=error_text)
     listen()
     held.clear()
     program.forget()
