@@ -218,7 +218,10 @@ def two_ranks(values: Values) -> Judgement:
     alone = [one["error"] for one in values["alone"] if one["sum"] != one["right"]]
     if alone:
         return False, f"a rank of its own: {alone[0]}"
-    return None, f"a rank of its own works in each; two ranks need two GPUs: {wrong[0]['error'][:120]}"
+    return (
+        None,
+        f"a rank of its own works in each; two ranks need two GPUs: {wrong[0]['error'][:120] or wrong[0]['sum']}",
+    )
 
 
 def _limit(check: str, name: str) -> Assumption:

@@ -76,7 +76,7 @@ def nccl(session: Session) -> Result:
     values: dict[str, Any] = {"two_ranks": together}
     if all(one["sum"] == one["right"] for one in together):
         return Result("held", "two ranks on one GPU summed a tensor", values)
-    error = next(one["error"] for one in together if one["sum"] != one["right"])
+    error = next(one["error"] or f"the sum is {one['sum']}" for one in together if one["sum"] != one["right"])
     values["alone"] = alone = all_reduce(session, ranks=1, worlds=2, name="one-rank")
     wrong = [f"a rank of its own: {one['error'] or one['sum']}" for one in alone if one["sum"] != one["right"]]
     note = f"two ranks on one GPU: {error.splitlines()[0][:120]}; two processes with a rank each work"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MIB = 1 << 20
+from tests.conformance import driver
 
 
 class OutOfMemoryError(RuntimeError):
@@ -38,6 +39,27 @@ class Device:
 
     def memory(self) -> tuple[int, int]:
         return self.limit_bytes - self.used_bytes, self.limit_bytes
+
+
+class Allocating(Device):
+    """A device whose memory comes from the driver that this process finds, so the shim limits it."""
+
+    def __init__(self) -> None:
+        self.driver = driver.Driver("libcuda.so.1")
+        self.driver.context()
+        super().__init__(self.driver.total_bytes())
+
+    def take(self, size: int, **_: Any) -> Array:
+        try:
+            address = self.driver.alloc(size)
+        except driver.DriverError:
+            raise OutOfMemoryError("CUDA out of memory") from None
+        taken = Array(self, [], size)
+        weakref.finalize(taken, self.driver.free, address)
+        return taken
+
+    def memory(self) -> tuple[int, int]:
+        return self.driver.free_bytes(), self.driver.total_bytes()
 
 
 class Array:
@@ -121,6 +143,8 @@ def torch(device: Device) -> types.ModuleType:
         current_stream=lambda: stream,
         stream=anywhere,
         graph=anywhere,
+        synchronize=device.called("synchronize"),
+        Event=lambda: namespace(record=device.called("record"), synchronize=device.called("synchronize")),
         CUDAGraph=lambda: graph,
     )
     distributed = types.ModuleType("torch.distributed")
@@ -129,6 +153,16 @@ def torch(device: Device) -> types.ModuleType:
         init_process_group=device.called("init_process_group"),
         all_reduce=lambda array: device.called("all_reduce")(),
     )
-    names = {"__version__": "2.9", "uint8": 1, "cuda": cuda, "distributed": distributed, "compile": compiled}
+    names = {
+        "__version__": "2.9",
+        "uint8": 1,
+        "float16": 2,
+        "cuda": cuda,
+        "distributed": distributed,
+        "compile": compiled,
+    }
+    vars(module).update(
+        randn=lambda *_, **__: Array(device, [1]), empty_like=lambda like: Array(device, list(like.numbers))
+    )
     vars(module).update(names, mm=product, empty=device.take, ones=filled(1), zeros=filled(0))
     return module

@@ -231,6 +231,44 @@ def test_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
             tenant.receive()
 
 
+# Stands in for PyTorch; its memory is the simulated driver's.
+TORCH = """
+import sys
+from tests.hardware import fakes
+sys.modules["torch"] = module = fakes.torch(fakes.Allocating())
+sys.modules["torch.distributed"] = module.distributed
+"""
+
+
+def test_checks_of_pytorch_run_in_shares(tmp_path: Path) -> None:
+    """A stand-in for PyTorch that allocates from the driver meets the limit; no kernel runs, so speed is not limited."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "torch.py").write_text(TORCH)
+    (tmp_path / "scratch").mkdir()
+    simulated, out = make_simhost(tmp_path / "host", gpus=1, late_return_ms=0), tmp_path / "gpu-check.json"
+    limits = ("limit.torch", "limit.compiled", "limit.graphs", "limit.expandable", "limit.async")
+    speeds = ("torch.30_70", "torch.10_20_30_40", "torch.graph")
+    only = ("context", *limits, "limit.triton", "nccl", *speeds)
+    command = [sys.executable, "-m", "tests.hardware.installed", str(simulated), str(tmp_path / "scratch")]
+    command += [sys.executable, "-m", "tests.hardware", "--short", "--only", ",".join(only), "--out", str(out)]
+    env = {**os.environ, "PYTHONPATH": f"{TREE}:{TREE}/hook:{tmp_path}/site"}
+    done = subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, timeout=200)
+    content = json.loads(out.read_text())
+    verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
+    assert verdicts == {
+        "context": "measured",
+        **dict.fromkeys(limits, "held"),
+        "limit.triton": "absent",
+        "nccl": "held",
+        **dict.fromkeys(speeds, "missed"),
+    }, done.stdout
+    values = content["checks"]["limit.torch"]["values"]
+    assert values["device_bytes"] <= values["limit_bytes"] == 1 << 30
+    assert values["used_bytes"] == content["checks"]["context"]["values"]["first_bytes"]
+    assert content["assumptions"]["framework.covered"]["verdict"] == "confirmed"
+    assert content["assumptions"]["nccl"]["verdict"] == "unclear", "only a rank of its own summed right"
+
+
 # The kernel refuses an overlay over two others; then every entry of /usr/lib is bind-mounted.
 @pytest.mark.parametrize("overlays", [1, 2])
 def test_shim_is_mounted_over_an_installed_driver(tmp_path: Path, overlays: int) -> None:
