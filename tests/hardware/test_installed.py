@@ -1,4 +1,4 @@
-"""Run gpu-check where a driver is installed: as on hardware, no path is given, and the loader alone knows the driver."""
+"""Run gpu-check where a driver is installed: as on hardware, no path is given, and the loader alone knows it."""
 
 from __future__ import annotations
 
