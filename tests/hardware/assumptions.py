@@ -12,6 +12,7 @@ MIB = 1 << 20
 BLOCK = 2 * MIB
 RESERVED_SLACK = 64 * MIB
 FRAMEWORK_SLACK = 256 * MIB
+UNINTERRUPTED = "no switch was seen between kernels that never stop"
 OVERCHARGE = 2.0  # a charge of more than so many times what is used is refuted
 SWITCH_US = (50, 500)
 SLICE_MS = (0.5, 30.0)
@@ -127,7 +128,13 @@ def reserved_is_exact(values: Values) -> Judgement:
     return abs(hidden) <= RESERVED_SLACK and lost <= RESERVED_SLACK, figure
 
 
+def preempts(values: Values) -> Judgement:
+    return values["interruptions"] > 0, f"{values['interruptions']} interruptions of kernels that never stop"
+
+
 def slice_length(values: Values) -> Judgement:
+    if "slice_ns" not in values:
+        return None, UNINTERRUPTED
     ms = values["slice_ns"]["median"] / 1e6
     return SLICE_MS[0] <= ms <= SLICE_MS[1], f"{ms:.3f} ms"
 
@@ -135,7 +142,7 @@ def slice_length(values: Values) -> Judgement:
 def within(values: Optional[Values]) -> Judgement:
     """Judge a distribution of switch costs."""
     if not values:
-        return None, "no switch was seen"
+        return None, UNINTERRUPTED
     us = values["median"] / 1e3
     return SWITCH_US[0] <= us <= SWITCH_US[1], f"{us:.0f} us (p90 {values['p90'] / 1e3:.0f})"
 
@@ -283,20 +290,23 @@ ASSUMPTIONS = (
         "hook/gpushare/gpu/nvml.py",
         reserved_is_exact,
     ),
+    Assumption(
+        "preemption", "A running kernel is interrupted for another context.", "slices", "shim/limiter/split.c", preempts
+    ),
     Assumption("slice", "A time slice lasts 0.5 to 30 ms.", "slices", "shim/limiter/split.c", slice_length),
     Assumption(
         "switch",
         "A switch between contexts takes 50 to 500 us.",
         "slices",
         "shim/limiter/throttle.c",
-        lambda values: within(values["switches_ns"]),
+        lambda values: within(values.get("switches_ns")),
     ),
     Assumption(
         "switch.full",
         "A switch takes 50 to 500 us with all threads of the device in use, too.",
         "slices",
         "shim/limiter/throttle.c",
-        lambda values: within(values["full_switches_ns"]),
+        lambda values: within(values.get("full_switches_ns")),
     ),
     Assumption(
         "switch.alike",

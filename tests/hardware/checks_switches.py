@@ -16,6 +16,7 @@ from tests.hardware.session import Result, Session
 
 LEAST_US = 20  # shorter pauses of a kernel are not switches
 BURST_US, BURST_PAUSE_MS = 200, 4.0
+MOST_SHOWN = 40  # pauses of each program in the JSON file
 Gap = Sequence[int]  # (last reading before, first after, ticks of the multiprocessor's clock), ns
 
 
@@ -72,27 +73,33 @@ def pair(session: Session, wide: bool) -> list[dict[str, Any]]:
         return [tenant.receive() for tenant in (one, other)]
 
 
+def timeline(programs: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
+    """Return the first pauses of each program, from the first reading on: for models of the device."""
+    first = min(program["begin"] for program in programs)
+    return [[[at - first for at in gap[:2]] for gap in program["gaps"][:MOST_SHOWN]] for program in programs]
+
+
 def slices(session: Session) -> Result:
     """Measure the device's time slice when two contexts have work, and the duration of a switch."""
     programs = pair(session, wide=False)
     gaps = [gap for program in programs for gap in program["gaps"]]
-    if not gaps:
-        return Result("absent", "the two contexts ran at the same time, or one after the other", {})
     ran = [right[0] - left[1] for program in programs for left, right in zip(program["gaps"], program["gaps"][1:])]
-    waited = [gap[1] - gap[0] for gap in gaps]
+    values: dict[str, Any] = {"interruptions": len(gaps), "timeline_ns": timeline(programs)}
     if not ran:
-        return Result("absent", f"only {len(waited)} interruptions", {"gaps_ns": sorted(waited)})
+        return Result("measured", f"{len(gaps)} interruptions: the contexts ran together, or in turn", values)
+    waited = [gap[1] - gap[0] for gap in gaps]
     narrow = spread([*switches(*programs), *switches(*programs[::-1])])
     full = pair(session, wide=True)
-    values = {
-        "slice_ns": spread(ran),
-        "gap_ns": spread(waited),
-        "switch_ns": narrow["median"] if narrow else (statistics.median(waited) - statistics.median(ran)) / 2,
-        "switches_ns": narrow,
-        "full_switches_ns": spread([*switches(*full), *switches(*full[::-1])]),
-        "ticks_per_gap_ns": statistics.median(gap[2] / (gap[1] - gap[0]) for gap in gaps),
-        "clock_step_ns": clock_step(gaps),
-    }
+    values.update(
+        slice_ns=spread(ran),
+        gap_ns=spread(waited),
+        switch_ns=narrow["median"] if narrow else (statistics.median(waited) - statistics.median(ran)) / 2,
+        switches_ns=narrow,
+        full_switches_ns=spread([*switches(*full), *switches(*full[::-1])]),
+        full_timeline_ns=timeline(full),
+        ticks_per_gap_ns=statistics.median(gap[2] / (gap[1] - gap[0]) for gap in gaps),
+        clock_step_ns=clock_step(gaps),
+    )
     note = f"slices of {statistics.median(ran) / 1e6:.3f} ms, {values['switch_ns'] / 1e3:.0f} us between them"
     if values["full_switches_ns"]:
         note += f", {values['full_switches_ns']['median'] / 1e3:.0f} us with a full device"
@@ -118,7 +125,8 @@ def handed_over(session: Session) -> Result:
             tenant.go()
         bursts = burster.receive()["bursts"]
         preempted, given_back = hand_overs(spinner.receive(), bursts)
-    values = {"bursts": len(bursts), "preempt_ns": spread(preempted), "idle_ns": spread(given_back)}
+    values: dict[str, Any] = {"bursts": len(bursts), "preempt_ns": spread(preempted), "idle_ns": spread(given_back)}
+    values.update(preempt_each_ns=preempted[:MOST_SHOWN], idle_each_ns=given_back[:MOST_SHOWN])
     if not preempted:
         return Result("absent", f"none of {len(bursts)} short kernels interrupted the long one", values)
     note = f"preempting takes {statistics.median(preempted) / 1e3:.0f} us, "
