@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import types
 import weakref
@@ -42,12 +43,19 @@ class Device:
 
 
 class Allocating(Device):
-    """A device whose memory comes from the driver that this process finds, so the shim limits it."""
+    """A device whose memory comes from the driver that this process finds, so the shim limits it.
+
+    As with PyTorch, an import alone creates no context.
+    """
 
     def __init__(self) -> None:
-        self.driver = driver.Driver("libcuda.so.1")
-        self.driver.context()
-        super().__init__(self.driver.total_bytes())
+        super().__init__(0)
+
+    @functools.cached_property
+    def driver(self) -> driver.Driver:
+        found = driver.Driver("libcuda.so.1")
+        found.context()
+        return found
 
     def take(self, size: int, **_: Any) -> Array:
         try:
