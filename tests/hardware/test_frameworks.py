@@ -138,6 +138,13 @@ def test_other_frameworks_stop_at_the_limit_and_go_on(
     assert (said["got_bytes"], said["total_bytes"], said["goes_on"]) == (576 * MIB, LIMIT, True)
 
 
+def test_import_in_advance_sees_no_device(monkeypatch: pytest.MonkeyPatch, device: fakes.Device) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    triton(monkeypatch)
+    assert run(monkeypatch, frameworks.imports) == {"imported": True}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and device.calls == []
+
+
 def test_another_error_is_no_refusal(monkeypatch: pytest.MonkeyPatch, device: fakes.Device) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")

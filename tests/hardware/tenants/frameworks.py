@@ -158,7 +158,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def imports() -> None:
-    """Import PyTorch, so that later programs find its files in memory. It sees no device: a context would be measured."""
+    """Import PyTorch, so that later programs find its files in memory.
+
+    It sees no device, because a context of it would disturb what other programs measure.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in ("torch", "triton"):
         imported(name)
