@@ -88,7 +88,7 @@ of the driver's files, and the GPU's uuid (remove that if you like).
 
 ## What is checked
 
-In this order; what takes longer than its limit is ended.
+The checks run in this order. A check is ended at its time limit.
 
 | check | what | limit | |
 |---|---|---:|---|
