@@ -152,7 +152,7 @@ MINUTES ?= 10
 soak: root build ## starts, kills and crowds for MINUTES, then nothing may be left; writes build/soak.json
 	@$(VENV_PYTHON) -m tests.soak --minutes $(MINUTES)
 
-gpu-check: ## limits and costs on this machine's GPU, within 8 minutes; writes build/gpu-check.json
+gpu-check: ## limits, costs and assumptions on this machine's GPU, within 6 minutes; GPU_ARGS=--list lists the checks
 	@tests/hardware/start $(GPU_ARGS)
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
@@ -190,7 +190,7 @@ build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.man_pages build/man
 	@touch $@
 
-docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py $(wildcard tests/hardware/measured/*.json)
+docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@
 
 docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json

@@ -16,6 +16,7 @@ ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percenta
 LEAST_TOTAL = 0.9  # fraction of the limits' sum in company: context switches take device time without doing work
 LEAST_RATIO = 0.99  # fraction of native speed without a limit
 KERNEL_US = 1000
+FOUR = (10, 20, 30, 40)
 SAVED_S = 0.1
 TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
 COUNTED = 0.001  # maximum fraction of all rounds missing: a tolerance for none
@@ -27,25 +28,28 @@ def times(session: Session) -> dict[str, float]:
 
 
 class Bench:
-    """The native program and others beside it; only the programs that are told to do so work."""
+    """The native program and others beside it; only the programs that get work run."""
 
     def __init__(self, session: Session, stack: contextlib.ExitStack, torch: str = "", **shape: Any) -> None:
         self.session, self.stack, self.what = session, stack, torch or "work"
         self.shape: dict[str, Any] = {}
         if not torch:
             self.shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US), **shape}
-        self.native = self.add(None)
+        (self.native,) = self.add(None)
         self.counted: list[float] = []
 
-    def add(self, place: Optional[Place]) -> processes.Tenant:
-        """Start a program and wait until it is ready to work."""
-        if self.what == "work":
-            tenant = self.session.tenant("work", place, **self.shape)
-        else:
-            tenant = processes.Tenant(self.what, self.session.deadline, place)
-        self.stack.enter_context(tenant)
-        tenant.receive()
-        return tenant
+    def add(self, *places: Optional[Place]) -> list[processes.Tenant]:
+        """Start a program in each place, and wait until all are ready to work."""
+        started = []
+        for place in places:
+            if self.what == "work":
+                tenant = self.session.tenant("work", place, **self.shape)
+            else:
+                tenant = processes.Tenant(self.what, self.session.deadline, place)
+            started.append(self.stack.enter_context(tenant))
+        for tenant in started:
+            tenant.receive()
+        return started
 
     def rates(self, *tenants: processes.Tenant) -> list[float]:
         """Return each program's kernels per second while all of them work."""
@@ -69,7 +73,7 @@ def ratios(
     """Measure speed in a share relative to native speed before and after it, several times."""
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch, **shape)
-        inside = bench.add(stack.enter_context(session.place(compute_percent=percent)))
+        (inside,) = bench.add(stack.enter_context(session.place(compute_percent=percent)))
         (native,) = bench.rates(bench.native)
         natives, found = [native], []
         for _ in range(2 if session.short else rounds):
@@ -108,7 +112,7 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "", told: 
         bench = Bench(session, stack, torch)
         together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
         places = [stack.enter_context(session.place(None, percent, together, told)) for percent in percents]
-        tenants = [bench.add(place) for place in places]
+        tenants = bench.add(*places)
         before = bench.rates(bench.native)[0]
         rates = [bench.rates(*tenants) for _ in range(1 if session.short else 2)]
         native = (before + bench.rates(bench.native)[0]) / 2
@@ -150,6 +154,10 @@ def shared(session: Session) -> Result:
     return company(session, (30, 70))
 
 
+def four(session: Session) -> Result:
+    return company(session, FOUR)
+
+
 def shared_told(session: Session) -> Result:
     """The same check when the rate limiter knows the device's time slices."""
     if not any(session.machine.slices_ns):
@@ -178,6 +186,10 @@ def torch_native(session: Session) -> Result:
 
 def torch_shared(session: Session) -> Result:
     return company(session, (30, 70), "torch_work")
+
+
+def torch_four(session: Session) -> Result:
+    return company(session, FOUR, "torch_work")
 
 
 def torch_graph(session: Session) -> Result:

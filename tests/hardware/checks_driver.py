@@ -99,30 +99,3 @@ def answer(command: list[str], deadline: float) -> dict[str, Any]:
 def _best(runs: list[dict[str, Any]], name: str) -> Any:
     medians = [run[name]["median_ns"] for run in runs if "median_ns" in run[name]]
     return min(medians, default=None)
-
-
-def slices(session: Session) -> Result:
-    """Measure the device's time slice when two contexts have work, and the duration of a switch."""
-    with (
-        session.tenant("slices", run_ms=1000, least_us=20) as one,
-        session.tenant("slices", run_ms=1000, least_us=20) as other,
-    ):
-        for tenant in (one, other):
-            tenant.receive()
-        for tenant in (one, other):
-            tenant.go()
-        gaps = [tenant.receive()["gaps"] for tenant in (one, other)]
-    if not any(gaps):
-        return Result("absent", "the two contexts ran at the same time, or one after the other", {})
-    ran = sorted(right[0] - left[1] for seen in gaps for left, right in zip(seen, seen[1:]))
-    waited = sorted(end - begin for seen in gaps for begin, end in seen)
-    if not ran:
-        return Result("absent", f"only {len(waited)} interruptions in a second", {"gaps_ns": waited})
-    mid = len(ran) // 2
-    values = {
-        "slice_ns": {"p10": ran[len(ran) // 10], "median": ran[mid], "p90": ran[len(ran) * 9 // 10], "n": len(ran)},
-        "gap_ns": {"median": waited[len(waited) // 2], "n": len(waited)},
-        "switch_ns": (waited[len(waited) // 2] - ran[mid]) / 2,
-    }
-    note = f"slices of {ran[mid] / 1e6:.3f} ms, {values['switch_ns'] / 1e3:.0f} us between them"
-    return Result("measured", note, values)

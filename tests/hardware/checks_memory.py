@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from gpushare.gpu.inventory import context_bytes_of
+
 from tests.hardware.processes import ask as run_tenant
 from tests.hardware.session import Result, Session, size, verdict
 
@@ -15,13 +17,14 @@ BLOCK = 2 * MIB
 # what a process cannot allocate of a full share: the rest of the context's estimate and of the last block
 SLACK = 4 * MIB
 POOL_SLACK = 64 * MIB  # a pool grows in steps, and the last one may not fit
-MOST_SHARE = 4  # a limit is at most a quarter of the free memory, so managed memory stays far from filling the device
+MOST_SHARE = 4  # a limit is at most a quarter of the free memory, so managed memory never fills the device
 
 
 def limit_of(session: Session) -> int:
     """Return a limit to test with, in whole blocks."""
     most = 1 * GIB if session.short else 4 * GIB
-    return min(most, session.machine.total_bytes // MOST_SHARE) // BLOCK * BLOCK
+    free = session.machine.total_bytes - session.idle_at_start_bytes
+    return min(most, free // MOST_SHARE) // BLOCK * BLOCK
 
 
 def context(session: Session) -> Result:
@@ -33,10 +36,20 @@ def context(session: Session) -> Result:
         tenant.go()
         tenant.receive()
         first = session.used_bytes() - before
+        listed = session.process_bytes(tenant.process.pid)
         tenant.go()
         second = tenant.receive()["second_bytes"]
-    values = {"first_bytes": first, "second_bytes": second, "init_bytes": initialised - before}
-    return Result("measured", f"the first takes {size(first)}, a second in the same process {size(second)}", values)
+    machine = session.machine
+    values = {
+        "first_bytes": first,
+        "second_bytes": second,
+        "init_bytes": initialised - before,
+        "process_bytes": listed,
+        "estimate_bytes": context_bytes_of(machine.model, machine.driver_version),
+    }
+    note = f"the first takes {size(first)}, a second in the same process {size(second)}; "
+    note += f"NVML lists the process with {'nothing' if listed is None else size(listed)}"
+    return Result("measured", note, values)
 
 
 def fill(session: Session, way: str) -> Result:

@@ -73,6 +73,7 @@ class Host:
 def host(session: Session) -> Iterator[Host]:
     if os.geteuid() != 0:
         raise processes.Absent("needs root")
+    session.need_shim()
     if session.machine.simhost:
         from simulator import mpscontrol
 

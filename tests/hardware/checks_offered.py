@@ -81,8 +81,8 @@ class Daemon:
 
     def ask(self, command: str, right: Optional[Callable[[str], bool]] = None) -> str:
         """Run a command and return its answer; record it, and whether it is the expected one."""
-        spoken = self.protocol == 2
-        answer = self._call(*(() if spoken else command.split()), said=command + "\n" if spoken else "")
+        over_pipe = self.protocol == 2
+        answer = self._call(*(() if over_pipe else command.split()), said=command + "\n" if over_pipe else "")
         as_assumed = answer["code"] == 0 and (right is None or right(answer["out"]))
         self.answers.append({"asked": command, **answer, "as_assumed": as_assumed})
         return str(answer["out"])
@@ -108,7 +108,7 @@ class Daemon:
             mps_daemon.end(mps_control.Control(self.program, self.pipe, self.env, self.protocol), found.pid)
 
 
-def spoken(program: str, protocol: int, env: dict[str, str], options: Sequence[str]) -> dict[str, Any]:
+def answers_of(program: str, protocol: int, env: dict[str, str], options: Sequence[str]) -> dict[str, Any]:
     """Return everything that a daemon answers in one protocol, verbatim."""
     with tempfile.TemporaryDirectory(prefix="gs-", dir="/tmp") as folder:  # socket paths must be short
         daemon = Daemon(program, protocol, folder, env, options)
@@ -124,11 +124,11 @@ def words_of(program: str, env: dict[str, str], driver_version: str) -> tuple[st
     """Return a sentence and the JSON data about a control program, in each of its protocols."""
     done = _run([program, "-h"], env)
     help_text = done.stdout + done.stderr
-    values: dict[str, Any] = {"help": help_text, "protocol_2": spoken(program, 2, env, ())}
+    values: dict[str, Any] = {"help": help_text, "protocol_2": answers_of(program, 2, env, ())}
     options = mps_control.several_users(help_text)
     major = driver_version.partition(".")[0]
     if "--protocol" in options or (major.isdigit() and int(major) >= SINCE):
-        values["protocol_3"] = spoken(program, 3, env, options if "--protocol" in options else ("-p", "3"))
+        values["protocol_3"] = answers_of(program, 3, env, options if "--protocol" in options else ("-p", "3"))
     parts = []
     for number in (2, 3):
         said = values.get(f"protocol_{number}")

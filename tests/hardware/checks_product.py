@@ -1,4 +1,4 @@
-"""Check gpushare and PyTorch as users run them."""
+"""Check gpushare as users run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ GPUSHARE = TREE / "build" / "bin" / "gpushare"
 BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare"
 PACKAGES = ("click", "yaml", "jsonschema")  # packages that gpushare's command line needs
 START = "from gpushare.cli import main; sys.exit(main())"
-TORCH_SLACK = 256 << 20  # PyTorch allocates 64 MiB at a time, and its libraries need memory for code and workspaces
 
 
 def has_torch() -> bool:
@@ -41,26 +40,9 @@ def gpushare() -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r})\n{START}"]
 
 
-def torch_limit(session: Session) -> Result:
-    """Check that torch.cuda.mem_get_info shows the limit, and that PyTorch continues after OutOfMemoryError."""
-    limit = limit_of(session)
-    with session.place(limit) as place:
-        seen = processes.ask("torch_limit", session.deadline, place, most_bytes=limit + limit // 4)
-    wrong = []
-    if seen["total_bytes"] != limit:
-        wrong.append(f"mem_get_info shows {size(seen['total_bytes'])}, not the limit of {size(limit)}")
-    if not seen["refused"] or seen["got_bytes"] > limit:
-        wrong.append(f"got {size(seen['got_bytes'])} of a limit of {size(limit)}")
-    if seen["got_bytes"] < seen["free_bytes"] - TORCH_SLACK:
-        wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
-    if not seen["goes_on"]:
-        wrong.append("PyTorch did not continue after OutOfMemoryError")
-    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, then OutOfMemoryError"
-    return verdict(wrong, note, {**seen, "limit_bytes": limit})
-
-
 def under_run(session: Session, flags: list[str], program: list[str]) -> dict[str, Any]:
     """Return the JSON line of a program started by `gpushare run`. Raises Absent or Failed."""
+    session.need_shim()
     config = session.work / "config.yaml"
     root = str(session.machine.simhost or "/")
     config.write_text(json.dumps({"version": 1, "driver": {"root": root}, "shim_dir": str(session.machine.shim)}))

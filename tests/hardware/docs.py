@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.hardware.assumptions import ASSUMPTIONS
 from tests.hardware.checks import CHECKS
 
 MEASURED = Path(__file__).with_name("measured")
@@ -20,39 +21,84 @@ MEASURED = Path(__file__).with_name("measured")
 HEAD = """\
 # Real hardware
 
-Generated from `tests/hardware/measured` by `make docs`; a test compares them.
+`make docs` generates this page from `tests/hardware`; a test compares them.
 
-Everything else in this project is tested on a simulated GPU. This page says what was found on real ones.
+gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real one: it checks the
+limits, and what gpushare assumes of GPUs and drivers.
 
-## Measure yours
+## Measure a GPU
 
-    make gpu-check
+```sh
+make gpu-check
+```
 
-on a machine with an NVIDIA GPU (compute capability 5.0 or later), best as root, with nothing else running on the GPU.
-It takes at most 8 minutes, needs no network and no container engine, and changes no setting of the card. It prints a
-table and writes `build/gpu-check.json`. The first GPU is used, or the one that `CUDA_VISIBLE_DEVICES` names.
+Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else
+uses the GPU. It takes less than 6 minutes, needs no network and no container engine, installs
+nothing, and changes no setting of the card. It uses the first GPU, or the one in
+`CUDA_VISIBLE_DEVICES`. It writes `build/gpu-check.json` after each check, and prints which
+assumption each figure confirms or refutes. A check that fails, hangs or crashes does not stop the
+rest.
 
-* **What it needs.** `gcc`, `make`, `python3` 3.9 and the header `cuda.h` of CUDA 13 (of a CUDA toolkit, or of a
-  Python package of NVIDIA's); with `nvml.h` also the shim before NVML. With a network it installs what is missing. Or
-  build elsewhere, on a machine whose C library is not newer: `make build gpu-programs`, and carry `build/shim`
-  and `build/gpu` over.
-* **What it does.** Programs run natively and under the shim, in a mount namespace in which the shim lies over the
-  driver's files; for an ordinary user that is a user namespace. Where neither is allowed (in most containers) it says
-  so, and does the native part.
-* **PyTorch** takes part if the `python3` in `PATH` has it.
-* `make gpu-check GPU_ARGS="--only memory.plain,compute.30"` runs some of the checks; `--short` shortens all of them.
+| option | effect |
+|---|---|
+| `GPU_ARGS="--list"` | list the checks and their time limits |
+| `GPU_ARGS="--only modules,slices"` | run these checks |
+| `GPU_ARGS="--short"` | shorten all checks: the figures are rough |
+| `GPU_ARGS="--out FILE"` | write the JSON file elsewhere |
+| `GPU_ARGS="--budget 200"` | stop after this many seconds; later checks are reported as not run |
 
-To send a measurement: add the JSON file to `tests/hardware/measured` as `<gpu>-<driver>.json`, run `make docs`, and
-send both, as a patch or in a bug report. It
-holds GPU, driver, kernel and library versions, paths of the driver's files, and the GPU's uuid (remove that if you
-like).
+* **Compiling.** In a tree that `make build` has built, `make gpu-check` brings the shim up to date.
+  Elsewhere it compiles the shim with `gcc`, `make`, `python3` 3.9 or later and the headers of CUDA
+  13 (of a CUDA toolkit, or of the packages that PyTorch needs) if `build/zstd` was carried over.
+  Without a shim, only the checks of the driver itself run.
+* **Frameworks.** The first `python3` that has PyTorch is used; `GPU_PYTHON=/path/to/python3`
+  selects another one. CuPy, Numba, JAX and Triton are checked if that Python has them.
+* **Private mounts.** Programs run natively and under the shim. The shim is mounted over the
+  driver's files in a private mount namespace; an ordinary user also gets a user namespace. In most
+  containers neither is allowed: then only the native part runs.
+
+## Measure a GPU without a network
+
+On a machine with a network and no newer C library, build everything and pack the tree. The lines
+with `pip` and `unzip` are optional: with them, the check `private-loader` covers CUDA 11. For the
+checks `run` and `mps`, also run `make dist` and add `build/dist/gpushare`.
+
+```sh
+make build gpu-programs
+build/venv/bin/pip download --no-deps --dest build/cudart nvidia-cuda-runtime-cu11
+unzip -o -j -d build/gpu build/cudart/*.whl '*/libcudart.so.11.0'
+git archive --format=tar --output=build/tree.tar HEAD
+tar -rf build/tree.tar build/shim/libcuda.so build/shim/libnvidia-ml.so build/gpu
+```
+
+On the machine with the GPU, which needs `bash`, `python3` 3.9 or later and the driver:
+
+```sh
+mkdir gpushare && tar -xf tree.tar -C gpushare
+sudo gpushare/tests/hardware/start
+```
+
+`build/gpu-check.json` below that folder has all figures.
+
+## Add a measurement
+
+Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json`, run `make docs`, and send both
+as a patch or in a bug report. The file holds versions of GPU, driver, kernel and libraries, paths
+of the driver's files, and the GPU's uuid (remove that if you like).
 
 ## What is checked
 
-| check | what | |
-|---|---|---|
+The checks run in this order. A check is ended at its time limit.
+
+| check | what | limit | |
+|---|---|---:|---|
 """
-NEEDS = {"": "", "hardware": "only on hardware", "torch": "only with PyTorch"}
+NEEDS = {
+    "": "",
+    "hardware": "only on hardware",
+    "torch": "only with PyTorch",
+    "framework": "only with this package",
+}
 
 
 def measurements() -> list[dict[str, Any]]:
@@ -62,7 +108,8 @@ def measurements() -> list[dict[str, Any]]:
 
 def text(measured: Sequence[dict[str, Any]]) -> str:
     """Return the page. Only runs on hardware count."""
-    lines = [HEAD + "\n".join(f"| `{check.name}` | {check.what} | {NEEDS[check.needs]} |" for check in CHECKS)]
+    rows = (f"| `{row.name}` | {row.what} | {row.limit_s:.0f} s | {NEEDS[row.needs]} |" for row in CHECKS)
+    lines = [HEAD + "\n".join(rows), "", *_assumptions()]
     real = [one for one in measured if not one["simulated"]]
     lines += ["", "## What was found", ""]
     if not real:
@@ -83,9 +130,25 @@ def text(measured: Sequence[dict[str, Any]]) -> str:
             f"| {check['what']} | {check['verdict']} | {check['note'].replace('|', '/')} |"
             for check in one["checks"].values()
         ]
+        lines += ["", "| assumption | | figure |", "|---|---|---|"]
+        lines += [
+            f"| {found['sentence']} | {found['verdict']} | {found['figure'].replace('|', '/')} |"
+            for found in one["assumptions"].values()
+        ]
         lines.append("")
         lines += _latencies(one["checks"].get("latency", {}).get("values", {}))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _assumptions() -> list[str]:
+    head = [
+        "## What gpushare assumes",
+        "",
+        "A measurement confirms or refutes each sentence; the file relies on it.",
+        "",
+    ]
+    rows = [f"| {row.sentence} | `{row.check}` | `{row.relies_on}` |" for row in ASSUMPTIONS]
+    return [*head, "| assumption | check | relies on it |", "|---|---|---|", *rows]
 
 
 def _latencies(values: dict[str, dict[str, Any]]) -> list[str]:

@@ -2,7 +2,7 @@
 
     python3 -m tests.hardware.installed SIMHOST SCRATCH COMMAND...       SCRATCH: an empty directory
 
-gpu-check takes it for hardware: it finds the files by their names and through the loader, and knows nothing else.
+gpu-check takes it for hardware: it finds the files by their names and through the loader, and uses nothing else.
 """
 
 from __future__ import annotations

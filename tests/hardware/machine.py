@@ -87,14 +87,15 @@ def _real(shim: Path) -> Machine:
     if not os.path.exists("/dev/nvidia-uvm") and shutil.which("nvidia-modprobe"):
         # Creates the nodes that root's first CUDA program would create, and loads a missing module.
         _output("nvidia-modprobe", "-c", "0", "-u")
-    # A shim compiled without nvml.h replaces only libcuda.
-    covers = tuple((stem, path) for stem, path in _files() if (shim / f"{stem}.so").exists())
+    # A shim compiled without nvml.h replaces only libcuda; without any shim, the native checks run.
+    stems = [stem for stem in STEMS if (shim / f"{stem}.so").exists()] or STEMS
+    covers = tuple((stem, path) for stem, path in _files() if stem in stems)
     if not any(stem == "libcuda" for stem, _ in covers):
         raise processes.Absent("no libcuda.so.1 is installed")
     found = processes.ask("loaded", time.monotonic() + FIND_S, directories=_directories_of(covers))
     if found["directory"]:
         os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (os.environ.get("LD_LIBRARY_PATH"), found["directory"])))
-    real = {stem: Path(path) for stem, path in found["files"].items() if (shim / f"{stem}.so").exists()}
+    real = {stem: Path(path) for stem, path in found["files"].items() if stem in stems}
     every = dict.fromkeys([*covers, *((stem, path) for stem, path in real.items())])
     return _ask(shim, real, tuple(every), None, "")
 

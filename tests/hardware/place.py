@@ -51,6 +51,7 @@ class Place:
 
     def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
         from gpushare.core.model import Device, Share
+        from gpushare.gpu.inventory import context_bytes_of
         from gpushare.state import shm_abi
 
         from tests.shim.company import grant, join
@@ -58,9 +59,10 @@ class Place:
         self._temporary = tempfile.TemporaryDirectory(prefix="gpu-check-")
         self.directory = Path(self._temporary.name)
         nonce = int.from_bytes(os.urandom(8), "little")
-        device = Device(
-            0, machine.uuid, 0, machine.bus_id, machine.model, machine.total_bytes, machine.context_bytes or 0
-        )
+        context = machine.context_bytes
+        if context is None:  # not measured: what gpushare itself would assume
+            context = context_bytes_of(machine.model, machine.driver_version)
+        device = Device(0, machine.uuid, 0, machine.bus_id, machine.model, machine.total_bytes, context)
         share = Share(0, device, limit.memory_bytes, limit.compute_percent)
         for name in ("lower/gpushare", "rw", "dev"):
             (self.directory / name).mkdir(parents=True)

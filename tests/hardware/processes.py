@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
@@ -20,8 +21,15 @@ from tests.hardware.place import CANNOT, TREE, Place
 KILLED_WAIT_S = 5.0  # do not wait longer for a killed process: the driver may keep it in the kernel
 
 
+MOST_STDERR = 4000  # characters of a failed program's stderr that are kept
+
+
 class Failed(Exception):
-    """A program failed; the text is for the table."""
+    """A program failed; the text is for the table. `stderr`: the end of what the program printed there."""
+
+    def __init__(self, text: str, stderr: str = "") -> None:
+        super().__init__(text)
+        self.stderr = stderr.strip()[-MOST_STDERR:]
 
 
 class Absent(Exception):
@@ -86,7 +94,7 @@ class Tenant:
             while b"\n" not in self._rest:
                 left_s = self.deadline - time.monotonic()
                 if left_s <= 0 or not selector.select(left_s):
-                    raise Failed(f"{self.what}: timed out; {self._said()}".rstrip("; "))
+                    raise Failed(f"{self.what}: timed out; {self._said()}".rstrip("; "), self._stderr())
                 data = os.read(fd, 65536)
                 if not data:
                     raise self._failed()
@@ -96,12 +104,15 @@ class Tenant:
         if "absent" in answer:
             raise Absent(answer["absent"])
         if "failed" in answer:
-            raise Failed(f"{self.what}: {answer['failed']}")
+            raise Failed(f"{self.what}: {answer['failed']}", self._stderr())
         return answer
 
-    def _said(self) -> str:
+    def _stderr(self) -> str:
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return self._errors.read().decode(errors="replace").strip()
+
+    def _said(self) -> str:
+        lines = self._stderr().splitlines()
         return lines[-1][:200] if lines else ""
 
     def _failed(self) -> Exception:
@@ -111,7 +122,31 @@ class Tenant:
             code = 0
         if code == CANNOT:
             return Absent(f"no private mounts here ({self._said()})")
-        return Failed(f"{self.what}: ended with {code} {self._said()}".strip())
+        return Failed(f"{self.what}: {ending(code)} {self._said()}".strip(), self._stderr())
+
+
+def ending(code: int) -> str:
+    """Describe an exit status of subprocess."""
+    try:
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+@contextlib.contextmanager
+def time_limit(deadline: float) -> Iterator[None]:
+    """Raise Failed in this thread at the deadline, whatever it waits for."""
+
+    def ring(*_: Any) -> None:
+        raise Failed("the check itself timed out")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, deadline - time.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def ask(what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> Any:
@@ -158,7 +193,9 @@ def run(command: Sequence[str | Path], deadline: float, env: Optional[dict[str, 
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"{Path(str(command[0])).name}: timed out") from None
+            err.seek(0)
+            said = err.read().decode(errors="replace")
+            raise Failed(f"{Path(str(command[0])).name}: timed out", said) from None
         finally:
             end(process)
         out.seek(0)

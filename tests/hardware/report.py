@@ -1,4 +1,4 @@
-"""Print the table and write build/gpu-check.json."""
+"""Print the tables of checks and assumptions, and write build/gpu-check.json."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.hardware.assumptions import CONFIRMED, REFUTED, UNCLEAR, Finding
 from tests.hardware.session import Result
 
-COLOURS = {"held": "green", "missed": "bold red", "failed": "red", "absent": "dim", "measured": "cyan"}
+COLOURS = {
+    "held": "green",
+    "missed": "bold red",
+    "failed": "red",
+    "absent": "dim",
+    "measured": "cyan",
+    "not run": "dim",
+}
+VERBS = {CONFIRMED: "confirms", REFUTED: "REFUTES", UNCLEAR: "leaves open"}
 WIDTH = 180
 
 
@@ -19,6 +28,13 @@ def write(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(temporary, path)
+
+
+def tell(findings: list[Finding]) -> None:
+    """Print what each figure says of an assumption, and which file relies on a refuted one."""
+    for row, verdict, figure in findings:
+        relies = f"; {row.relies_on} relies on it" if verdict == REFUTED else ""
+        print(f"  {VERBS[verdict]} {row.id}: {row.sentence} {figure}{relies}", flush=True)
 
 
 def show(rows: list[tuple[str, str, Result]]) -> None:

@@ -1,4 +1,4 @@
-"""What a check receives and returns."""
+"""The argument and the result of a check."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 class Result(NamedTuple):
-    """`verdict`: "held" or "missed" for a promise, "measured" without one; or "absent" or "failed".
+    """`verdict`: "held" or "missed" for a promise, "measured" without one; or "absent", "failed" or "not run".
 
-    "absent": this machine lacks what the check needs. "failed": a program of the check failed.
+    "absent": this machine lacks what the check needs. "failed": a program of the check failed, and `stderr` is the end
+    of what it printed. "not run": no time was left.
     """
 
     verdict: str
     note: str
     values: dict[str, Any]
     seconds: float = 0.0
+    stderr: str = ""
 
 
 class Session(NamedTuple):
@@ -41,6 +43,11 @@ class Session(NamedTuple):
     meter: processes.Tenant
     idle_at_start_bytes: int
 
+    def need_shim(self) -> None:
+        """Raise Absent if there is no shim."""
+        if not (self.machine.shim / "libcuda.so").exists():
+            raise processes.Absent(f"needs the shim, and {self.machine.shim} has none")
+
     def place(
         self,
         memory_bytes: Optional[int] = None,
@@ -48,6 +55,7 @@ class Session(NamedTuple):
         company: Optional[Path] = None,
         told: tuple[int, int] = (0, 0),
     ) -> Place:
+        self.need_shim()
         return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
 
     def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
@@ -66,6 +74,13 @@ class Session(NamedTuple):
             time.sleep(0.02)
             used = self.used_bytes()
         return used
+
+    def process_bytes(self, pid: int) -> Optional[int]:
+        """Return what NVML counts for a process. None: NVML does not list the process."""
+        self.meter.deadline = self.deadline
+        self.meter.go(pid=pid)
+        found: Optional[int] = self.meter.receive()["process_bytes"]
+        return found
 
     def used_bytes(self) -> int:
         """Return the used bytes of the whole device, from the driver without the shim."""

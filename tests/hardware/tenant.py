@@ -28,8 +28,20 @@ TENANTS = {
     "work": ("work", "work"),
     "pair": ("work", "pair"),
     "slices": ("slices", "slices"),
+    "bursts": ("slices", "bursts"),
     "looks": ("looks", "looks"),
-    "torch_limit": ("pytorch", "limit"),
+    "modules": ("costs", "modules"),
+    "write_module": ("costs", "write_module"),
+    "local_memory": ("costs", "local_memory"),
+    "reserved": ("costs", "reserved"),
+    "tables": ("costs", "tables"),
+    "descriptors": ("handles", "descriptors"),
+    "export_cycles": ("handles", "export_cycles"),
+    "green": ("handles", "green"),
+    "runtime": ("handles", "runtime"),
+    "imports": ("frameworks", "imports"),
+    "framework": ("frameworks", "framework"),
+    "nccl": ("frameworks", "nccl"),
     "torch_work": ("pytorch", "work"),
     "torch_graph": ("pytorch", "graph"),
 }
@@ -37,7 +49,7 @@ TENANTS = {
 
 def say(**what: Any) -> None:
     """Send a line to the parent, not through stdout, because libraries print there."""
-    os.write(SPEAK, json.dumps(what).encode() + b"\n")
+    os.write(ANSWERS, json.dumps(what).encode() + b"\n")
 
 
 def listen() -> Any:
@@ -64,9 +76,9 @@ def main(what: str, arguments: str) -> int:
     return 0
 
 
-SPEAK = 1
+ANSWERS = 1
 if __name__ == "__main__":
     sys.modules["tests.hardware.tenant"] = sys.modules["__main__"]
-    SPEAK = os.dup(1)
+    ANSWERS = os.dup(1)
     os.dup2(2, 1)
     sys.exit(main(*sys.argv[1:]))

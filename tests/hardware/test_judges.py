@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import pytest
 
-from tests.hardware import checks_busy, checks_compute, checks_driver, checks_looks
+from tests.hardware import checks_busy, checks_compute, checks_looks, checks_switches
 from tests.hardware.machine import Machine
 from tests.hardware.session import Session, interval
 
@@ -91,16 +91,42 @@ def test_verdict_on_shares_in_company(
     assert checks_compute.shared(session).verdict == verdict
 
 
-def test_slices_and_switches_are_computed_from_the_gaps(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residencies of 2 ms with gaps of 0.1 ms; the last one is shorter."""
+def spinners(count: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what two programs report that run for 2 ms each, with switches of 0.1 ms."""
     turn = 2 * MS + MS // 10
-    one = [[2 * MS + 2 * turn * i, 2 * turn * (i + 1)] for i in range(20)]
-    other = [[begin + turn, end + turn] for begin, end in one]
-    both = iter((PreparedTenant({}, {"gaps": one}), PreparedTenant({}, {"gaps": other})))
-    monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(both))
-    values = checks_driver.slices(session).values
+    one = [[2 * MS + 2 * turn * i, 2 * turn * (i + 1), 2 * turn] for i in range(count)]
+    other = [[begin + turn, end + turn, 2 * turn] for begin, end, _ in one]
+    return {"begin": 0, "end": one[-1][1] + MS, "gaps": one}, {"begin": turn, "end": other[-1][1] + MS, "gaps": other}
+
+
+def test_slices_and_switches_are_computed_from_the_pauses(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(PreparedTenant({}, program) for program in spinners() * 2)
+    monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(answers))
+    values = checks_switches.slices(session).values
     assert values["slice_ns"]["median"] == 2 * MS
-    assert values["switch_ns"] == MS // 10
+    assert values["timeline_ns"][0][:2] == [[2 * MS, 42 * MS // 10], [62 * MS // 10, 84 * MS // 10]]
+    assert values["switch_ns"] == values["full_switches_ns"]["median"] == MS // 10
+    assert values["switches_ns"]["n"] == 39, "each but the first, at which the second program began"
+    assert (values["clock_step_ns"], values["ticks_per_gap_ns"]) == (MS // 10, pytest.approx(42 / 22))
+
+
+def test_programs_that_did_not_alternate_have_no_slices(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(PreparedTenant({}, {"begin": 0, "end": MS, "gaps": []}) for _ in range(4))
+    monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(answers))
+    result = checks_switches.slices(session)
+    assert "slice_ns" not in result.values and result.values["interruptions"] == 0
+
+
+def test_hand_overs_to_short_kernels_and_back_differ(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempting takes 150 us, giving back 20; another kernel ran after the long one's end."""
+    gaps = [[5 * MS * i, 5 * MS * i + 370_000, 0] for i in range(1, 10)]
+    bursts = [[begin + 150_000, end - 20_000] for begin, end, _ in gaps] + [[60 * MS, 61 * MS]]
+    spinner = PreparedTenant({}, {"begin": 0, "end": 55 * MS, "gaps": gaps})
+    answers = iter((spinner, PreparedTenant({}, {"bursts": bursts})))
+    monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(answers))
+    values = checks_switches.handed_over(session).values
+    assert (values["preempt_ns"]["median"], values["idle_ns"]["median"]) == (150_000, 20_000)
+    assert (values["preempt_ns"]["n"], values["bursts"]) == (9, 10)
 
 
 CLOCK = 7_000_000_123  # host time at which the device's clock was 0

@@ -1,4 +1,4 @@
-"""What gpu-check finds about kernel and driver, tested with programs and files with known answers."""
+"""Checks of kernel and driver, with programs and files of known answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_unexpected_answer_is_reported(tmp_path: Path) -> None:
     note, values = checks_offered.words_of(str(program), PATH, "615.3")
     assert "8 of 12 answers as assumed; otherwise: 'get_default_active_thread_percentage'" in note
     assert values["protocol_2"]["answers"][0]["out"] == "full", "verbatim"
-    assert values["protocol_3"]["options"] == ["-p", "3"], "a driver of which it is documented is asked all the same"
+    assert values["protocol_3"]["options"] == ["-p", "3"], "a driver whose documentation has it is queried too"
 
 
 def test_program_without_a_daemon_gets_no_commands(tmp_path: Path) -> None:

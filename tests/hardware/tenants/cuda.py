@@ -39,39 +39,68 @@ again:
     ret;
 }}
 """
-# One thread that reads the device's clock until `run_ns` are over. It stores the interval [from, to) of each pause
-# longer than `least_ns`: out[0] = how many, then the pairs.
+# Threads that read the device's clock until `run_ns` are over. The first one stores in `out`: the number of pauses
+# longer than `least_ns`, its first and last readings, then for each pause the readings before and after it, and the
+# ticks of the multiprocessor's own clock between them. Contexts of all processes read the same clock. Warps other than
+# the first mostly calculate, so that they do not delay its readings.
 GAPS = """
 .visible .entry gaps_spin_us_100000(.param .u64 out, .param .u64 room, .param .u64 run_ns, .param .u64 least_ns)
 {
-    .reg .u64 %l<16>;
-    .reg .pred %p;
+    .reg .u64 %l<20>;
+    .reg .u32 %r<5>;
+    .reg .pred %p, %other, %busy;
     ld.param.u64 %l1, [out];
     ld.param.u64 %l2, [room];
     ld.param.u64 %l3, [run_ns];
     ld.param.u64 %l4, [least_ns];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    shr.u32 %r3, %r1, 5;
+    or.b32 %r3, %r3, %r2;
+    setp.ne.u32 %busy, %r3, 0;
+    or.b32 %r1, %r1, %r2;
+    setp.ne.u32 %other, %r1, 0;
+    selp.u64 %l4, 0x7fffffffffffffff, %l4, %other;
     cvta.to.global.u64 %l1, %l1;
-    add.u64 %l8, %l1, 8;
+    add.u64 %l8, %l1, 24;
     mov.u64 %l5, %globaltimer;
+    mov.u64 %l11, %clock64;
     mov.u64 %l6, %l5;
     mov.u64 %l9, 0;
-look:
+read:
+    @!%busy bra now;
+    mov.u32 %r4, 1000;
+calculate:
+    .pragma "nounroll";
+    mad.lo.u32 %r1, %r1, 1664525, 1013904223;
+    sub.u32 %r4, %r4, 1;
+    setp.ne.u32 %p, %r4, 0;
+    @%p bra calculate;
+now:
     mov.u64 %l7, %globaltimer;
+    mov.u64 %l12, %clock64;
     sub.u64 %l10, %l7, %l6;
     setp.lt.u64 %p, %l10, %l4;
     @%p bra ran;
     setp.ge.u64 %p, %l9, %l2;
     @%p bra ran;
+    sub.u64 %l13, %l12, %l11;
     st.global.u64 [%l8], %l6;
     st.global.u64 [%l8+8], %l7;
-    add.u64 %l8, %l8, 16;
+    st.global.u64 [%l8+16], %l13;
+    add.u64 %l8, %l8, 24;
     add.u64 %l9, %l9, 1;
 ran:
     mov.u64 %l6, %l7;
+    mov.u64 %l11, %l12;
     sub.u64 %l10, %l7, %l5;
     setp.lt.u64 %p, %l10, %l3;
-    @%p bra look;
-    st.global.u64 [%l1], %l9;
+    @%p bra read;
+    @!%other st.global.u64 [%l1], %l9;
+    @!%other st.global.u64 [%l1+8], %l5;
+    @!%other st.global.u64 [%l1+16], %l7;
+    setp.eq.u32 %p, %r1, 3735928559;
+    @%p st.global.u32 [%l1], %r1;
     ret;
 }
 """

@@ -16,6 +16,8 @@ from tests.hardware.tenant import absent, listen, say
 from tests.hardware.tenants import cuda
 
 WRONG_CODES = {100: "no device", 999: "unknown error", 803: "driver mismatch", 804: "no forward compatibility"}
+MOST_PROCESSES = 256
+NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 PTSZ = 2  # CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM
 VERSIONS = (2000, 3020, 4000, 7000, 7050, 10010, 11000, 11010, 11020, 11030, 12000, 12020, 12040, 12060, 12080, 13000)
 
@@ -78,28 +80,36 @@ class Memory(ctypes.Structure):
 
 
 def meter(library: str, nvml: str, uuid: str) -> None:
-    """For each line report the bytes used on the device, natively.
+    """For each line report the bytes used on the device, natively; for a line {pid} also those of that process.
 
     They come from NVML, or, where it does not work, from cuMemGetInfo in an own context, which is then part of every
     answer. The driver stays loaded while this runs, so other programs start fast and no setting of the card has to
     change.
     """
-    read = _nvml_meter(nvml, uuid)
-    source = "nvmlDeviceGetMemoryInfo" if read else "cuMemGetInfo"
-    read = read or _cuda_meter(library)
+    opened = open_nvml(nvml, uuid)
+    source = "nvmlDeviceGetMemoryInfo" if opened else "cuMemGetInfo"
+    read = _nvml_meter(*opened) if opened else _cuda_meter(library)
+    asked: dict[str, int] = {}
     while True:
-        say(used_bytes=read(), source=source)
-        listen()
+        of_process = process_bytes(*opened, asked["pid"]) if opened and "pid" in asked else None
+        say(used_bytes=read(), source=source, process_bytes=of_process)
+        asked = listen()
 
 
-def _nvml_meter(library: str, uuid: str) -> Optional[Callable[[], int]]:
+def open_nvml(library: str, uuid: str) -> Optional[tuple[ctypes.CDLL, c_void_p]]:
+    """Return NVML and its handle of the device; None where it does not work."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
         return None
-    handle, memory = c_void_p(), Memory()
+    handle = c_void_p()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(c_char_p(uuid.encode()), byref(handle)):
         return None
+    return nvml, handle
+
+
+def _nvml_meter(nvml: ctypes.CDLL, handle: c_void_p) -> Callable[[], int]:
+    memory = Memory()
 
     def read() -> int:
         code = nvml.nvmlDeviceGetMemoryInfo(handle, byref(memory))
@@ -107,6 +117,26 @@ def _nvml_meter(library: str, uuid: str) -> Optional[Callable[[], int]]:
         return int(memory.used)
 
     return read
+
+
+class ProcessInfo(ctypes.Structure):
+    """nvmlProcessInfo_v2_t"""
+
+    _fields_ = [("pid", c_uint), ("used", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint)]
+
+
+def compute_processes(nvml: ctypes.CDLL, handle: c_void_p) -> Optional[dict[int, int]]:
+    """Map the pid of each process with a context to its bytes; None if this NVML cannot list them."""
+    for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"):
+        count, rows = c_uint(MOST_PROCESSES), (ProcessInfo * MOST_PROCESSES)()
+        if hasattr(nvml, name) and nvml[name](handle, byref(count), rows) == 0:
+            return {row.pid: row.used for row in rows[: count.value]}
+    return None
+
+
+def process_bytes(nvml: ctypes.CDLL, handle: c_void_p, pid: int) -> Optional[int]:
+    used = (compute_processes(nvml, handle) or {}).get(pid, NOT_AVAILABLE)
+    return None if used == NOT_AVAILABLE else used
 
 
 def nvml(uuid: str) -> None:

@@ -1,44 +1,15 @@
-"""PyTorch, as users run it."""
+"""Matrix products of PyTorch, as users run them."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from tests.hardware.tenant import absent, listen, say
+from tests.hardware.tenant import listen, say
+from tests.hardware.tenants.frameworks import torch_module
 
-MIB = 1 << 20
 MATRIX = 4096
 QUEUE = 8
-
-
-def torch_module() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        absent(f"no PyTorch for this python3 ({error})")
-    if not torch.cuda.is_available():
-        absent("PyTorch sees no GPU")
-    return torch
-
-
-def limit(most_bytes: int) -> None:
-    """Report mem_get_info, how much can be allocated, and whether PyTorch continues after OutOfMemoryError."""
-    torch = torch_module()
-    free, total = torch.cuda.mem_get_info()
-    held: list[Any] = []
-    refused = False
-    while len(held) * 64 * MIB < most_bytes:
-        try:
-            held.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
-        except torch.cuda.OutOfMemoryError:
-            refused = True
-            break
-    got = len(held) * 64 * MIB
-    del held
-    torch.cuda.empty_cache()
-    after = torch.ones(1024, device="cuda").sum().item() == 1024
-    say(version=torch.__version__, total_bytes=total, free_bytes=free, got_bytes=got, refused=refused, goes_on=after)
 
 
 def work(graph: bool = False) -> None:

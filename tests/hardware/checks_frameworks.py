@@ -1,0 +1,83 @@
+"""Check that frameworks stop at the memory limit and go on, and that NCCL works in a share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from tests.hardware import processes
+from tests.hardware.checks_memory import limit_of
+from tests.hardware.session import Result, Session, size, verdict
+
+# Bytes of its limit that a framework may leave unused: it requests 32 MiB at last, rounds up, loads more code
+SLACK = 128 << 20
+
+
+def judge(seen: dict[str, Any], goes_on: bool, limit: int, device_bytes: int) -> Result:
+    """Return whether a framework got its limit, no more and no less, and went on."""
+    wrong = []
+    if seen["total_bytes"] > limit:
+        wrong.append(f"it sees {size(seen['total_bytes'])}, not the limit of {size(limit)}")
+    if not seen["refused"] or seen["got_bytes"] > limit:
+        wrong.append(f"got {size(seen['got_bytes'])} of a limit of {size(limit)}")
+    if device_bytes > limit:
+        wrong.append(f"the device counts {size(device_bytes)}, {size(device_bytes - limit)} over the limit")
+    if seen["got_bytes"] < seen["free_bytes"] - SLACK:
+        wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
+    if not goes_on:
+        wrong.append("it did not continue after it was refused")
+    charged = seen["total_bytes"] - seen["free_bytes"]
+    note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(device_bytes)}, then refused; "
+    note += f"before, {size(seen['used_bytes'])} were used and {size(charged)} charged"
+    values = {**seen, "limit_bytes": limit, "device_bytes": device_bytes, "goes_on": goes_on}
+    return verdict(wrong, note, values)
+
+
+def limit(session: Session, name: str) -> Result:
+    """Fill a share with one framework."""
+    most = limit_of(session)
+    before = session.idle_bytes()
+    with (
+        session.place(most) as place,
+        processes.Tenant("framework", session.deadline, place, name=name, most_bytes=most + most // 4) as tenant,
+    ):
+        seen = tenant.receive()
+        seen["used_bytes"] = session.used_bytes() - before
+        tenant.go()
+        seen.update(tenant.receive())
+        taken = session.used_bytes() - before
+        tenant.go()
+        return judge(seen, tenant.receive()["goes_on"], most, taken)
+
+
+def all_reduce(session: Session, ranks: int, worlds: int, name: str) -> list[dict[str, Any]]:
+    """Run NCCL in two processes of one share: as two ranks, or each as the only rank of its own world."""
+    with session.place(limit_of(session)) as place, contextlib.ExitStack() as stack:
+        tenants = [
+            stack.enter_context(
+                processes.Tenant(
+                    "nccl",
+                    session.deadline,
+                    place,
+                    file=str(session.work / f"{name}-{world}"),
+                    rank=rank,
+                    ranks=ranks,
+                )
+            )
+            for world in range(worlds)
+            for rank in range(ranks)
+        ]
+        return [tenant.receive() for tenant in tenants]
+
+
+def nccl(session: Session) -> Result:
+    """Sum over two processes on this GPU; where NCCL refuses that, let each sum alone."""
+    together = all_reduce(session, ranks=2, worlds=1, name="two-ranks")
+    values: dict[str, Any] = {"two_ranks": together}
+    if all(one["sum"] == one["right"] for one in together):
+        return Result("held", "two ranks on one GPU summed a tensor", values)
+    error = next(one["error"] or f"the sum is {one['sum']}" for one in together if one["sum"] != one["right"])
+    values["alone"] = alone = all_reduce(session, ranks=1, worlds=2, name="one-rank")
+    wrong = [f"a rank of its own: {one['error'] or one['sum']}" for one in alone if one["sum"] != one["right"]]
+    note = f"two ranks on one GPU: {error.splitlines()[0][:120]}; two processes with a rank each work"
+    return verdict(wrong, note, values)
