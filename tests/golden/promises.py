@@ -35,6 +35,8 @@ def _words() -> Iterator[str]:
             yield f"variable {value}"
     for variable, annotation in names.ANNOTATIONS.items():
         yield f"annotation {annotation} is {variable}"
+    for annotation in names.MEMORY_ENDS:
+        yield f"annotation {annotation}"
     yield f"annotation {names.APPLIED_ANNOTATION}"
     for row in table.ROWS:
         for kind, words in (("variable", row.variables), ("annotation", row.annotations)):

@@ -154,6 +154,7 @@ def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool
     if variable == constants.ENV_COMPUTE:
         return any(a > b for a, b in pairs)
     sizes = [(device.memory_bytes, device.granularity_bytes) for device in usable_devices(node.inventory)]
+    pairs += [(a.ceiling or a, b.ceiling or b) for a, b in pairs]
     return any(bytes_of(a, *size) > bytes_of(b, *size) for a, b in pairs for size in sizes)
 
 

@@ -163,7 +163,7 @@ def _combined(
 def _limits(request: Request) -> list[tuple[str, str]]:
     """Return the sources that set limits. A limit requests a device even if none is named."""
     keys = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
-    suffixes = tuple(constants.ANNOTATIONS[key] for key in keys)
+    suffixes = (*(constants.ANNOTATIONS[key] for key in keys), *constants.MEMORY_ENDS)
     return [pair for pair in request.sources if pair[0] in keys or pair[0].endswith(suffixes)]
 
 
@@ -283,6 +283,10 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     _check_backends(request, rules)
     if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
+    if any(amount.ceiling for _, amount in request.memory):
+        from . import lending
+
+        request = request._replace(ignored=(*request.ignored, *lending.notes(request)))
     return _with_driver_env(request, bundle, node)
 
 

@@ -63,8 +63,9 @@ def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
     if any(name == constants.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which no variable enlarges
         found[MEMORY] = constants.ENV_ALLOCATED_GPU
     for field, variable in _FIELDS.items():
-        suffix = constants.ANNOTATIONS[variable]
-        name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
+        suffixes = (constants.ANNOTATIONS[variable], *(constants.MEMORY_ENDS if field == MEMORY else ()))
+        sources = (name for name, _ in mine.sources) if mine else ()
+        name = next((name for name in sources if name == variable or name.endswith(suffixes)), "")
         if name and not (field == DEVICES and mine is not None and mine.selection == gpushare_env.UNNAMED):
             found[field] = name
     if MEMORY in found:  # its limit is not parsed

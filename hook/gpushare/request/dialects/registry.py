@@ -213,9 +213,11 @@ ROWS = (
         "gpushare",
         (Key("GPUSHARE_...", EVERYTHING),),
         (Key("gpushare.io/...", EVERYTHING), Key("<container>.gpushare.io/...", EVERYTHING)),
-        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`",
+        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`; request and limit `4Gi..12Gi`, `0=4Gi..8Gi,1=2Gi`",
         compute="`30%`, `0=30%,1=50%`",
-        trap="A GPUSHARE_* name overrides the other dialects, each for its own setting.",
+        trap="A GPUSHARE_* name overrides the other dialects, each for its own setting. The annotations "
+        "`gpushare.io/memory-request` and `gpushare.io/memory-limit` are the two ends of `GPUSHARE_MEMORY`; one alone "
+        "is both. This version lends no memory, so it grants the request as the limit.",
     ),
     Row(
         "injected",
