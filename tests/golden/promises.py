@@ -39,7 +39,8 @@ def _words() -> Iterator[str]:
         yield f"annotation {annotation}"
     yield f"annotation {names.APPLIED_ANNOTATION}"
     for row in table.ROWS:
-        for kind, words in (("variable", row.variables), ("annotation", row.annotations)):
+        scoped = [key._replace(name=f"{table.SCOPE}<container>.{key.name}") for key in row.scoped]
+        for kind, words in (("variable", row.variables), ("annotation", row.annotations), ("annotation", scoped)):
             for word in words:
                 yield f"{kind} {word.name}{'_<' + word.number + '>' if word.number else ''} of {row.name}: {word.about}"
 

@@ -65,6 +65,26 @@ GIVEN = {
         3000 * MIB,
         'NVIDIA_VISIBLE_DEVICES="0": scheduling.koordinator.sh/device-allocated names the devices',
     ),
+    "nvidia-memory": Given(  # a limit alone
+        {"NVIDIA_VISIBLE_DEVICES": default_uuid(1), "NVIDIA_GPU_MEMORY_LIMIT": "3000"},
+        {},
+        "nvidia+nvidia-memory",
+        1,
+        3000 * MIB,
+    ),
+    "fractiond": Given(
+        {
+            "NVIDIA_VISIBLE_DEVICES": default_uuid(1),
+            "NVIDIA_GPU_MEMORY_REQUEST": "3000",
+            "NVIDIA_GPU_MEMORY_LIMIT": "8192",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=8192M",
+        },
+        {},
+        "nvidia+nvidia-memory+mps",
+        1,
+        3000 * MIB,
+        "memory 3000Mi..8Gi: this version lends no memory, so the limit is the request (3000Mi, not 8Gi)",
+    ),
 }
 
 

@@ -63,7 +63,7 @@ def mentions(bundle: Bundle) -> bool:
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(constants.ANNOTATION_PREFIX in key for key in bundle.annotations)
-        or not triggers.KEYS.isdisjoint(bundle.annotations)
+        or triggers.any_annotation(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
         or bool(cdi_devices.named(bundle.spec))
     )
@@ -107,11 +107,11 @@ def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected:
 def _matches(bundle: Bundle) -> tuple[Any, ...]:
     """Return the values of other schedulers by dialect."""
     found = any(name.startswith(triggers.VARIABLES) for name, _ in bundle.env)
-    if not found and triggers.KEYS.isdisjoint(bundle.annotations):
+    if not found and not triggers.any_annotation(bundle.annotations):
         return ()
     from .dialects import registry
 
-    return registry.matches(bundle.env, bundle.annotations)
+    return registry.matches(bundle.env, bundle.annotations, bundle.container_name)
 
 
 def _with_schedulers(
@@ -303,7 +303,7 @@ def _annotated(bundle: Bundle) -> bool:
     asking = (
         key for key in bundle.annotations if constants.ANNOTATION_PREFIX in key and key != constants.APPLIED_ANNOTATION
     )
-    return next(asking, "") != "" or not triggers.KEYS.isdisjoint(bundle.annotations)
+    return next(asking, "") != "" or triggers.any_annotation(bundle.annotations)
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 
 from ..core import constants
 from ..core.model import Bundle, Node, Policy, Request
+from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
 from . import policy
 from .dialects import Env, cdi_devices, gpushare_env, nvidia, registry
@@ -84,11 +85,11 @@ def _disabled(dialect: str, rules: Policy) -> str:
 def _unaccepted(item: Value, bundle: Bundle, node: Node) -> str:
     """Return the configuration key that refuses a value; "" if it is accepted."""
     rules = node.config.policy
-    if item.name not in registry.KEYS:
+    if not registry.is_annotation(item.name):
         return "" if policy.accepted(rules.accept_env, bundle) else "policy.accept.env"
     if not policy.accepted(rules.accept_annotations, bundle):
         return "policy.accept.annotations"
-    return "policy.annotations" if rules.annotations == "scoped" else ""
+    return "policy.annotations" if rules.annotations == "scoped" and not registry.is_scoped(item.name) else ""
 
 
 def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, str], node: Node) -> bool:
@@ -128,6 +129,13 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
                 ignored.append(line(item, f"container {shown(bundle.container_name)} names no device"))
             elif key:
                 refused.append((item, row.name, key))
+            elif registry.is_scoped(item.name) and not bundle.container_name:
+                raise wrong(
+                    item.name,
+                    item.value,
+                    "the engine does not name this container",
+                    f"set {constants.ENV_MEMORY}, or leave the annotation out",
+                )
             else:
                 left.append(item)
         if any(item.key.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for item in left):

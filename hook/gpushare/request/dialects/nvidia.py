@@ -7,6 +7,7 @@
     imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels, requested in the same way
     device_source(env, spec)                        -> (name, value)       that names devices; the value may be empty
     selection(env, spec, inventory)         -> Selection | None    the devices only
+    unqualified(value)                      -> str                 devices without the vendor and class of CDI
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
@@ -95,10 +96,10 @@ def device_source(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
 def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
     """Return the devices; None if none are named."""
     name, value = device_source(env, spec)
-    return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
+    return parse_devices(name, unqualified(value), inventory, any_allowed=False)
 
 
-def _unqualified(value: str) -> str:
+def unqualified(value: str) -> str:
     """Replace CDI names of GPUs by their last part, an index or a uuid. Forms: nvidia.com/gpu=0; with the vendor of a
     device plugin k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount cdi/nvidia.com/gpu/0. nvidia-ctk can write
     gpu0 and mig0:1 (--device-name-strategy type-index)."""
