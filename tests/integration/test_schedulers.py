@@ -125,6 +125,32 @@ def test_share_follows_the_scheduler_s_request(
     assert one.container.wait() == 0
 
 
+def test_hook_for_driver_limits_is_removed_before_driver_615(container: Callable[..., Container], node: Node) -> None:
+    """It would end the start: this driver has no memory limits."""
+
+    def edit(spec: dict[str, Any]) -> None:
+        args = ["nvidia-ctk", "hook", "apply-cuda-memory-limits", "--driver-root", "", "--gpu-id", default_uuid(0)]
+        spec["hooks"] = {"createRuntime": [{"path": "/nowhere/nvidia-ctk", "args": args}]}
+
+    env = {"NVIDIA_VISIBLE_DEVICES": default_uuid(0), "NVIDIA_GPU_MEMORY_LIMIT": "4096"}
+    one = container(["true"], env=env, edit=edit, runtime=node.runtime())
+    assert one.run() == 0
+    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert granted["memory"] == str(4096 * MIB)
+    assert granted["taken_out"].strip('"') == (
+        "createRuntime hook /nowhere/nvidia-ctk apply-cuda-memory-limits "
+        "(the driver (535.261.03) has no memory limits, 615 or newer has)"
+    )
+
+
+def test_limit_above_request_is_logged(container: Callable[..., Container], node: Node, way: str) -> None:
+    one = container(["true"], env={"GPUSHARE_MEMORY": "4Gi..12Gi"}, **node.way(way))
+    assert one.run() == 0
+    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert granted["memory"] == str(4 << 30)
+    assert "memory 4Gi..12Gi: this version lends no memory, so the limit is the request" in granted["notes"]
+
+
 def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
     env = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "3000m", "GPU_PORTION": "0.5"}
     said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ set different limits"

@@ -9,9 +9,10 @@
     selection(env, spec, inventory)         -> Selection | None    the devices only
     unqualified(value)                      -> str                 devices without the vendor and class of CDI
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
+    memory_hook_gpus(hook)                  -> uuids or None       of a hook that limits memory in the driver
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
-Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
+Source: NVIDIA container toolkit documentation; names of its hooks as of 1.20. Start path.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _HOOK_PROGRAMS = frozenset(
         "nvidia-ctk",
     )
 )
+MEMORY_HOOK = "apply-cuda-memory-limits"  # its subcommand
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
 _CDI_GPU = "nvidia.com/gpu"
 DEVICE_PREFIX = "/dev/nvidia"
@@ -145,6 +147,18 @@ def is_tool_hook(hook: Any) -> bool:
     """Return whether an entry of `hooks` is one of NVIDIA's tools."""
     path = hook.get("path") if isinstance(hook, dict) else None
     return isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS
+
+
+def memory_hook_gpus(hook: Any) -> Optional[tuple[str, ...]]:
+    """Return the GPUs of a hook `nvidia-ctk hook apply-cuda-memory-limits --gpu-id UUID...`; None for any other
+    hook."""
+    args = hook.get("args") if is_tool_hook(hook) else None
+    if not isinstance(args, list) or MEMORY_HOOK not in args[1:3]:
+        return None
+    words = [word if isinstance(word, str) else "" for word in args]
+    values = [after for word, after in zip(words, words[1:]) if word == "--gpu-id"]
+    values += [word.partition("=")[2] for word in words if word.startswith("--gpu-id=")]
+    return tuple(uuid.strip() for value in values for uuid in value.split(","))
 
 
 def is_driver_mount(mount: Any) -> bool:

@@ -221,7 +221,7 @@ SCHEDULERS = (
         "beside them must be the request or the limit. Requests of other containers of the pod do not count. "
         "NVIDIA's hook `apply-cuda-memory-limits` stays in `config.json` if it sets this limit in the driver for "
         "granted devices; gpushare-runtime removes it where it would fail: before driver 615, without cgroup v2, and "
-        "for MIG devices.",
+        "for MIG devices. `gpushare limit set` does not change what this hook has set in the driver.",
     ),
     Row(
         "mps",
