@@ -28,7 +28,8 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
 * `NVIDIA_VISIBLE_DEVICES=all`, which images set, yields to a dialect that names devices. A list of other devices
   contradicts it.
 * Limits without devices request a device, as in gpushare's own dialect; limits of an MPS client do not. An annotation
-  reaches every container of a pod, so it counts for one container that names a device, and for no other.
+  reaches every container of a pod. One with `<container>` in its name counts for that container, any other for one
+  container that names a device.
 * A container does not start if a limit is malformed, has no unit, or is for a device that the container does not get.
   The message has the variable and its value.
 * Limits that include host memory need a budget on the node (`oversubscription.host_memory`,
@@ -39,10 +40,10 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
   also keep the other system's library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`,
   so that gpushare alone enforces the limits.
 * `policy.accept.env` and `policy.accept.annotations` decide whether variables and annotations are accepted. With
-  `policy.annotations: scoped`, as in the cluster profile, none of the annotations below is. If a container gets a
-  device and a limit for it is not accepted, the container does not start. `policy.dialects` selects the dialects: all
-  by default, none in the cluster profile until you add your scheduler to `policy.dialects.enabled`, since
-  gpushare's admission policy counts GPUSHARE_* names only.
+  `policy.annotations: scoped`, as in the cluster profile, only those with `<container>` in their name are. If a
+  container gets a device and a limit for it is not accepted, the container does not start. `policy.dialects` selects
+  the dialects: all by default, none in the cluster profile until you add your scheduler to `policy.dialects.enabled`,
+  since gpushare's admission policy counts GPUSHARE_* names only.
 * containerd passes on those annotations of a pod that its configuration lists; `gpushare runtime configure` adds these.
 * `gpushare explain BUNDLE` shows the dialects and values that were used, and which values were ignored and why, also
   if the container requests nothing. `--format json` has the same as `request.dialect`, `request.sources`,
@@ -70,6 +71,7 @@ ABOUT = {
 def section(row: registry.Row) -> str:
     lines = [f"## {row.name}\n", f"{row.system}.\n"]
     keys = [("variable", key) for key in row.variables] + [("annotation", key) for key in row.annotations]
+    keys += [("annotation", key._replace(name=f"{registry.SCOPE}<container>.{key.name}")) for key in row.scoped]
     if keys:
         lines += ["| name | where | about |", "|---|---|---|"]
         lines += [f"| `{key.name}`{NUMBERS[key.number]} | {where} | {ABOUT[key.about]} |" for where, key in keys]
@@ -87,6 +89,10 @@ def text() -> str:
 TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
 generates this file; a test compares it. Start path."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 # Prefixes of variables that request something
 BEGINNINGS = (
 {beginnings})
@@ -98,6 +104,13 @@ KEYS = frozenset((
 {keys}))  # fmt: skip
 KEY_BEGINNINGS = (
 {key_beginnings})
+# Prefix of annotations that name their container
+SCOPE = "{scope}"
+
+
+def any_annotation(names: Iterable[str]) -> bool:
+    """Return whether one of these is an annotation of another scheduler."""
+    return any(name in KEYS or name.startswith(SCOPE) for name in names)
 '''
 
 
@@ -109,7 +122,7 @@ def triggers() -> str:
         "key_beginnings": registry.KEY_BEGINNINGS,
     }
     rows = {key: "".join(f'    "{name}",\n' for name in names) for key, names in lists.items()}
-    return TRIGGERS.format(**rows)
+    return TRIGGERS.format(**rows, scope=registry.SCOPE)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def test_page_covers_all_systems() -> None:
         "From NVIDIA's time-slicing",
         "From HAMi",
         "From 4paradigm's device plugin",
+        "From NVIDIA's GPU memory limits",
     ]
 
 

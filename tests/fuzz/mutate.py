@@ -16,7 +16,8 @@ KEYS = (
     "major", "minor", "allow", "access", "fileMode", "cgroupsPath", "id", "pid", "bundle", "bundlePath", "status",
     "gpushare.io/memory", "gpushare.io/devices", "gpushare.io/applied", "main.gpushare.io/compute",
     "io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType", "io.kubernetes.cri.container-name",
-    "cdi.k8s.io/x",
+    "cdi.k8s.io/x", "gpushare.io/memory-request", "gpushare.io/memory-limit",
+    "nvidia.com/container.main.gpu-memory.limit",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 195, 255, 1 << 31, 1 << 63, 10**30, 1.5, float("nan"), "", "/", "..", "a\0b",
@@ -24,6 +25,7 @@ VALUES: tuple[Any, ...] = (
     "/dev/nvidiactl", "/usr/lib/libcuda.so.535", "/usr/lib", "/lib/../etc", "/var/run/nvidia-container-devices/0",
     "bind", "rshared", "/usr/bin/nvidia-ctk", "/opt/bin/gpushare-hook", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30%",
     "NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices", "GPUSHARE_APPLIED=x",
+    "NVIDIA_GPU_MEMORY_REQUEST=1024", "NVIDIA_GPU_MEMORY_LIMIT=2048", "GPUSHARE_MEMORY=1Gi..2Gi",
     "GPUSHARE_DEVICES=0", "NVIDIA_REQUIRE_CUDA=cuda>=12.0", "\u017f", "Gpu\u017fhare_Memory=1",
 )  # fmt: skip
 

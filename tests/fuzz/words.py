@@ -13,6 +13,7 @@ from gpushare.request.dialects import gpushare_env, nvidia, registry
 from tests.fuzz import mutate
 
 AMOUNTS = ("=1Gi", "=30%", "=0=4Gi,1=25%", "=3000m", "=100", "=0.5", "=true", "=all", "=0,1", "=GPU-aaaaaaaa", "=0:0")
+RANGES = ("=4Gi..12Gi", "=0=4Gi..8Gi,1=2Gi", "..")
 
 
 def words() -> list[str]:
@@ -23,9 +24,11 @@ def words() -> list[str]:
         *request.RAW_TRIGGERS,
         *mutate.KEYS,
         *AMOUNTS,
+        *RANGES,
         spec_record.NONCE_ENV,
     }
     found |= {word.name for row in registry.ROWS for word in (*row.variables, *row.annotations)}
+    found |= {f"{registry.SCOPE}main.{key.name}" for row in registry.ROWS for key in row.scoped}
     found |= {value for value in mutate.VALUES if isinstance(value, str)}
     found |= {*commandline.OWN, *commandline.GLOBAL_VALUE, *commandline.COMMAND_VALUE, *commandline.HANDLED}
     found |= {
@@ -33,6 +36,7 @@ def words() -> list[str]:
         constants.APPLIED_ANNOTATION,
         constants.ENV_CDI_PREFIX,
         *constants.ALLOCATED,
+        *constants.MEMORY_ENDS,
         nvidia.ENV_DEVICES,
         nvidia.VOLUME_ROOT,
     }

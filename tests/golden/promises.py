@@ -35,9 +35,12 @@ def _words() -> Iterator[str]:
             yield f"variable {value}"
     for variable, annotation in names.ANNOTATIONS.items():
         yield f"annotation {annotation} is {variable}"
+    for annotation in names.MEMORY_ENDS:
+        yield f"annotation {annotation}"
     yield f"annotation {names.APPLIED_ANNOTATION}"
     for row in table.ROWS:
-        for kind, words in (("variable", row.variables), ("annotation", row.annotations)):
+        scoped = [key._replace(name=f"{table.SCOPE}<container>.{key.name}") for key in row.scoped]
+        for kind, words in (("variable", row.variables), ("annotation", row.annotations), ("annotation", scoped)):
             for word in words:
                 yield f"{kind} {word.name}{'_<' + word.number + '>' if word.number else ''} of {row.name}: {word.about}"
 

@@ -107,4 +107,5 @@ def test_every_dialect_has_accepted_and_refused_cases() -> None:
 @pytest.mark.parametrize("row", registry.SCHEDULERS, ids=lambda row: row.name)
 def test_every_variable_and_annotation_has_a_case(row: registry.Row) -> None:
     given_text = "\n".join(line for case in cases(HERE / f"{row.name}.txt") for line in case.given)
-    assert [word.name for word in (*row.variables, *row.annotations) if word.name not in given_text] == []
+    words = (*row.variables, *row.annotations, *row.scoped)
+    assert [word.name for word in words if word.name not in given_text] == []

@@ -117,6 +117,20 @@ def test_pods_of_other_schedulers_get_their_shares(engine: Containerd) -> None:
         assert total_bytes(pod.run(Want(SLEEP), "train")) == 4 * GIB
 
 
+def test_pod_of_gpu_fractioning_gets_its_request(engine: Containerd) -> None:
+    """KAI's annotations for one container each, also where fractiond writes no variables."""
+    annotations = {
+        "nvidia.com/container.train.gpu-memory.request": "4Gi",
+        "nvidia.com/container.train.gpu-memory.limit": "12Gi",
+        "nvidia.com/container.serve.gpu-memory.limit": "2Gi",
+    }
+    with engine.pod(annotations) as pod:
+        assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
+        variables = {"NVIDIA_GPU_MEMORY_REQUEST": "4096", "NVIDIA_GPU_MEMORY_LIMIT": "12288"}
+        assert total_bytes(pod.run(Want(SLEEP, variables), "train")) == 4 * GIB
+        assert total_bytes(pod.run(Want(SLEEP), "serve")) == 2 * GIB
+
+
 # Lifecycle
 
 

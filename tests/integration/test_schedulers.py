@@ -65,6 +65,26 @@ GIVEN = {
         3000 * MIB,
         'NVIDIA_VISIBLE_DEVICES="0": scheduling.koordinator.sh/device-allocated names the devices',
     ),
+    "nvidia-memory": Given(  # a limit alone
+        {"NVIDIA_VISIBLE_DEVICES": default_uuid(1), "NVIDIA_GPU_MEMORY_LIMIT": "3000"},
+        {},
+        "nvidia+nvidia-memory",
+        1,
+        3000 * MIB,
+    ),
+    "fractiond": Given(
+        {
+            "NVIDIA_VISIBLE_DEVICES": default_uuid(1),
+            "NVIDIA_GPU_MEMORY_REQUEST": "3000",
+            "NVIDIA_GPU_MEMORY_LIMIT": "8192",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=8192M",
+        },
+        {},
+        "nvidia+nvidia-memory+mps",
+        1,
+        3000 * MIB,
+        "memory 3000Mi..8Gi: this version lends no memory, so the limit is the request (3000Mi, not 8Gi)",
+    ),
 }
 
 
@@ -103,6 +123,32 @@ def test_share_follows_the_scheduler_s_request(
     one.go()
     one.expect("freed")
     assert one.container.wait() == 0
+
+
+def test_hook_for_driver_limits_is_removed_before_driver_615(container: Callable[..., Container], node: Node) -> None:
+    """It would end the start: this driver has no memory limits."""
+
+    def edit(spec: dict[str, Any]) -> None:
+        args = ["nvidia-ctk", "hook", "apply-cuda-memory-limits", "--driver-root", "", "--gpu-id", default_uuid(0)]
+        spec["hooks"] = {"createRuntime": [{"path": "/nowhere/nvidia-ctk", "args": args}]}
+
+    env = {"NVIDIA_VISIBLE_DEVICES": default_uuid(0), "NVIDIA_GPU_MEMORY_LIMIT": "4096"}
+    one = container(["true"], env=env, edit=edit, runtime=node.runtime())
+    assert one.run() == 0
+    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert granted["memory"] == str(4096 * MIB)
+    assert granted["taken_out"].strip('"') == (
+        "createRuntime hook /nowhere/nvidia-ctk apply-cuda-memory-limits "
+        "(the driver (535.261.03) has no memory limits, 615 or newer has)"
+    )
+
+
+def test_limit_above_request_is_logged(container: Callable[..., Container], node: Node, way: str) -> None:
+    one = container(["true"], env={"GPUSHARE_MEMORY": "4Gi..12Gi"}, **node.way(way))
+    assert one.run() == 0
+    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert granted["memory"] == str(4 << 30)
+    assert "memory 4Gi..12Gi: this version lends no memory, so the limit is the request" in granted["notes"]
 
 
 def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:

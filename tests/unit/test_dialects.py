@@ -318,6 +318,63 @@ def test_contradicting_variable_and_annotation_are_refused() -> None:
         read_own(("GPUSHARE_MEMORY", "4Gi"), annotations={"gpushare.io/memory": "8Gi"})
 
 
+REQUEST, LIMIT = constants.MEMORY_ENDS
+
+
+@pytest.mark.parametrize(
+    ("annotations", "text"),
+    [
+        ({REQUEST: "4Gi", LIMIT: "12Gi"}, "4Gi..12Gi"),
+        ({REQUEST: "4Gi"}, "4Gi"),
+        ({LIMIT: "12Gi"}, "12Gi"),
+        ({REQUEST: "4Gi", LIMIT: "4096Mi"}, "4Gi"),
+        ({REQUEST: "25%", LIMIT: "50%"}, "25%..50%"),
+        ({REQUEST: "0=4Gi,1=2Gi", LIMIT: "0=8Gi,1=2Gi"}, "0=4Gi..8Gi,1=2Gi"),
+        ({REQUEST: "4Gi", LIMIT: "0=8Gi,1=12Gi"}, "0=4Gi..8Gi,1=4Gi..12Gi"),
+        ({REQUEST: "4Gi", LIMIT: "12Gi", "gpushare.io/memory": "4096Mi..12Gi"}, "4Gi..12Gi"),
+    ],
+)
+def test_memory_ends_equal_a_range(annotations: dict[str, str], text: str) -> None:
+    by_ends, by_range = read_own(annotations=annotations), read_own(("GPUSHARE_MEMORY", text))
+    assert by_ends and by_range
+    assert [(slot, one[:2], one.ceiling) for slot, one in by_ends.memory] == [
+        (slot, one[:2], one.ceiling) for slot, one in by_range.memory
+    ]
+    assert by_ends.sources == tuple(pair for pair in annotations.items() if pair[0] in constants.MEMORY_ENDS)
+
+
+@pytest.mark.parametrize(
+    ("variable", "annotations", "what"),
+    [
+        ("4Gi", {LIMIT: "12Gi"}, f'GPUSHARE_MEMORY="4Gi" and annotation {LIMIT}="12Gi" contradict'),
+        ("4Gi..12Gi", {REQUEST: "4Gi"}, "contradict"),
+        ("4Gi..12Gi", {REQUEST: "4Gi", LIMIT: "8Gi"}, f'{REQUEST}="4Gi" and {LIMIT}="8Gi" contradict'),
+        ("", {REQUEST: "4Gi"}, 'GPUSHARE_MEMORY=""'),
+        (None, {REQUEST: "4Gi", "gpushare.io/memory": "8Gi"}, "contradict"),
+        (None, {REQUEST: "8Gi", LIMIT: "4Gi"}, f'{LIMIT}="4Gi": the memory limit "4Gi" is below'),
+        (None, {REQUEST: "4Gi..8Gi"}, "not an amount of memory|unknown unit"),
+        (None, {LIMIT: ""}, "not an amount of memory"),
+        (None, {REQUEST: "0=4Gi", LIMIT: "0=8Gi,1=8Gi"}, f'{REQUEST}="0=4Gi": no amount for slot 1, which {LIMIT} has'),
+        (None, {REQUEST: "4Gi", LIMIT: "50%"}, "are a size and a percentage"),
+        (None, {"gpushare.io/memory-limits": "4Gi"}, f"did you mean {LIMIT}"),
+    ],
+)
+def test_contradicting_or_bad_memory_ends_are_refused(
+    variable: Optional[str], annotations: dict[str, str], what: str
+) -> None:
+    env = () if variable is None else (("GPUSHARE_MEMORY", variable),)
+    with pytest.raises(RequestError, match=what):
+        read_own(*env, annotations=annotations)
+
+
+def test_scoped_memory_annotation_overrides_all_unscoped_ones() -> None:
+    pod = {KEY: "train", REQUEST: "1Gi", LIMIT: "2Gi", "gpushare.io/memory": "1Gi..2Gi"}
+    devices = ("GPUSHARE_DEVICES", "any")
+    assert memory(read_own(devices, annotations={**pod, "train.gpushare.io/memory": "4Gi"})) == "4Gi"
+    assert memory(read_own(devices, annotations={**pod, f"train.{LIMIT}": "8Gi"})) == "8Gi"
+    assert memory(read_own(devices, annotations=pod)) == "1Gi..2Gi"
+
+
 words = st.sampled_from(["all", "none", "void", "any", "any:2", "0", "1", UUIDS[0], "MIG-x", "0:1", "", " ", "banana"])
 texts = st.lists(words | st.text(max_size=6), max_size=4).map(",".join)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from gpushare.core import quantity
@@ -113,6 +114,18 @@ def test_amounts_by_slot_are_parsed() -> None:
         ("0=", "not an amount"),
         ("0=banana", "not an amount"),
         ("0=4Gi,", "does not begin with a slot"),
+        ("12Gi..4Gi", 'the memory limit "4Gi" is below the memory request "12Gi"'),
+        ("50%..25%", "is below the memory request"),
+        ("0=4Gi,1=8Gi..1Gi", 'in "8Gi..1Gi": the memory limit "1Gi" is below'),
+        ("4Gi..50%", '"4Gi" and "50%" are a size and a percentage'),
+        ("4Gi..", 'in "": not an amount of memory'),
+        ("..4Gi", 'in "": not an amount of memory'),
+        ("4Gi...8Gi", 'in ".8Gi": not an amount of memory'),
+        ("4Gi..8Gi..12Gi", "not an amount of memory"),
+        ("0..4Gi", "zero is not a limit"),
+        ("-1Gi..4Gi", "not an amount of memory"),
+        ("4Gi..9999999Pi", "larger than any device"),
+        ("4Gi..8Gi\0", 'unknown unit "Gi\\x00"'),
         (",".join(f"{i}=1Gi" for i in range(17)), "more than 16 slots"),
     ],
 )
@@ -120,6 +133,20 @@ def test_bad_amounts_by_slot_are_refused(text: str, what: str) -> None:
     with pytest.raises(RequestError, match="^M=") as caught:
         quantity.amounts("M", text)
     assert what in str(caught.value)
+
+
+def test_request_and_limit_are_parsed() -> None:
+    both = Amount(4 * GI, None, "4Gi..12Gi", Amount(12 * GI, None, "12Gi"))
+    assert quantity.amounts("M", "4Gi..12Gi") == quantity.amounts("M", " 4Gi .. 12Gi ") == ((None, both),)
+    assert quantity.amounts("M", "0=4Gi..12Gi,1=2Gi") == ((0, both), (1, Amount(2 * GI, None, "2Gi")))
+    assert quantity.amounts("M", "25%..50%")[0][1].ceiling == Amount(None, 50.0, "50%")
+    assert quantity.amounts("M", "4Gi..4096Mi") == ((None, Amount(4 * GI, None, "4Gi")),)
+
+
+@pytest.mark.parametrize("parse", [quantity.amount, quantity.single_amounts])
+def test_range_is_refused_where_one_amount_is_needed(parse: Any) -> None:
+    with pytest.raises(RequestError, match=r'^M="4Gi\.\.12Gi": '):
+        parse("M", "4Gi..12Gi")
 
 
 def test_percentages_round_down_to_blocks() -> None:

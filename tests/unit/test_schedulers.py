@@ -23,6 +23,7 @@ from tests.unit.test_policy import PRIVILEGED, injected, pod
 ASKING = [
     word.name for row in registry.SCHEDULERS for word in row.variables if word.name.startswith(registry.BEGINNINGS)
 ]
+SCOPED = [f"{registry.SCOPE}train.{key.name}" for row in registry.SCHEDULERS for key in row.scoped]
 NVIDIA = "NVIDIA_VISIBLE_DEVICES=1"
 
 
@@ -47,7 +48,7 @@ def test_requesting_variable_is_always_found(name: str, number: str) -> None:
     assert any(trigger.lower() in f"{name}{number}".lower() for trigger in request.RAW_TRIGGERS)
 
 
-@pytest.mark.parametrize("key", sorted(registry.KEYS))
+@pytest.mark.parametrize("key", sorted(registry.KEYS) + SCOPED)
 def test_annotation_is_always_found(key: str) -> None:
     assert request.mentions(bundle(annotations={key: "1"}))
     assert any(trigger.lower() in key.lower() for trigger in request.RAW_TRIGGERS)
@@ -249,6 +250,77 @@ def test_unaccepted_variable_names_no_device() -> None:
     assert resolve("CUDA_DEVICE_MEMORY_LIMIT=1g", annotations=annotations, rules=rules) is None
 
 
+# Memory request and limit of NVIDIA's container toolkit
+
+
+@pytest.mark.parametrize(
+    "value", ["", " ", "-1", "0", "4096.5", "4096Mi", "4Gi", "1e3", "0x10", "010", "9" * 30, "4\0"]
+)
+@pytest.mark.parametrize("name", [name for name in ASKING if name.startswith("NVIDIA_GPU_MEMORY_")])
+def test_malformed_nvidia_memory_is_refused(name: str, value: str) -> None:
+    """Beside a valid value of the other end, too: a malformed limit never means no limit."""
+    other = name.replace("LIMIT", "REQUEST") if "LIMIT" in name else name.replace("REQUEST", "LIMIT")
+    for more in ((), (f"{other}=4096",)):
+        with pytest.raises(RequestError, match=f'^{name}=|holds a NUL in "{name}"'):
+            resolve(NVIDIA, f"{name}={value}", *more)
+
+
+@pytest.mark.parametrize("value", ["", "-4Gi", "4gi", "4Gib", "1e9x", "0", "100Ki", "4Gi\0", "banana", "4Gi..8Gi"])
+def test_malformed_nvidia_memory_annotation_is_refused(value: str) -> None:
+    name = "nvidia.com/container.train.gpu-memory.limit"
+    with pytest.raises(RequestError, match=f"^{name}="):
+        resolve(NVIDIA, annotations=pod("train", **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "variable", "agrees"),
+    [
+        ("4Gi", 4096, True),
+        ("4096M", 3907, True),
+        ("4096M", 3906, True),
+        ("4096M", 4096, True),
+        ("4096M", 3908, False),
+        ("4096M", 4097, False),
+        ("4Gi", 4097, False),
+        ("4Gi", 4095, False),
+    ],
+)
+def test_nvidia_memory_variable_may_be_rounded(annotation: str, variable: int, agrees: bool) -> None:
+    env = (NVIDIA, f"NVIDIA_GPU_MEMORY_REQUEST={variable}", f"NVIDIA_GPU_MEMORY_LIMIT={variable}")
+    annotations = pod("train", **{"nvidia.com/container.train.gpu-memory.request": annotation})
+    if agrees:
+        assert asked(*env, annotations=annotations).memory[0][1].limit_bytes == variable << 20
+        return
+    with pytest.raises(RequestError, match="they contradict"):
+        resolve(*env, annotations=annotations)
+
+
+def test_nvidia_memory_request_carries_request_and_limit() -> None:
+    found = asked(NVIDIA, "NVIDIA_GPU_MEMORY_REQUEST=4096", "NVIDIA_GPU_MEMORY_LIMIT=8192")
+    ((slot, amount),) = found.memory
+    assert amount.ceiling is not None
+    assert (slot, amount.limit_bytes, amount.ceiling.limit_bytes) == (None, 4 << 30, 8 << 30)
+    assert placement.grant(found, node(), ledger())[0].memory_limit_bytes == 4 << 30
+
+
+def test_nvidia_memory_keeps_its_limit_beside_a_smaller_portion() -> None:
+    found = asked(NVIDIA, "NVIDIA_GPU_MEMORY_REQUEST=8192", "NVIDIA_GPU_MEMORY_LIMIT=12288", "GPU_PORTION=0.499")
+    ((_, amount),) = found.memory
+    assert amount.ceiling is not None and amount.limit_bytes is not None
+    assert amount.limit_bytes < 8 << 30 and amount.ceiling.limit_bytes == 12 << 30
+
+
+def test_nvidia_memory_annotation_is_for_one_container() -> None:
+    name = "nvidia.com/container.train.gpu-memory.limit"
+    for other in ("log", "train-2", "trai", "container.train"):
+        assert resolve(annotations=pod(other, **{name: "4Gi"})) is None
+    one = bundle(annotations=pod("train", **{name: "4Gi"}))
+    found = request.resolve(one, node(annotations="scoped"))
+    assert found is not None and policy.pod_wide(found, one) == ""
+    with pytest.raises(PolicyError, match="requests in annotations are not accepted"):
+        resolve(NVIDIA, annotations=pod("train", **{name: "4Gi"}), rules={"accept_annotations": "never"})
+
+
 # The smallest requested limit applies
 
 AMOUNTS = {"1g": 1 << 30, "2048m": 2 << 30, "3221225472": 3 << 30}
@@ -267,8 +339,13 @@ PORTION = st.sampled_from(["0.06", "0.07", "0.13", "0.19"]).map(
 MPS = st.sampled_from(["1G", "2G"]).map(lambda text: (f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={text}", int(text[0]) << 30))
 
 
+FRACTIONS = st.sampled_from(["REQUEST", "LIMIT", "REQUESTS", "LIMITS"]).flatmap(
+    lambda end: st.sampled_from([1, 2]).map(lambda gib: (f"NVIDIA_GPU_MEMORY_{end}={gib << 10}", gib << 30))
+)
+
+
 @given(
-    st.lists(st.one_of(HAMI, MANAGER, ALIYUN, PORTION, MPS), min_size=1, max_size=3),
+    st.lists(st.one_of(HAMI, MANAGER, ALIYUN, PORTION, MPS, FRACTIONS), min_size=1, max_size=3),
     st.lists(st.sampled_from(SWITCHES), max_size=2),
     st.booleans(),
 )
@@ -278,19 +355,26 @@ def test_limit_of_any_scheduler_applies(limits: Any, switches: list[str], own_de
         found = asked(*env, "GPUSHARE_DEVICES=1" if own_device else NVIDIA)
         (share,) = placement.grant(found, node(), ledger())
     except RequestError as error:
-        assert "set different limits" in error.message or "is given twice" in error.message
+        assert any(
+            text in error.message
+            for text in ("set different limits", "is given twice", "contradict", "below the request")
+        )
         return
     assert share.memory_limit_bytes is not None
     assert share.memory_limit_bytes <= min(size for _, size in limits)
 
 
-@given(st.sampled_from(ASKING + sorted(registry.KEYS)), st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12))
+@given(
+    st.sampled_from(ASKING + sorted(registry.KEYS) + SCOPED),
+    st.text(alphabet='0123456789.,=gGmMkKi%:{}"-_ aé', max_size=12),
+)
 def test_arbitrary_value_is_parsed_or_refused(name: str, value: str) -> None:
     """Any value is understood, ignored, or refused with name and value."""
-    env = () if name in registry.KEYS else (f"{name}={value}",)
+    env = () if registry.is_annotation(name) else (f"{name}={value}",)
     gate = ("AMP_VGPU_ENABLE=1",) if name.startswith("GPU_") else ()
+    annotations = pod("train", **{name: value}) if name in SCOPED else {name: value}
     try:
-        resolve(*env, *gate, annotations={name: value} if name in registry.KEYS else {})
+        resolve(*env, *gate, annotations=annotations if registry.is_annotation(name) else {})
     except GpushareError as error:
         assert name in error.message
         assert "\n" not in str(error)

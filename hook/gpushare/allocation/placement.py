@@ -45,8 +45,8 @@ def _devices(count: int) -> str:
 
 def _setting_of(request: Request, variable: str, otherwise: str) -> str:
     """Return `NAME="VALUE"` of the variable or annotation that requests this; `otherwise` if there is none."""
-    suffix = constants.ANNOTATIONS[variable]
-    found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffix)), None)
+    suffixes = (constants.ANNOTATIONS[variable], *(constants.MEMORY_ENDS if variable == constants.ENV_MEMORY else ()))
+    found = next((pair for pair in request.sources if pair[0] == variable or pair[0].endswith(suffixes)), None)
     return setting(*found) if found else otherwise
 
 

@@ -62,7 +62,7 @@ def explain(paths: Paths, bundle: str, way: str, cri: bool, restore: bool, outpu
         withheld = way == "runtime" and deny_devices.applies(found, config)
         if way == "hook":
             deny_devices.refuse(found, config)
-    has_scheduler_values = requested is None and registry.matches(found.env, found.annotations)
+    has_scheduler_values = requested is None and registry.matches(found.env, found.annotations, found.container_name)
     unused = request.unused(found, facts.host(paths)) if has_scheduler_values else ()
     if output == "json":
         write_json({**explain_json(requested, steps, placed, held), "withheld": withheld, "unused": list(unused)})

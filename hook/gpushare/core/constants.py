@@ -44,6 +44,8 @@ ANNOTATIONS = {
     ENV_BACKEND: "gpushare.io/backend",
     ENV_OVERSUBSCRIBE: "gpushare.io/oversubscribe",
 }
+# The two ends of ENV_MEMORY as annotations: memory request, memory limit
+MEMORY_ENDS = ("gpushare.io/memory-request", "gpushare.io/memory-limit")
 AUTO = "auto"
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
 BACKENDS = ("shim", "mps", "dmem")  # packages of allocation/backends

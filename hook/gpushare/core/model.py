@@ -140,11 +140,13 @@ class Selection(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """A memory amount as requested: either `limit_bytes` or `percent` is set."""
+    """A memory amount as requested: either `limit_bytes` or `percent` is set. This is the memory request, which is
+    granted; `ceiling` is the memory limit."""
 
     limit_bytes: Optional[int]
     percent: Optional[float]
     text: str  # as written, for messages
+    ceiling: Optional[Amount] = None  # the memory limit, if it is above the request; see request/lending.py
 
 
 class Request(NamedTuple):

@@ -1,10 +1,12 @@
-"""Parse and format amounts: `4Gi`, `1.5GiB`, `512M`, `25%`, and per slot `0=4Gi,1=8Gi`.
+"""Parse and format amounts: `4Gi`, `1.5GiB`, `512M`, `25%`, `4Gi..12Gi`, and per slot `0=4Gi,1=8Gi`.
 
     size_bytes(name, value)    -> int                                  "4Gi" -> 4294967296
     percent(name, value)       -> float                                "12.5%" -> 12.5
     whole_percent(name, value) -> int                                  "30%" -> 30
     amount(name, value)        -> Amount                               size or percentage
-    amounts(name, value)       -> ((slot or None, Amount), ...)
+    spanning(name, value, request, limit) -> Amount                    request and limit, "4Gi" and "12Gi"
+    amounts(name, value)       -> ((slot or None, Amount), ...)        also "4Gi..12Gi"
+    single_amounts(name, value) -> the same without ranges
     percents(name, value)      -> ((slot or None, int), ...)
     bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
     human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
@@ -108,6 +110,44 @@ def amount(name: str, value: str) -> Amount:
     return Amount(size_bytes(name, value), None, text)
 
 
+def spanning(name: str, value: str, request: Amount, limit: Amount) -> Amount:
+    """Return a memory request with its limit. Raise RequestError if the limit is below it."""
+    if (request.percent is None) != (limit.percent is None):
+        raise wrong(
+            name,
+            value,
+            f"{shown(request.text)} and {shown(limit.text)} are a size and a percentage",
+            "write request and limit both as sizes, or both as percentages",
+        )
+    if (request.limit_bytes or 0, request.percent or 0) > (limit.limit_bytes or 0, limit.percent or 0):
+        raise wrong(
+            name,
+            value,
+            f"the memory limit {shown(limit.text)} is below the memory request {shown(request.text)}",
+            "write request..limit, such as 4Gi..12Gi",
+        )
+    if request[:2] == limit[:2]:
+        return request
+    return request._replace(text=f"{request.text}..{limit.text}", ceiling=limit)
+
+
+def _part(name: str, value: str, text: str, parse: Callable[[str, str], T]) -> T:
+    """Parse a part of `value`. The error quotes all of it."""
+    try:
+        return parse(name, text)
+    except RequestError as error:
+        wrong_item = error.message[len(shown_name(name)) + 1 :]
+        raise RequestError(f"{setting(name, value)}: in {wrong_item}", error.hint) from None
+
+
+def _amount_or_range(name: str, value: str) -> Amount:
+    """Parse an amount, or a memory request and its limit as `4Gi..12Gi`."""
+    low, dots, high = value.partition("..")
+    if not dots:
+        return amount(name, value)
+    return spanning(name, value, _part(name, value, low, amount), _part(name, value, high, amount))
+
+
 def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tuple[Optional[int], T], ...]:
     """`0=A,1=B` as ((0, A), (1, B)); a single amount as ((None, A),)."""
     if "=" not in value:
@@ -124,16 +164,17 @@ def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tup
             raise wrong(name, value, f"{shown(item)} does not begin with a slot from 0 to {MAX_SLOTS - 1}", _SLOT_HINT)
         if int(key) in found:
             raise wrong(name, value, f"slot {int(key)} occurs twice", _SLOT_HINT)
-        try:
-            found[int(key)] = parse(name, text)
-        except RequestError as error:
-            wrong_item = error.message[len(shown_name(name)) + 1 :]
-            raise RequestError(f"{setting(name, value)}: in {wrong_item}", error.hint) from None
+        found[int(key)] = _part(name, value, text, parse)
     return tuple(sorted(found.items()))
 
 
 def amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:
-    """Parse memory amounts, for every device or for each slot."""
+    """Parse memory amounts, or requests with their limits, for every device or for each slot."""
+    return _by_slot(name, value, _amount_or_range)
+
+
+def single_amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:
+    """Parse memory amounts without ranges, for every device or for each slot."""
     return _by_slot(name, value, amount)
 
 

@@ -38,7 +38,7 @@ _PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime", 4
 _RUNC = "io.containerd.runc.v2"
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
 # Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
-ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS))
+ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS), f"{triggers.SCOPE}*")
 _MAX_FILES = 64
 
 

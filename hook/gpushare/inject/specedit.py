@@ -1,7 +1,7 @@
 """Write a plan into config.json: the second way to carry out a plan (start path).
 
     Editor(spec, leased)                          one edit: remove the work of other tools, then add the plan
-        .take_out_foreign()                       -> lines
+        .take_out_foreign(why)                    -> lines
         .narrow(root)                             remove NVIDIA's devices from rules that also cover other devices
         .deny(numbers)                            deny devices that --privileged would allow
         .put_in(plan, tree, hook_words, stderr, shim_dir) -> Spec   a new value; unknown fields are kept
@@ -57,17 +57,17 @@ class Editor:
         for stage in self.spec["hooks"]:
             oci.items(self.spec, "hooks", stage)
 
-    def take_out_foreign(self) -> list[str]:
+    def take_out_foreign(self, why: Callable[[Any], str] = lambda hook: "no limit is granted") -> list[str]:
         """Remove what other tools added for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules. Also
         remove our own hook, which would do all this again. The plan adds everything that the container was granted.
-        Return one line for each."""
+        `why` returns the reason to remove a hook for memory limits; "" if it stays. Return one line for each."""
         devices = self._take_out("linux.devices", nvidia.is_device)
         numbers = [(device.get("major"), device.get("minor")) for device in devices]  # of both types
         taken = [f"device {device['path']}" for device in devices]
         self._take_out("linux.resources.devices", lambda rule: _is_rule_for(rule, numbers))
         for stage in list(self.spec["hooks"]):
-            hooks = self._take_out(f"hooks.{stage}", lambda hook: nvidia.is_tool_hook(hook) or _is_our_hook(hook))
-            taken += [f"{stage} hook {hook['path']}" for hook in hooks]
+            hooks = self._take_out(f"hooks.{stage}", lambda hook: _is_unwanted(hook, why))
+            taken += [f"{stage} hook {hook['path']}{_detail(hook, why)}" for hook in hooks]
         mounts = self._take_out("mounts", lambda mount: nvidia.is_driver_mount(mount) or nvidia.is_node_mount(mount))
         return taken + [f"mount at {mount['destination']}" for mount in mounts]
 
@@ -199,6 +199,16 @@ def _is_rule_for(rule: Any, numbers: list[tuple[Any, Any]]) -> bool:
     if not isinstance(rule, dict) or rule.get("allow") is not True:
         return False
     return (rule.get("major"), rule.get("minor")) in numbers or rule.get("major") == constants.NVIDIA_MAJOR
+
+
+def _is_unwanted(hook: Any, why: Callable[[Any], str]) -> bool:
+    if nvidia.memory_hook_gpus(hook) is not None:
+        return bool(why(hook))
+    return nvidia.is_tool_hook(hook) or _is_our_hook(hook)
+
+
+def _detail(hook: Any, why: Callable[[Any], str]) -> str:
+    return f" {nvidia.MEMORY_HOOK} ({why(hook)})" if nvidia.memory_hook_gpus(hook) is not None else ""
 
 
 def _is_our_hook(hook: Any) -> bool:

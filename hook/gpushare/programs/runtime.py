@@ -224,9 +224,14 @@ class IntoSpec(session.Way):
         from ..inject import specedit
         from ..inject.spectree import SpecTree
 
+        def why(hook: object) -> str:
+            from ..inject import memory_hook
+
+            return memory_hook.reason(hook, start.request, lease.shares if lease else (), start.host.inventory)
+
         self._editor = specedit.Editor(start.bundle.spec, leased=lease is not None)
         self._nonce = self._editor.record.nonce
-        self.taken = self._editor.take_out_foreign()
+        self.taken = self._editor.take_out_foreign(why)
         self._editor.narrow(start.host.config.driver_root)
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
         return self._tree

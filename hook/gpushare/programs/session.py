@@ -189,6 +189,7 @@ def preview(start: Start, way: Way) -> Preview:
 def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed) -> None:
     """Log what the container got, and everything that differs from its request."""
     from ..inject import plan
+    from ..request import lending
 
     lease, steps = placed
     shares = lease.shares if lease else ()
@@ -201,7 +202,7 @@ def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed)
         request,
         way.name,
         *audit_log.details("clamped", clamped),
-        *audit_log.details("notes", said),
+        *audit_log.details("notes", (*lending.notes(request), *said)),
         *audit_log.details("taken_out", way.taken),
     )
 

@@ -120,7 +120,7 @@ def _refuse_refused(collected: SchedulerRequests, request: Request) -> None:
     for item, dialect, key in collected.refused:
         field = item.key.about
         if field in (MEMORY, COMPUTE) or (field == EVERYTHING and not {MEMORY, COMPUTE} <= collected.taken):
-            where = "annotations" if item.name in registry.KEYS else "env"
+            where = "annotations" if registry.is_annotation(item.name) else "env"
             raise PolicyError(
                 f"{setting(item.name, item.value)}: requests in {where} are not accepted on this node ({key}), "
                 f"and {shown_name(request.sources[0][0]) if request.sources else 'another variable'} requests a device",
@@ -154,6 +154,7 @@ def is_larger(variable: str, mine: Request, theirs: Request, node: Node) -> bool
     if variable == constants.ENV_COMPUTE:
         return any(a > b for a, b in pairs)
     sizes = [(device.memory_bytes, device.granularity_bytes) for device in usable_devices(node.inventory)]
+    pairs += [(a.ceiling or a, b.ceiling or b) for a, b in pairs]
     return any(bytes_of(a, *size) > bytes_of(b, *size) for a, b in pairs for size in sizes)
 
 

@@ -48,8 +48,8 @@ def _bytes(limit: Limit, device: Device) -> int:
 
 def _same(one: Limit, other: Limit, places: Sequence[Device]) -> bool:
     """Return whether two limits are equal on every device that may be chosen."""
-    if one.part is None and other.part is None:
-        return one.size == other.size
+    if one.part is None and other.part is None:  # one value beside a request and its limit may be either
+        return one.size in (other.size, other.ceiling) or other.size in (one.size, one.ceiling)
     if one.part is not None and other.part is not None:
         return one.part[0] * other.part[1] == other.part[0] * one.part[1]
     known = [device for device in places if device.memory_bytes]  # the admission check reports a device of unknown size
@@ -58,9 +58,13 @@ def _same(one: Limit, other: Limit, places: Sequence[Device]) -> bool:
 
 def _smaller(one: Limit, other: Limit, places: Sequence[Device]) -> Limit:
     known = [device for device in places if device.memory_bytes]
-    if not known or (one.part is None and other.part is None):
-        return other if one.part is None and other.part is not None else one
-    return min(one, other, key=lambda limit: max(_bytes(limit, device) for device in known))
+    if one.part is None and other.part is None:
+        found = min(one, other, key=lambda limit: limit.size or 0)
+    elif not known:
+        found = other if one.part is None and other.part is not None else one
+    else:
+        found = min(one, other, key=lambda limit: max(_bytes(limit, device) for device in known))
+    return found._replace(ceiling=one.ceiling or other.ceiling)
 
 
 def _of(dialect_limits: DialectLimits, slot: int, device: Optional[Device]) -> list[Limit]:
@@ -116,6 +120,14 @@ def _one(
 
 
 def _memory(limit: Optional[Limit], device: Optional[Device]) -> Amount:
+    found = _request(limit, device)
+    if limit is None or limit.ceiling is None:
+        return found
+    ceiling = Amount(limit.ceiling, None, _text(limit.ceiling))
+    return found._replace(text=f"{found.text}..{ceiling.text}", ceiling=ceiling)
+
+
+def _request(limit: Optional[Limit], device: Optional[Device]) -> Amount:
     if limit is None:
         return Amount(None, 100.0, "100%")
     if limit.part is not None and device is not None and device.memory_bytes:

@@ -77,7 +77,7 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
     for field, (variable, least) in _MORE.items():
         said = [(name, value) for name, value in request.sources if name == variable]
         key = constants.ANNOTATIONS[variable]
-        annotated = any(name.endswith(key) or name in triggers.KEYS for name, _ in request.sources)
+        annotated = any(name.endswith(key) or triggers.any_annotation((name,)) for name, _ in request.sources)
         if getattr(request, field) == least or (annotated and not said):
             continue
         fields[field] = least

@@ -63,7 +63,7 @@ def mentions(bundle: Bundle) -> bool:
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(constants.ANNOTATION_PREFIX in key for key in bundle.annotations)
-        or not triggers.KEYS.isdisjoint(bundle.annotations)
+        or triggers.any_annotation(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
         or bool(cdi_devices.named(bundle.spec))
     )
@@ -107,11 +107,11 @@ def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected:
 def _matches(bundle: Bundle) -> tuple[Any, ...]:
     """Return the values of other schedulers by dialect."""
     found = any(name.startswith(triggers.VARIABLES) for name, _ in bundle.env)
-    if not found and triggers.KEYS.isdisjoint(bundle.annotations):
+    if not found and not triggers.any_annotation(bundle.annotations):
         return ()
     from .dialects import registry
 
-    return registry.matches(bundle.env, bundle.annotations)
+    return registry.matches(bundle.env, bundle.annotations, bundle.container_name)
 
 
 def _with_schedulers(
@@ -163,7 +163,7 @@ def _combined(
 def _limits(request: Request) -> list[tuple[str, str]]:
     """Return the sources that set limits. A limit requests a device even if none is named."""
     keys = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
-    suffixes = tuple(constants.ANNOTATIONS[key] for key in keys)
+    suffixes = (*(constants.ANNOTATIONS[key] for key in keys), *constants.MEMORY_ENDS)
     return [pair for pair in request.sources if pair[0] in keys or pair[0].endswith(suffixes)]
 
 
@@ -283,6 +283,10 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     _check_backends(request, rules)
     if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
+    if any(amount.ceiling for _, amount in request.memory):
+        from . import lending
+
+        request = request._replace(ignored=(*request.ignored, *lending.notes(request)))
     return _with_driver_env(request, bundle, node)
 
 
@@ -299,7 +303,7 @@ def _annotated(bundle: Bundle) -> bool:
     asking = (
         key for key in bundle.annotations if constants.ANNOTATION_PREFIX in key and key != constants.APPLIED_ANNOTATION
     )
-    return next(asking, "") != "" or not triggers.KEYS.isdisjoint(bundle.annotations)
+    return next(asking, "") != "" or triggers.any_annotation(bundle.annotations)
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:

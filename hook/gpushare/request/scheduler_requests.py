@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 
 from ..core import constants
 from ..core.model import Bundle, Node, Policy, Request
+from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
 from . import policy
 from .dialects import Env, cdi_devices, gpushare_env, nvidia, registry
@@ -63,8 +64,9 @@ def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
     if any(name == constants.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which no variable enlarges
         found[MEMORY] = constants.ENV_ALLOCATED_GPU
     for field, variable in _FIELDS.items():
-        suffix = constants.ANNOTATIONS[variable]
-        name = next((name for name, _ in mine.sources if name == variable or name.endswith(suffix)), "") if mine else ""
+        suffixes = (constants.ANNOTATIONS[variable], *(constants.MEMORY_ENDS if field == MEMORY else ()))
+        sources = (name for name, _ in mine.sources) if mine else ()
+        name = next((name for name in sources if name == variable or name.endswith(suffixes)), "")
         if name and not (field == DEVICES and mine is not None and mine.selection == gpushare_env.UNNAMED):
             found[field] = name
     if MEMORY in found:  # its limit is not parsed
@@ -83,11 +85,11 @@ def _disabled(dialect: str, rules: Policy) -> str:
 def _unaccepted(item: Value, bundle: Bundle, node: Node) -> str:
     """Return the configuration key that refuses a value; "" if it is accepted."""
     rules = node.config.policy
-    if item.name not in registry.KEYS:
+    if not registry.is_annotation(item.name):
         return "" if policy.accepted(rules.accept_env, bundle) else "policy.accept.env"
     if not policy.accepted(rules.accept_annotations, bundle):
         return "policy.accept.annotations"
-    return "policy.annotations" if rules.annotations == "scoped" else ""
+    return "policy.annotations" if rules.annotations == "scoped" and not registry.is_scoped(item.name) else ""
 
 
 def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, str], node: Node) -> bool:
@@ -127,6 +129,13 @@ def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle,
                 ignored.append(line(item, f"container {shown(bundle.container_name)} names no device"))
             elif key:
                 refused.append((item, row.name, key))
+            elif registry.is_scoped(item.name) and not bundle.container_name:
+                raise wrong(
+                    item.name,
+                    item.value,
+                    "the engine does not name this container",
+                    f"set {constants.ENV_MEMORY}, or leave the annotation out",
+                )
             else:
                 left.append(item)
         if any(item.key.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for item in left):

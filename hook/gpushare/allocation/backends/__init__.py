@@ -8,6 +8,7 @@
     ops(shares, node, folder)          -> ops     operations that they add to the plan
     change(before, after, folder)                 change the limits of a running container
     for_programs(request, node)        -> Node    for `gpushare run`
+    limits_cgroup(share)               -> bool    whether a backend limits memory of the container's cgroup
 
 Each limit has a choice of its own: different backends may enforce memory and compute of one share. A request names
 backends ("mps", "dmem,mps"), each of which enforces the limits that it can, and the shim the rest; a named backend that
@@ -166,6 +167,10 @@ def for_programs(request: Request, node: Node) -> Node:
                 f"backend {shown(name)} is for containers: a program has no cgroup of its own", "use shim"
             )
     return node._replace(config=node.config._replace(policy=rules._replace(allowed_backends=left)))
+
+
+def limits_cgroup(share: Share) -> bool:
+    return BACKENDS[share.memory_backend].in_cgroup
 
 
 def in_limits(shares: tuple[Share, ...], state_dir: str, uid: int) -> tuple[int, int, int]:

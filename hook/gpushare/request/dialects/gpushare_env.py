@@ -129,7 +129,7 @@ def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
     """Return annotations for one container of a pod if the engine does not name this container."""
     if oci.container_name(annotations):
         return []
-    suffixes = tuple("." + key for key in constants.ANNOTATIONS.values())
+    suffixes = tuple("." + key for key in (*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))
     return [pair for pair in annotations.items() if pair[0].endswith(suffixes)]
 
 
@@ -144,15 +144,15 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
         meant = _meant(name, ROWS)
         if meant:
             raise wrong(name, value, "unknown name", f"did you mean {meant}?")
-    known_keys = {*constants.ANNOTATIONS.values(), constants.APPLIED_ANNOTATION}
+    known_keys = {*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS, constants.APPLIED_ANNOTATION}
     for key, value in annotations.items():
         scope, prefix, rest = key.rpartition(constants.ANNOTATION_PREFIX)
         if prefix and scope in ("", f"{container}.") and prefix + rest not in known_keys:
-            meant = _meant(prefix + rest, constants.ANNOTATIONS.values())
+            meant = _meant(prefix + rest, (*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))
             hint = (
                 f"did you mean {shown_name(scope + meant)}?"
                 if meant
-                else f"use {', '.join(constants.ANNOTATIONS.values())}"
+                else f"use {', '.join((*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))}"
             )
             raise wrong(key, value, "unknown annotation", hint)
 
@@ -177,6 +177,17 @@ def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
     return found
 
 
+_OF_MEMORY = (constants.ANNOTATIONS[constants.ENV_MEMORY], *constants.MEMORY_ENDS)
+
+
+def _key_for(key: str, annotations: dict[str, str], container: str, unscoped: bool) -> str:
+    """Return the annotation that counts for this container. If one of the three for memory is scoped, all are."""
+    together = _OF_MEMORY if key in _OF_MEMORY else (key,)
+    if container and any(f"{container}.{one}" in annotations for one in together):
+        return f"{container}.{key}"
+    return key if unscoped else ""
+
+
 def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
     """Return every GPUSHARE_* variable that is set, and every gpushare.io/ annotation for this container."""
     found: dict[str, Found] = {}
@@ -189,8 +200,7 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
         value = one_value(variable, [value for name, value in env if name == variable])
         cdi = _from_cdi(env, value) if variable == constants.ENV_DEVICES else None
         source, value = (variable, value) if cdi is None else cdi
-        scoped_key = f"{container}.{key}"
-        chosen = scoped_key if container and scoped_key in annotations else key if unscoped else ""
+        chosen = _key_for(key, annotations, container, unscoped)
         said = annotations.get(chosen)
         if variable in allocated:
             for name, text in ((source, value), (chosen, said)):
@@ -208,6 +218,13 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
             found[variable] = Found(source, value)
         elif said is not None:
             found[variable] = Found(chosen, said)
+    for key in constants.MEMORY_ENDS:
+        chosen = _key_for(key, annotations, container, unscoped)
+        said = annotations.get(chosen)
+        if allocated and constants.ENV_MEMORY not in allocated:
+            kubelets.refuse_amount(chosen, said)
+        if said is not None:
+            found[key] = Found(chosen, said)
     return found
 
 
@@ -230,7 +247,15 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
             ]
     if not found:
         return None
-    fields = {ROWS[variable][0]: ROWS[variable][1](*item, inventory) for variable, item in found.items()}
+    low, high = (found.get(key) for key in constants.MEMORY_ENDS)
+    whole = found.pop(constants.ENV_MEMORY, None) if low or high else None  # the same, and the ends are the source
+    fields = {
+        ROWS[variable][0]: ROWS[variable][1](*item, inventory) for variable, item in found.items() if variable in ROWS
+    }
+    if low or high:
+        from . import memory_ends
+
+        fields["memory"] = memory_ends.read(low, high, whole)
     fields.setdefault("selection", UNNAMED)
     return Request(
         dialect="own",

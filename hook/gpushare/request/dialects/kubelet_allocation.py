@@ -51,7 +51,7 @@ def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> N
         same = text.strip() in (*_ANY, given)
     else:
         mine, theirs = amounts(name, text), amounts(variable, given)
-        same = [(slot, one[:2]) for slot, one in mine] == [(slot, one[:2]) for slot, one in theirs]
+        same = [(slot, one[:2], one.ceiling) for slot, one in mine] == [(slot, one[:2], None) for slot, one in theirs]
     if not same:
         raise RequestError(
             f"{setting(name, text)}, and kubelet gave {shown(given)}: they contradict", f"leave out {name}"

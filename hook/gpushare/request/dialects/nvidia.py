@@ -7,10 +7,12 @@
     imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels, requested in the same way
     device_source(env, spec)                        -> (name, value)       that names devices; the value may be empty
     selection(env, spec, inventory)         -> Selection | None    the devices only
+    unqualified(value)                      -> str                 devices without the vendor and class of CDI
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
+    memory_hook_gpus(hook)                  -> uuids or None       of a hook that limits memory in the driver
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
-Source: NVIDIA container toolkit documentation; names of its hooks as of 1.17. Start path.
+Source: NVIDIA container toolkit documentation; names of its hooks as of 1.20. Start path.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ _HOOK_PROGRAMS = frozenset(
         "nvidia-ctk",
     )
 )
+MEMORY_HOOK = "apply-cuda-memory-limits"  # its subcommand
 _DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libcudadebugger.so", "libnvidia-ptxjitcompiler.so")
 _CDI_GPU = "nvidia.com/gpu"
 DEVICE_PREFIX = "/dev/nvidia"
@@ -95,10 +98,10 @@ def device_source(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
 def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
     """Return the devices; None if none are named."""
     name, value = device_source(env, spec)
-    return parse_devices(name, _unqualified(value), inventory, any_allowed=False)
+    return parse_devices(name, unqualified(value), inventory, any_allowed=False)
 
 
-def _unqualified(value: str) -> str:
+def unqualified(value: str) -> str:
     """Replace CDI names of GPUs by their last part, an index or a uuid. Forms: nvidia.com/gpu=0; with the vendor of a
     device plugin k8s.device-plugin.nvidia.com/gpu=GPU-<uuid>; in a mount cdi/nvidia.com/gpu/0. nvidia-ctk can write
     gpu0 and mig0:1 (--device-name-strategy type-index)."""
@@ -144,6 +147,18 @@ def is_tool_hook(hook: Any) -> bool:
     """Return whether an entry of `hooks` is one of NVIDIA's tools."""
     path = hook.get("path") if isinstance(hook, dict) else None
     return isinstance(path, str) and path.rpartition("/")[2].partition(".")[0] in _HOOK_PROGRAMS
+
+
+def memory_hook_gpus(hook: Any) -> Optional[tuple[str, ...]]:
+    """Return the GPUs of a hook `nvidia-ctk hook apply-cuda-memory-limits --gpu-id UUID...`; None for any other
+    hook."""
+    args = hook.get("args") if is_tool_hook(hook) else None
+    if not isinstance(args, list) or MEMORY_HOOK not in args[1:3]:
+        return None
+    words = [word if isinstance(word, str) else "" for word in args]
+    values = [after for word, after in zip(words, words[1:]) if word == "--gpu-id"]
+    values += [word.partition("=")[2] for word in words if word.startswith("--gpu-id=")]
+    return tuple(uuid.strip() for value in values for uuid in value.split(","))
 
 
 def is_driver_mount(mount: Any) -> bool:

@@ -1,7 +1,7 @@
 """The parsed values of another scheduler, before the devices of the container are known.
 
     Limit, Beyond, ParsedRequest                plain data
-    memory, number, fraction, percent, flag     parse values of these systems; RequestError quotes name and value
+    memory, quantity, number, fraction, percent, flag    parse values of these systems; RequestError quotes both
     once(values)                                -> each name once; contradicting duplicates are refused
 
 Loaded only if a variable of another scheduler occurs.
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Optional, Union
 
 from ...core.model import Selection
-from ...core.quantity import MAX_BYTES, wrong
+from ...core.quantity import MAX_BYTES, UNITS, wrong
 from . import one_value
 from .registry import Value
 
@@ -25,13 +25,15 @@ _MAX_DIGITS = 20
 
 class Limit(NamedTuple):
     """A limit on some devices. `device`: a slot, the uuid of a GPU, or None for every device. `size` is bytes of
-    memory or percent of compute; `part` a fraction of the device as two integers. Neither: no limit."""
+    memory or percent of compute; `part` a fraction of the device as two integers. Neither: no limit. `ceiling`: the
+    memory limit in bytes, where these are the memory request and the limit is larger."""
 
     source: Value
     device: Union[None, int, str] = None
     size: Optional[int] = None
     part: Optional[tuple[int, int]] = None
     beside: tuple[Value, ...] = ()  # other values that it depends on
+    ceiling: Optional[int] = None
 
     @property
     def is_none(self) -> bool:
@@ -107,6 +109,13 @@ def memory(item: Value, units: dict[str, int], decimals: bool = False, hint: str
     if size > MAX_BYTES:
         raise wrong(item.name, item.value, "larger than any device", hint)
     return size
+
+
+def quantity(item: Value, hint: str) -> int:
+    """Parse a Kubernetes quantity of bytes."""
+    unit = item.value.strip().lstrip("0123456789.")
+    units = {unit.lower(): UNITS[unit]} if unit in UNITS else {}
+    return memory(item, units, decimals=True, hint=hint)
 
 
 def number(item: Value, low: int, high: int, what: str) -> int:

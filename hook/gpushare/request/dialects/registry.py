@@ -5,7 +5,8 @@
     BEGINNINGS, KEYS                prefixes of variables, and annotations, that can be a request; and
     KEY_BEGINNINGS                  prefixes of such annotations
     VARIABLES                       prefixes of all their variables
-    matches(env, annotations)       -> tuple[Match, ...]     the rows that occur in a container, with their values
+    matches(env, annotations, container) -> tuple[Match, ...]     the rows that occur, with their values
+    is_scoped(name), is_annotation(name)  whether a value is an annotation, of one container of a pod or of any kind
     reader(row)                     -> the parser: `read` of the module with the row's name
 
 A new system is a row here, a module beside this one, and `make docs`. A start loads triggers.py, which is generated
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple, Optional
 
 from . import Env
 
+# Prefix of annotations that name their container: nvidia.com/container.<container>.<name>
+SCOPE = "nvidia.com/container."
 # Subjects of a key
 MEMORY, COMPUTE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
     "memory", "compute", "devices", "priority", "beyond", "switch", "everything", "other",
@@ -36,7 +39,8 @@ class Key(NamedTuple):
 class Row(NamedTuple):
     """One dialect. `memory`, `compute`: the format of amounts. `gate`: a variable without which the others belong to
     another program. `asks` False: it only sets how much of a device that another dialect names. `container`: an
-    annotation that names the container of a pod to which the others apply."""
+    annotation that names the container of a pod to which the others apply. `scoped`: annotations below SCOPE.
+    `empty`: an empty value counts, and its parser refuses it."""
 
     name: str
     system: str
@@ -48,6 +52,8 @@ class Row(NamedTuple):
     gate: str = ""
     asks: bool = True
     container: str = ""
+    scoped: tuple[Key, ...] = ()
+    empty: bool = False
 
     @property
     def is_numbered(self) -> bool:
@@ -191,6 +197,33 @@ SCHEDULERS = (
         "`vcuda-core-limit` is not granted.",
     ),
     Row(
+        "nvidia-memory",
+        "NVIDIA container toolkit's memory limits, KAI and Run:ai with GPU fractioning (fractiond, sharingd)",
+        (
+            Key("NVIDIA_GPU_MEMORY_REQUEST", MEMORY),
+            Key("NVIDIA_GPU_MEMORY_LIMIT", MEMORY),
+            Key("NVIDIA_GPU_MEMORY_REQUESTS", MEMORY),
+            Key("NVIDIA_GPU_MEMORY_LIMITS", MEMORY),
+        ),
+        scoped=(
+            Key("gpu-memory.request", MEMORY),
+            Key("gpu-memory.limit", MEMORY),
+            Key("gpus.devices", DEVICES),
+            Key("gpu-compute.portion", COMPUTE),
+            Key("gpu-compute.mode", OTHER),
+        ),
+        empty=True,
+        memory="variables: whole MiB, for each device; annotations: a Kubernetes quantity, such as 4Gi",
+        compute="a portion of the device above 0 and up to 1, which is no limit; rounded to whole percent",
+        trap="A request alone is also the limit, and a limit alone is also the request. This version lends no memory, "
+        "so it grants the request as the limit. The variables count before the annotations, which may differ from "
+        "them by less than a MiB, or by counting MB where the variable has MiB. `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` "
+        "beside them must be the request or the limit. Requests of other containers of the pod do not count. "
+        "NVIDIA's hook `apply-cuda-memory-limits` stays in `config.json` if it sets this limit in the driver for "
+        "granted devices; gpushare-runtime removes it where it would fail: before driver 615, without cgroup v2, and "
+        "for MIG devices. `gpushare limit set` does not change what this hook has set in the driver.",
+    ),
+    Row(
         "mps",
         "NVIDIA MPS, a client's variables",
         (
@@ -213,9 +246,11 @@ ROWS = (
         "gpushare",
         (Key("GPUSHARE_...", EVERYTHING),),
         (Key("gpushare.io/...", EVERYTHING), Key("<container>.gpushare.io/...", EVERYTHING)),
-        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`",
+        memory="`4Gi`, `25%`, `0=4Gi,1=8Gi`; request and limit `4Gi..12Gi`, `0=4Gi..8Gi,1=2Gi`",
         compute="`30%`, `0=30%,1=50%`",
-        trap="A GPUSHARE_* name overrides the other dialects, each for its own setting.",
+        trap="A GPUSHARE_* name overrides the other dialects, each for its own setting. The annotations "
+        "`gpushare.io/memory-request` and `gpushare.io/memory-limit` are the two ends of `GPUSHARE_MEMORY`; one alone "
+        "is both. This version lends no memory, so it grants the request as the limit.",
     ),
     Row(
         "injected",
@@ -236,6 +271,7 @@ ROWS = (
 )
 
 _KEYS = {key.name: (row, key) for row in SCHEDULERS for key in (*row.variables, *row.annotations)}
+_SCOPED = {key.name: (row, key) for row in SCHEDULERS for key in row.scoped}
 KEYS = frozenset(key.name for row in SCHEDULERS for key in row.annotations)
 
 
@@ -252,7 +288,26 @@ def _shortest(names: tuple[str, ...]) -> tuple[str, ...]:
 
 VARIABLES = _shortest(tuple(key.name for row in SCHEDULERS for key in row.variables))
 BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(row)))
-KEY_BEGINNINGS = _shortest(tuple(sorted(KEYS)))
+KEY_BEGINNINGS = _shortest(tuple(sorted({*KEYS, SCOPE})))
+
+
+def is_scoped(name: str) -> bool:
+    return name.startswith(SCOPE)
+
+
+def is_annotation(name: str) -> bool:
+    return name in KEYS or is_scoped(name)
+
+
+def _scoped(annotations: dict[str, str], container: str) -> list[tuple[Row, Value]]:
+    """Return the annotations for this container; for any container if the engine does not name it."""
+    found = []
+    for name, value in annotations.items():
+        whose, _, rest = name[len(SCOPE) :].partition(".") if is_scoped(name) else ("", "", "")
+        if rest in _SCOPED and container in ("", whose):
+            row, key = _SCOPED[rest]
+            found.append((row, Value(key, name, value)))
+    return found
 
 
 def _value_of(name: str, value: str) -> Optional[tuple[Row, Value]]:
@@ -267,17 +322,16 @@ def _value_of(name: str, value: str) -> Optional[tuple[Row, Value]]:
     return (row, Value(key, name, value, int(digits))) if key.number else None
 
 
-def matches(env: Env, annotations: dict[str, str]) -> tuple[Match, ...]:
-    """Return the rows that occur. Empty values do not count, except in keys numbered by index: for vgpu-manager they
-    mean that a device has no limit."""
+def matches(env: Env, annotations: dict[str, str], container: str) -> tuple[Match, ...]:
+    """Return the rows that occur in this container of a pod. Empty values do not count, except in keys numbered by
+    index, where for vgpu-manager they mean that a device has no limit, and in rows with `empty`."""
     pairs = [(name, value) for name, value in env if name.startswith(VARIABLES) and name not in KEYS]
     pairs += [(key, value) for key, value in annotations.items() if key in KEYS]
-    if not pairs:
-        return ()
+    values = [pair for pair in (_value_of(*pair) for pair in pairs) if pair is not None]
     found: dict[str, list[Value]] = {}
-    for pair in map(_value_of, *zip(*pairs)):
-        if pair is not None and (pair[1].value.strip() or pair[1].key.number == "index"):
-            found.setdefault(pair[0].name, []).append(pair[1])
+    for row, value in (*values, *_scoped(annotations, container)):
+        if value.value.strip() or value.key.number == "index" or row.empty:
+            found.setdefault(row.name, []).append(value)
     rows = [Match(row, tuple(found[row.name])) for row in SCHEDULERS if row.name in found]
     return tuple(one for one in rows if not one.row.gate or any(values.name == one.row.gate for values in one.values))
 

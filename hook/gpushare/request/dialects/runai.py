@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from ...core.errors import RequestError
 from ...core.model import Inventory
-from ...core.quantity import MAX_SLOTS, UNITS, wrong
+from ...core.quantity import MAX_SLOTS, wrong
 from ...core.quoting import setting
-from .parsed_request import Limit, ParsedRequest, fraction, memory, number, percent
+from .parsed_request import Limit, ParsedRequest, fraction, memory, number, percent, quantity
 from .registry import KEYS, Value
 
 _CEILING = "RUNAI_GPU_MEMORY_LIMIT"
@@ -24,11 +24,9 @@ _CEILING = "RUNAI_GPU_MEMORY_LIMIT"
 def _quantity(one: Value) -> Limit:
     """Parse a fraction up to 1, or a Kubernetes quantity."""
     text = one.value.strip()
-    unit = text.lstrip("0123456789.")
-    if text == "1" or (not unit and "." in text):
+    if text == "1" or (not text.lstrip("0123456789.") and "." in text):
         return _part(one)
-    units = {unit.lower(): UNITS[unit]} if unit in UNITS else {}
-    return Limit(one, size=memory(one, units, decimals=True, hint="write a quantity such as 4G, or 0.5"))
+    return Limit(one, size=quantity(one, "write a quantity such as 4G, or 0.5"))
 
 
 def _part(one: Value) -> Limit:

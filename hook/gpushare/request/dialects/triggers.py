@@ -1,6 +1,10 @@
 """The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
 generates this file; a test compares it. Start path."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 # Prefixes of variables that request something
 BEGINNINGS = (
     "CUDA_DEVICE_MEMORY_LIMIT",
@@ -20,6 +24,8 @@ BEGINNINGS = (
     "GPU_PORTION",
     "RUNAI_NUM_OF_GPUS",
     "RUNAI_GPU_MEMORY_LIMIT",
+    "NVIDIA_GPU_MEMORY_REQUEST",
+    "NVIDIA_GPU_MEMORY_LIMIT",
 )
 # Prefixes of all variables
 VARIABLES = (
@@ -51,6 +57,8 @@ VARIABLES = (
     "GPU_PORTION",
     "RUNAI_NUM_OF_GPUS",
     "RUNAI_GPU_MEMORY_LIMIT",
+    "NVIDIA_GPU_MEMORY_REQUEST",
+    "NVIDIA_GPU_MEMORY_LIMIT",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_CLIENT_PRIORITY",
@@ -76,8 +84,16 @@ KEY_BEGINNINGS = (
     "gpu-memory",
     "gpu-sm-cores",
     "gpu-sm-percentage",
+    "nvidia.com/container.",
     "scheduling.koordinator.sh/device-allocated",
     "tencent.com/vcuda-core",
     "tencent.com/vcuda-device",
     "tencent.com/vcuda-memory",
 )
+# Prefix of annotations that name their container
+SCOPE = "nvidia.com/container."
+
+
+def any_annotation(names: Iterable[str]) -> bool:
+    """Return whether one of these is an annotation of another scheduler."""
+    return any(name in KEYS or name.startswith(SCOPE) for name in names)

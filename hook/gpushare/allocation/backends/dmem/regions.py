@@ -1,6 +1,7 @@
 """The kernel's dmem cgroup controller as a backend for memory (start path).
 
     unsupported(device, inventory) -> reason | None
+    no_driver_limits(inventory)    -> reason | None   whether NVML can limit memory of a cgroup
     ops(shares, inventory, folder) -> ops           one KernelLimit for each share
     enforce(pid, limits)              -> undo          write the limits of the container's cgroup and read them back
     change(folder, before, after)                   the same for a running container; needs no process
@@ -41,6 +42,7 @@ CAPACITY, MAX, MIN = "dmem.capacity", "dmem.max", "dmem.min"
 RECORD = "dmem"  # in containers/<id>
 NO_LIMIT = "max"
 _MAX_BYTES = 1 << 20
+_UNIFIED = "/sys/fs/cgroup"
 BY_NVML = 615  # the driver from which on it holds limits by itself where the kernel has no controller
 
 
@@ -102,6 +104,13 @@ def unsupported(device: Device, inventory: Inventory) -> Optional[str]:
     if not region_of(device, capacity):
         return f"the driver has no region for {device.bus_id} in {CAPACITY} (615 or newer has)"
     return None
+
+
+def no_driver_limits(inventory: Inventory) -> Optional[str]:
+    """Why the driver has no memory limits for cgroups; None: it has. NVIDIA's tools need cgroup v2 alone."""
+    if not _nvml(inventory):
+        return f"the driver ({inventory.driver_version}) has no memory limits, {BY_NVML} or newer has"
+    return None if _tree(inventory).endswith(_UNIFIED) else f"cgroup v2 is not mounted at {_UNIFIED}"
 
 
 def _nvml(inventory: Inventory) -> str:
