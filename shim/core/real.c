@@ -5,6 +5,8 @@
 #include <errno.h>
 #include <link.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "real.h"
 
@@ -85,4 +87,31 @@ bool gs_real_contains(const void *address) {
     }
     uintptr_t first = atomic_load_explicit(&start, memory_order_relaxed);
     return (uintptr_t)address >= first && (uintptr_t)address < last;
+}
+
+/* ---- functions that the driver lacks ------------------------------------------------------------
+ */
+
+/* Programs look a function up to find out whether the driver has it. So the wrapper of a function
+ * that this driver lacks must not be found: the dynamic linker skips a symbol without an address.
+ * Only the copy of the symbol in this process's memory changes. */
+static void hide(const struct gs_wrapper *wrapper) {
+    Dl_info info;
+    ElfW(Sym) *symbol = NULL;
+    if (!dladdr1(wrapper->function, &info, (void **)&symbol, RTLD_DL_SYMENT) || !symbol ||
+        strcmp(info.dli_sname, gs_symbol_name[wrapper->symbol]) != 0)
+        return;
+    uintptr_t size = (uintptr_t)sysconf(_SC_PAGESIZE), page = (uintptr_t)symbol & ~(size - 1);
+    size_t bytes = (uintptr_t)(symbol + 1) - page;
+    if (mprotect((void *)page, bytes, PROT_READ | PROT_WRITE) != 0)
+        return;
+    symbol->st_value = 0;
+    mprotect((void *)page, bytes, PROT_READ);
+}
+
+__attribute__((constructor)) static void hide_missing(void) {
+    for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
+        if (!gs_real(gs_wrapper[i].symbol) &&
+            gs_real_function[gs_wrapper[i].symbol] == GS_MISSING)
+            hide(&gs_wrapper[i]);
 }

@@ -19,6 +19,7 @@ from gpushare.state import shm_abi, usage_reader
 
 from shim import gen_symbols
 from tests.shim.real_box import RealBox, compile_c, limits
+from tests.shim.test_loader import exports
 from tests.support.host import BUILD, TREE
 from tools.nvidia_userland import Userland
 
@@ -169,9 +170,33 @@ def test_unknown_function_of_an_intercepted_name_is_not_returned(binding: str, t
     assert rows["cuGetProcAddress_v2", "cuMemAlloc", 99000] == [0, 1, ""]
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][0] == NOT_FOUND
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][2] in ("", "untouched")
-    # not a name in the shim's table: passed through, whatever it is
+    # not intercepted: passed through, whatever it is
     assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
     assert box.usage().warnings == (usage_reader.WARNINGS[0][1],)
+
+
+NEWER = {"cuLaunchHostFunc": True, "cuNewerMemcpy": True, "cuNewerMemAlloc": False, "cuNewerLaunchKernel": False}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_function_is_passed_unless_it_allocates_or_launches(name: str, tmp_path: Path) -> None:
+    driver = compile_c(tmp_path, "real_driver.c", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic")
+    box = RealBox(tmp_path / "box", {"libcuda": driver})
+    (answer,) = [row[4] for row in box.probe("proc_addresses", [name], [99000]) if row[0].endswith("2") and not row[3]]
+    assert answer == ([0, 0, "unknown"] if NEWER[name] else [0, 1, ""])
+    assert box.usage().warnings == (usage_reader.WARNINGS[3 if NEWER[name] else 0][1],)
+
+
+def test_function_that_the_driver_lacks_is_not_found(box: RealBox, userland: Userland) -> None:
+    """Programs look functions up to find out what the driver can do."""
+    lacking = sorted(
+        {row.name for row in CUDA if row.intercepted} - exports(userland.library("libcuda"))
+    )
+    assert len(lacking) > 3
+    owners = box.probe("owners", "lazy", "libcuda.so.1", [*lacking, "cuInit"])
+    assert owners == {**dict.fromkeys(lacking, ""), "cuInit": "shim:cuInit"}
+    rows = box.probe("proc_addresses", lacking, [99000])
+    assert {(row[4][2], row[5][2]) for row in rows if row[0].endswith("_v2")} == {("", "")}
 
 
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------
