@@ -12,6 +12,7 @@ from tests.shim.real_box import SONAMES, RealBox, compile_c
 from tests.support.host import TREE
 from tools.nvidia_userland import Userland
 
+pytestmark = pytest.mark.every_driver
 ROWS = gen_symbols.read()
 LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
 

@@ -14,6 +14,7 @@ from tests.support.host import BUILD, TREE
 from tools import shim_layers
 from tools.nvidia_userland import Userland
 
+pytestmark = pytest.mark.every_driver
 ROWS = gen_symbols.read()
 FILES = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
 # Without these macros the headers rename old functions to new ones, or omit the old ones.
