@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-aarch64 test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -141,6 +141,9 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codes
 check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim and the launchers
 	@$(MAKE) --no-print-directory -j$(shell nproc) shim-analyzed $(LAUNCHERS_ANALYZED)
 	@tools/lint
+
+check-headers: $(SETUP) ## compare shim/symbols.tsv with the newest CUDA headers of the package index
+	@PYTHONPATH=. $(VENV_PYTHON) -m tools.check_headers
 
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tools/lint --fix

@@ -346,14 +346,14 @@ def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
 
 
 @pytest.mark.every_driver
-def test_driver_535_lacks_the_new_protocol(host: Host, tmp_path: Path) -> None:
-    """docs/mps.md states what 535 lacks: the option, the variable and named servers. So none of it is used."""
+def test_drivers_before_615_lack_the_new_protocol(host: Host, tmp_path: Path) -> None:
+    """docs/mps.md states what they lack: the option, the variable and named servers. So none of it is used."""
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):
         done = subprocess.run(
             [host.control, "-d", *words], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
         )
-        assert (done.returncode, done.stderr) == (1, "Cannot find MPS control daemon process\n"), words
+        assert done.returncode == 1, words
     assert list(tmp_path.glob("control*")) == []
     code = host.control.read_bytes()
     assert set(re.findall(rb"\bCUDA_MPS_\w+", code)) == {
