@@ -104,7 +104,7 @@ def header(rows: tuple[Row, ...], library: str) -> str:
 
 def bases(rows: tuple[Row, ...]) -> dict[str, bool]:
     """Map each base name, sorted as strcmp sorts, to whether the function is intercepted."""
-    return {name: klass for name, klass in sorted((base_name(row.name), row.intercepted) for row in rows)}
+    return dict(sorted((base_name(row.name), row.intercepted) for row in rows))
 
 
 def is_withheld(name: str) -> bool:
@@ -181,8 +181,8 @@ def docs(rows: tuple[Row, ...]) -> str:
     lines = [
         "# What the shim intercepts",
         "",
-        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions. Every",
-        "other function of the driver is reached directly, at no cost; the shim has their names only for linkers.",
+        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions.",
+        "Every other function of the driver is reached directly, at no cost; the shim has its name only for linkers.",
         "A function that the driver lacks is not found, intercepted or not.",
         "",
         *textwrap.wrap(

@@ -1,6 +1,6 @@
 """Compare shim/symbols.tsv with the functions that CUDA headers declare: make check-headers.
 
-    check_headers.py       downloads NVIDIA's newest headers into build/newest-headers and compares; 1 if names are missing
+    check_headers.py    downloads NVIDIA's newest headers into build/newest-headers; returns 1 if names are missing
 
 `declared` is also how a test compares the table with the headers of the build.
 """
@@ -65,7 +65,7 @@ def main() -> int:
     try:
         newest = download(TREE / "build/newest-headers")
     except subprocess.CalledProcessError as error:
-        print(f"gpushare: pip could not download the headers (exit code {error.returncode}); see above", file=sys.stderr)
+        print(f"gpushare: pip could not download the headers (exit code {error.returncode})", file=sys.stderr)
         return 2
     bad = 0
     for library, (version, include) in newest.items():

@@ -89,9 +89,9 @@ static bool timestamp_of(struct gs_clock *clock, int event, uint64_t now, uint64
 
 /* An event that was recorded into a capture never completes: it is lost. */
 static bool is_pending(CUresult result) {
-    return result == CUDA_ERROR_NOT_READY ||
-           (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
-            result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD && result != CUDA_ERROR_CAPTURED_EVENT);
+    return result == CUDA_ERROR_NOT_READY || (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
+                                              result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD &&
+                                              result != CUDA_ERROR_CAPTURED_EVENT);
 }
 
 /* Lost events and those of a broken context have no timestamps: treat them as completed now. */

@@ -111,7 +111,6 @@ static void hide(const struct gs_wrapper *wrapper) {
 
 __attribute__((constructor)) static void hide_missing(void) {
     for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
-        if (!gs_real(gs_wrapper[i].symbol) &&
-            gs_real_function[gs_wrapper[i].symbol] == GS_MISSING)
+        if (!gs_real(gs_wrapper[i].symbol) && gs_real_function[gs_wrapper[i].symbol] == GS_MISSING)
             hide(&gs_wrapper[i]);
 }

@@ -26,8 +26,7 @@ def expected(library: str, in_driver: set[str]) -> dict[str, str]:
     """Map each function of the table to where a program must get it from ("" = nowhere)."""
     mine = [row for row in ROWS if row.library == library]
     return {
-        row.name: f"{'shim' if row.intercepted else 'real'}:{row.name}" if row.name in in_driver else ""
-        for row in mine
+        row.name: f"{'shim' if row.intercepted else 'real'}:{row.name}" if row.name in in_driver else "" for row in mine
     }
 
 

@@ -19,8 +19,9 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("newer")
     simulated = (BUILT / f"libcuda.so.{VERSION}").read_bytes()
     (directory / "libsimu.so.1").write_bytes(simulated.replace(b"\0libcuda.so.1\0", b"\0libsimu.so.1\0"))
-    shared = ("-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-Wl,--no-as-needed")
-    return compile_c(directory, "newer_driver.c", *shared, directory / "libsimu.so.1", f"-Wl,-rpath,{directory}")
+    shared = ("-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1")
+    rest = ("-Wl,--no-as-needed", directory / "libsimu.so.1", f"-Wl,-rpath,{directory}")
+    return compile_c(directory, "newer_driver.c", *shared, *rest)
 
 
 CAPTURE = """

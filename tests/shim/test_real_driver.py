@@ -192,9 +192,7 @@ def test_newer_function_is_passed_unless_it_allocates_or_launches(name: str, tmp
 
 def test_function_that_the_driver_lacks_is_not_found(box: RealBox, userland: Userland) -> None:
     """Programs look functions up to find out what the driver can do."""
-    lacking = sorted(
-        {row.name for row in CUDA if row.intercepted} - exports(userland.library("libcuda"))
-    )
+    lacking = sorted({row.name for row in CUDA if row.intercepted} - exports(userland.library("libcuda")))
     assert len(lacking) > 3
     owners = box.probe("owners", "lazy", "libcuda.so.1", [*lacking, "cuInit"])
     assert owners == {**dict.fromkeys(lacking, ""), "cuInit": "shim:cuInit"}
@@ -203,6 +201,7 @@ def test_function_that_the_driver_lacks_is_not_found(box: RealBox, userland: Use
 
 
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="session")
 def self_call(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -34,7 +34,8 @@ def problems(rows: Iterable[gen_symbols.Row], library: str, known: set[str]) -> 
 
 @pytest.mark.parametrize("library", FILES)
 def test_every_function_is_classified(library: str, userland: Userland) -> None:
-    in_driver, in_header = exports(userland.library(FILES[library])), check_headers.declared(library, BUILD / "include" / library)
+    in_driver = exports(userland.library(FILES[library]))
+    in_header = check_headers.declared(library, BUILD / "include" / library)
     assert len(in_driver) > 300 and len(in_header) > 300
     assert problems(ROWS, library, in_driver | in_header) == []
 
@@ -136,7 +137,9 @@ def test_invalid_table_is_refused(text: str, message: str, tmp_path: Path) -> No
         gen_symbols.read(table)
 
 
-def test_check_headers_lists_what_the_table_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_headers_lists_what_the_table_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for library, (name, _) in check_headers.HEADERS.items():
         prefix = "cu" if library == "cuda" else "nvml"
         (tmp_path / name).write_text(f"int {prefix}Init(unsigned); int {prefix}Fancy_v9(void);\n")
