@@ -101,6 +101,12 @@ GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CU
     return note_begin(real(hStream, graph, after, edges, n, mode), gs_per_thread(hStream));
 }
 
+/* Types that the first headers of CUDA 13 lack. */
+struct CUstreamCigCaptureParams_st;
+#if CUDA_VERSION < 13030
+typedef void *CUgraphRecaptureCallback;
+#endif
+
 #define GS_RECAPTURE(name, stream_of) \
     GS_EXPORT CUresult CUDAAPI name(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, \
                                     CUgraphRecaptureCallback callback, void *data) { \
@@ -112,7 +118,8 @@ GS_RECAPTURE(cuStreamBeginRecaptureToGraph_ptsz, gs_per_thread(stream))
 
 /* Into a command list of a graphics library, which runs the work: it is not limited then. */
 #define GS_CIG(begin, end, stream_of) \
-    GS_EXPORT CUresult CUDAAPI begin(CUstream stream, CUstreamCigCaptureParams *params) { \
+    GS_EXPORT CUresult CUDAAPI begin(CUstream stream, \
+                                     struct CUstreamCigCaptureParams_st *params) { \
         GS_NEED(real, begin); \
         return note_begin(real(stream, params), stream_of); \
     } \

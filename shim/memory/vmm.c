@@ -409,12 +409,11 @@ GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CU
 
 /* A logical endpoint has the same offsets on each of its devices. Its id is a small number, so the
  * highest bit tells it from handles and arrays. */
-static uint64_t endpoint_space(CUlogicalEndpointId id, CUdevice dev) {
+static uint64_t endpoint_space(cuuint32_t id, CUdevice dev) {
     return UINT64_C(1) << 63 | (uint64_t)(unsigned)dev << 32 | id;
 }
 
-GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindMem(CUlogicalEndpointId id, CUdevice dev,
-                                                    cuuint64_t offset,
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindMem(cuuint32_t id, CUdevice dev, cuuint64_t offset,
                                                     CUmemGenericAllocationHandle mem,
                                                     cuuint64_t memOffset, cuuint64_t size,
                                                     unsigned long long flags) {
@@ -423,23 +422,23 @@ GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindMem(CUlogicalEndpointId id, CUde
     return use_end(use, real(id, dev, offset, mem, memOffset, size, flags));
 }
 
-GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindAddr(CUlogicalEndpointId id, CUdevice dev,
-                                                     cuuint64_t offset, void *ptr, cuuint64_t size,
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindAddr(cuuint32_t id, CUdevice dev, cuuint64_t offset,
+                                                     void *ptr, cuuint64_t size,
                                                      unsigned long long flags) {
     GS_NEED(real, cuLogicalEndpointBindAddr);
     struct use *use = use_begin(0, (uintptr_t)ptr, endpoint_space(id, dev), offset, size);
     return use_end(use, real(id, dev, offset, ptr, size, flags));
 }
 
-GS_EXPORT CUresult CUDAAPI cuLogicalEndpointUnbind(CUlogicalEndpointId id, CUdevice dev,
-                                                   cuuint64_t offset, cuuint64_t size) {
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointUnbind(cuuint32_t id, CUdevice dev, cuuint64_t offset,
+                                                   cuuint64_t size) {
     GS_NEED(real, cuLogicalEndpointUnbind);
     struct use *list = take_range(endpoint_space(id, dev), offset, size);
     return end_range(list, real(id, dev, offset, size));
 }
 
 /* Whatever this process bound on any device is unbound. */
-GS_EXPORT CUresult CUDAAPI cuLogicalEndpointDestroy(CUlogicalEndpointId id) {
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointDestroy(cuuint32_t id) {
     GS_NEED(real, cuLogicalEndpointDestroy);
     CUresult result = real(id);
     for (CUdevice dev = 0; dev < GS_MAX_ORDINALS && result == CUDA_SUCCESS; dev++)
