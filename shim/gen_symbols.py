@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Turn shim/symbols.tsv into what the shim is built from. Standard library only.
 
-gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c, DIR/exports.map and DIR/linkable.ld
-gen_symbols.py linkable FILE   hides the names of linkable.ld in a linked library from programs that run
+gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c, DIR/exports.map and DIR/linkable.s
+gen_symbols.py linkable FILE   hides the names of linkable.s in a linked library from programs that run
 gen_symbols.py docs            prints docs/shim-symbols.md
 
 LIBRARY is `cuda` or `nvml`. The table has one row for each function that a driver exports or a header declares:
@@ -146,11 +146,13 @@ def exports(rows: tuple[Row, ...]) -> str:
 
 
 def linkable(rows: tuple[Row, ...]) -> str:
-    """A linker script that exports each passed function at address 0, so that programs can be linked with the shim.
+    """Assembler code that exports each passed function at address 0, so that programs can be linked with the shim.
 
     A linker does not take a name from a dependency of a library, so `gcc x.c -l:libcuda.so.1` needs them here.
     """
-    return "".join(f"{row.name} = 0;\n" for row in rows if not row.intercepted)
+    names = [row.name for row in rows if not row.intercepted]
+    stack = '.section .note.GNU-stack,"",%progbits\n'
+    return "".join(f".globl {name}\n.set {name}, 0\n" for name in names) + stack
 
 
 SHN_ABS, STT_FUNC_GLOBAL, SHT_DYNSYM = 0xFFF1, 0x12, 11
@@ -238,7 +240,7 @@ def main(arguments: list[str]) -> int:
     write(out / "symbols.h", header(mine, arguments[1]))
     write(out / "symbols.c", source(mine))
     write(out / "exports.map", exports(mine))
-    write(out / "linkable.ld", linkable(mine))
+    write(out / "linkable.s", linkable(mine))
     return 0
 
 
