@@ -69,12 +69,8 @@ def test_launch_function_that_the_driver_lacks_is_not_found(tmp_path: Path) -> N
         name = b"\0cuLaunchKernelEx\0"
         older.write_bytes(whole.driver.read_bytes().replace(name, name.replace(b"Ex", b"Xx")))
     with Box([GIB], driver=older, compute=[50]) as box:
-        assert run(
-            box, "print(*(hasattr(cuda, name) for name in sys.argv[1:]))", "cuLaunchKernel", "cuLaunchKernelEx"
-        ) == [
-            "True",
-            "False",
-        ]
+        found = "print(*(hasattr(cuda, name) for name in sys.argv[1:]))"
+        assert run(box, found, "cuLaunchKernel", "cuLaunchKernelEx") == ["True", "False"]
         source = tmp_path / "linked.c"
         source.write_text(LINKED)
         command = f"gcc -Wl,-z,now -o {tmp_path}/linked {source} -lcuda && {tmp_path}/linked"
