@@ -93,9 +93,6 @@ bool gs_real_contains(const void *address) {
 /* ---- functions that the driver lacks ------------------------------------------------------------
  */
 
-/* Programs look a function up to find out whether the driver has it. So the wrapper of a function
- * that this driver lacks must not be found: the dynamic linker skips a symbol without an address.
- * Only the copy of the symbol table in this process's memory changes. */
 static int compare_name(const void *name, const void *element) {
     return strcmp(name, *(const char *const *)element);
 }
@@ -106,19 +103,22 @@ static bool is_missing(const char *name) {
     return known && gs_real_function[known - gs_symbol_name] == GS_MISSING;
 }
 
-static const void *dynamic_entry(const struct link_map *map, ElfW(Sxword) tag) {
+static void *dynamic_entry(const struct link_map *map, long tag) {
     const ElfW(Dyn) *entry = map->l_ld;
     while (entry->d_tag != DT_NULL && entry->d_tag != tag)
         entry++;
-    return entry->d_tag == tag ? (const void *)entry->d_un.d_ptr : NULL;
+    return entry->d_tag == tag ? (void *)entry->d_un.d_ptr : NULL;
 }
 
+/* Programs look a function up to find out whether the driver has it. So the wrapper of a function
+ * that this driver lacks must not be found: the dynamic linker skips a symbol without an address.
+ * Only the copy of the symbol table in this process's memory changes. */
 static void hide_missing(void) {
     Dl_info info;
     struct link_map *map = NULL;
     if (!dladdr1(gs_wrapper, &info, (void **)&map, RTLD_DL_LINKMAP) || !map)
         return;
-    ElfW(Sym) *symbol = (ElfW(Sym) *)dynamic_entry(map, DT_SYMTAB);
+    ElfW(Sym) *symbol = dynamic_entry(map, DT_SYMTAB);
     const char *names = dynamic_entry(map, DT_STRTAB);
     const uint32_t *hash = dynamic_entry(map, DT_HASH);
     if (!symbol || !names || !hash)
