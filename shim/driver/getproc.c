@@ -105,13 +105,11 @@ static bool replace_by_wrapper(const char *symbol, void **function) {
     if ((known && !known->intercepted) || is_wrapper(*function))
         return true;
     if (!is_withheld(symbol)) {
-        gs_log("cuGetProcAddress: passed a function that this version of gpushare does not know",
-               symbol);
+        gs_log("cuGetProcAddress: passed, unknown to this gpushare", symbol);
         gs_warn(GS_WARN_PASSED_PROC);
         return true;
     }
-    gs_log("cuGetProcAddress: withheld a function that this version of gpushare does not know",
-           symbol);
+    gs_log("cuGetProcAddress: withheld, unknown to this gpushare", symbol);
     gs_warn(GS_WARN_UNKNOWN_PROC);
     *function = NULL;
     return false;
