@@ -26,7 +26,7 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CAPTURE = """
 start()
-begin = sys.argv[1]
+begin, first = sys.argv[1:]
 stream, spin = new_stream(), kernel("spin_us_100")
 
 def per_second():
@@ -38,7 +38,8 @@ def per_second():
     ok(cuda.cuStreamSynchronize(stream))
     return n
 
-per_second()
+if first == "marks":
+    per_second()
 ok(getattr(cuda, begin)(stream, 0, None, None, None))
 took = timed(lambda: any(launch(spin, stream) for _ in range(300)))
 graph, nodes = c_void_p(), c_size_t()
@@ -57,11 +58,12 @@ BEGINS = {
 }
 
 
+@pytest.mark.parametrize("first", ["marks", "capture"])
 @pytest.mark.parametrize("begin", BEGINS)
-def test_no_capture_limits_a_stream_for_good(begin: str, newer: Path) -> None:
+def test_no_capture_limits_a_stream_for_good(begin: str, first: str, newer: Path) -> None:
     """Launches into a capture run later. If they wait, they take 28 s; afterwards 9 launches a second are left."""
     with Box([GIB], driver=newer, compute=[30]) as box:
-        assert run(box, CAPTURE, begin, helpers=HELPERS) == [BEGINS[begin], "True", "True"]
+        assert run(box, CAPTURE, begin, first, helpers=HELPERS) == [BEGINS[begin], "True", "True"]
 
 
 ENDPOINT = """
