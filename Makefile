@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-aarch64 test-asan test-tsan test-dist fuzz check lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -120,6 +120,9 @@ test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and end
 test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compiled, under qemu-user
 	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)
 
+test-clients: root build ## cuda-bindings 13, numba-cuda and CuPy over the simulated driver; downloads 400 MB
+	@$(VENV_PYTHON) -m pytest tests/shim/check_clients.py $(PYTEST_ARGS)
+
 # They count the instructions of the shim that is shipped.
 NOT_SANITIZED := --deselect tests/shim/test_compute_cost.py::test_prepaid_launch_costs_few_instructions
 test-asan: root build shim-asan $(TEST_SETUP) ## every test of the shim over its build with AddressSanitizer and UBSan
@@ -141,6 +144,9 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codes
 check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim and the launchers
 	@$(MAKE) --no-print-directory -j$(shell nproc) shim-analyzed $(LAUNCHERS_ANALYZED)
 	@tools/lint
+
+check-headers: $(SETUP) ## compare shim/symbols.tsv with the newest CUDA headers of the package index
+	@PYTHONPATH=. $(VENV_PYTHON) -m tools.check_headers
 
 format: $(SETUP) ## rewrite Python and C files in the house format
 	@tools/lint --fix

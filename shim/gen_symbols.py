@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Turn shim/symbols.tsv into what the shim is built from. Standard library only.
 
-gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c and DIR/exports.map
+gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c, DIR/exports.map and DIR/linkable.s
+gen_symbols.py linkable FILE   hides the names of linkable.s in a linked library from programs that run
 gen_symbols.py docs            prints docs/shim-symbols.md
 
 LIBRARY is `cuda` or `nvml`. The table has one row for each function that a driver exports or a header declares:
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +26,13 @@ REAL_PATHS = {
     "cuda": "/usr/lib/gpushare/driver/libcuda-real.so.1",
     "nvml": "/usr/lib/gpushare/driver/libnvidia-ml-real.so.1",
 }
+# A function that the table lacks, as a newer driver may have, is withheld if its name contains one of these: it
+# allocates or launches. All others are passed with a warning.
+WITHHELD = (
+    *("Alloc", "Array3DCreate", "ArrayCreate", "CtxCreate", "CtxRetain", "GraphUpload", "Instantiate", "Launch"),
+    *("LibraryLoad", "MemCreate", "ModuleLoad", "PoolCreate", "ProcAddress", "cuInit"),
+)
+NOT_WITHHELD = ("Allocation", "LaunchHostFunc")  # parts that only look like it
 SONAMES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
 GENERATED = "/* Generated from shim/symbols.tsv by shim/gen_symbols.py. */\n"
 
@@ -92,9 +102,15 @@ def header(rows: tuple[Row, ...], library: str) -> str:
     return "\n".join(lines)
 
 
-def bases(rows: tuple[Row, ...]) -> list[str]:
-    """Base names of the intercepted functions, sorted as strcmp sorts."""
-    return sorted({base_name(row.name) for row in rows if row.intercepted})
+def bases(rows: tuple[Row, ...]) -> dict[str, bool]:
+    """Map each base name, sorted as strcmp sorts, to whether the function is intercepted."""
+    return dict(sorted((base_name(row.name), row.intercepted) for row in rows))
+
+
+def is_withheld(name: str) -> bool:
+    """Return whether a function that the table lacks is withheld, as shim/driver/getproc.c decides."""
+    found = (name[at:] for part in WITHHELD for at in range(len(name)) if name.startswith(part, at))
+    return any(not rest.startswith(NOT_WITHHELD) for rest in found)
 
 
 def source(rows: tuple[Row, ...]) -> str:
@@ -106,16 +122,60 @@ def source(rows: tuple[Row, ...]) -> str:
     lines += [f'extern char wrapper_of_{name}[] __asm__("{name}");' for name in ours]
     lines += ["", "const struct gs_wrapper gs_wrapper[GS_WRAPPER_COUNT] = {"]
     lines += [f"    {{GS_SYMBOL_{name}, wrapper_of_{name}}}," for name in ours]
-    lines += ["};", "", "const char *const gs_base_name[GS_BASE_COUNT] = {"]
-    lines += [f'    "{name}",' for name in bases(rows)]
+    lines += ["};", "", "const struct gs_base gs_base[GS_BASE_COUNT] = {"]
+    lines += [f'    {{"{name}", {str(intercepted).lower()}}},' for name, intercepted in bases(rows).items()]
     lines += ["};", ""]
+    for table, parts in (("gs_withheld", WITHHELD), ("gs_not_withheld", NOT_WITHHELD)):
+        lines += [f"const char *const {table}[] = {{{', '.join(map(_quoted, parts))}, NULL}};"]
+    lines += [""]
     return "\n".join(lines)
 
 
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:-1]) + f" or `{names[-1]}`"
+
+
 def exports(rows: tuple[Row, ...]) -> str:
-    """The linker's export list: the intercepted names and nothing else, without a symbol version."""
-    names = [f"        {row.name};" for row in rows if row.intercepted]
+    """The linker's export list: the names of the table and nothing else, without a symbol version."""
+    names = [f"        {row.name};" for row in rows]
     return "\n".join(["{", "    global:", *names, "    local: *;", "};", ""])
+
+
+def linkable(rows: tuple[Row, ...]) -> str:
+    """Assembler code that exports each passed function at address 0, so that programs can be linked with the shim.
+
+    A linker does not take a name from a dependency of a library, so `gcc x.c -l:libcuda.so.1` needs them here.
+    """
+    names = [row.name for row in rows if not row.intercepted]
+    stack = '.section .note.GNU-stack,"",%progbits\n'
+    return "".join(f".globl {name}\n.set {name}, 0\n" for name in names) + stack
+
+
+SHN_ABS, STT_FUNC_GLOBAL, SHT_DYNSYM = 0xFFF1, 0x12, 11
+
+
+def hide_linkable(path: Path) -> int:
+    """Give the absolute symbols of an ELF64 library at address 0 a section, and return how many there were.
+
+    The dynamic linker skips a symbol without an address that is in a section, and finds the driver's, which comes
+    later. A linker sees a defined function. It cannot make such a symbol itself.
+    """
+    data = bytearray(path.read_bytes())
+    sections_at, size, count = struct.unpack_from("<Q10xHH", data, 40)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + i * size) for i in range(count)]
+    (dynsym,) = [(section[4], section[5]) for section in sections if section[1] == SHT_DYNSYM]
+    hidden = 0
+    for at in range(dynsym[0], dynsym[0] + dynsym[1], 24):
+        name, info, other, section, value, length = struct.unpack_from("<IBBHQQ", data, at)
+        if section == SHN_ABS and value == 0:
+            struct.pack_into("<IBBHQQ", data, at, name, STT_FUNC_GLOBAL, other, 1, 0, 0)
+            hidden += 1
+    path.write_bytes(data)
+    return hidden
 
 
 def docs(rows: tuple[Row, ...]) -> str:
@@ -123,8 +183,17 @@ def docs(rows: tuple[Row, ...]) -> str:
     lines = [
         "# Intercepted functions",
         "",
-        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions and",
-        "nothing else: every other function of the driver is reached directly, at no cost.",
+        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions.",
+        "Every other function of the driver is reached directly, at no cost; the shim has its name only for linkers.",
+        "A function that the driver lacks is not found, intercepted or not.",
+        "",
+        *textwrap.wrap(
+            "A newer driver may have functions that this table lacks. `dlsym` returns them as they are. "
+            f"`cuGetProcAddress` withholds those with {_listed(WITHHELD)} in their names (but not "
+            f"{_listed(NOT_WITHHELD)}), because they allocate or launch, and passes all others. `gpushare list` "
+            "reports both.",
+            width=118,
+        ),
     ]
     titles = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
     for library, title in titles.items():
@@ -161,6 +230,8 @@ def main(arguments: list[str]) -> int:
     if arguments == ["docs"]:
         sys.stdout.write(docs(rows))
         return 0
+    if len(arguments) == 2 and arguments[0] == "linkable":
+        return 0 if hide_linkable(Path(arguments[1])) else 1
     if len(arguments) != 3 or arguments[0] != "c" or arguments[1] not in REAL_PATHS:
         print(__doc__, file=sys.stderr)
         return 64
@@ -169,6 +240,7 @@ def main(arguments: list[str]) -> int:
     write(out / "symbols.h", header(mine, arguments[1]))
     write(out / "symbols.c", source(mine))
     write(out / "exports.map", exports(mine))
+    write(out / "linkable.s", linkable(mine))
     return 0
 
 

@@ -18,7 +18,7 @@ SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml/*.c
 
 SHIM_CFLAGS := -std=gnu11 -O2 -g -fPIC -fvisibility=hidden -ftls-model=initial-exec -fno-semantic-interposition \
 	-fstack-protector-strong -Wall -Wextra -Wshadow -Werror -MMD -MP
-SHIM_LDFLAGS := -shared -Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--gc-sections -Wl,--no-as-needed
+SHIM_LDFLAGS := -shared -Wl,--hash-style=both -Wl,-Bsymbolic -Wl,-z,defs -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--gc-sections -Wl,--no-as-needed
 SHIM_LIBS := -ldl -lpthread
 # Decompresses images. Only what that needs is linked.
 ZSTD_CFLAGS := -std=gnu11 -Os -fPIC -fvisibility=hidden -ftls-model=initial-exec -ffunction-sections -fdata-sections -w \
@@ -37,14 +37,15 @@ SHIM_SOURCES_cuda := $(SHIM_CUDA_SOURCES)
 SHIM_SOURCES_nvml := $(SHIM_NVML_SOURCES)
 SHIM_INCLUDE_cuda := $(CUDA_INCLUDE)
 SHIM_INCLUDE_nvml := $(NVML_INCLUDE)
-SHIM_OTHERS_cuda := symbols.o zstd.o
-SHIM_OTHERS_nvml := symbols.o
+SHIM_OTHERS_cuda := symbols.o linkable.o zstd.o
+SHIM_OTHERS_nvml := symbols.o linkable.o
 
 # shim_library(library, directory, compiler, flags, link flags)
 define shim_library
 $(2)/$(SHIM_FILE_$(1)): $$(addprefix $(2)/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) $(2)/stub/$(1).so shim/shim.mk
 	$(3) $$(SHIM_LDFLAGS) $(5) -Wl,-soname,$$(SHIM_SONAME_$(1)) -Wl,--version-script=$(2)/gen/$(1)/exports.map \
 		-o $$@.new $$(filter %.o,$$^) $(2)/stub/$(1).so $$(SHIM_LIBS)
+	@$$(PYTHON) shim/gen_symbols.py linkable $$@.new
 	@mv $$@.new $$@
 
 # The real library under its private path: a dependency by absolute name, found without any search.
@@ -54,11 +55,15 @@ $(2)/stub/$(1).so: shim/shim.mk | $$(SETUP)
 
 $(2)/gen/$(1)/symbols.h: shim/symbols.tsv shim/gen_symbols.py | $$(SETUP)
 	$$(PYTHON) shim/gen_symbols.py c $(1) $$(@D)
-$(2)/gen/$(1)/symbols.c $(2)/gen/$(1)/exports.map: $(2)/gen/$(1)/symbols.h ;
+$(2)/gen/$(1)/symbols.c $(2)/gen/$(1)/exports.map $(2)/gen/$(1)/linkable.s: $(2)/gen/$(1)/symbols.h ;
 
 $(2)/obj/$(1)/symbols.o: $(2)/gen/$(1)/symbols.c
 	@mkdir -p $$(@D)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -c -o $$@ $$<
+
+$(2)/obj/$(1)/linkable.o: $(2)/gen/$(1)/linkable.s
+	@mkdir -p $$(@D)
+	$(3) -c -o $$@ $$<
 
 $(2)/obj/$(1)/zstd.o: build/zstd/zstd.c shim/shim.mk
 	@mkdir -p $$(@D)
@@ -100,6 +105,7 @@ build/shim-release/x86_64/$(SHIM_FILE_$(1)): build/shim/$(SHIM_FILE_$(1)) build/
 	$$(SHIM_ZIG) -target x86_64-linux-gnu.2.17 $$(SHIM_LDFLAGS) -Wl,-s -Wl,-soname,$$(SHIM_SONAME_$(1)) \
 		-Wl,--version-script=build/shim/gen/$(1)/exports.map -o $$@.new \
 		$$(addprefix build/shim/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) build/shim/stub/$(1).so $$(SHIM_LIBS)
+	@$$(PYTHON) shim/gen_symbols.py linkable $$@.new
 	@mv $$@.new $$@
 endef
 $(eval $(call shim_release,cuda))

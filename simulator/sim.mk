@@ -5,8 +5,8 @@ SIM_DIR := simulator
 SIM_VERSION := 535.261.03
 SIM_OUT := $(BUILD)/sim
 SIM_PYTHON ?= $(if $(PYTHON),$(PYTHON),python3)
-SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) \
-	-isystem $(NVML_INCLUDE) -isystem build/zstd
+SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
+	-Wno-deprecated-declarations -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) -isystem $(NVML_INCLUDE) -isystem build/zstd
 
 SIM_SHARED := device memory shared scheduler
 SIM_CUDA := $(SIM_SHARED) $(patsubst $(SIM_DIR)/cuda/%.c,cuda/%,$(wildcard $(SIM_DIR)/cuda/*.c))

@@ -60,14 +60,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     processes.reap_zombies()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of a real driver that are marked so with each branch that the distribution has."""
+    if "userland" in metafunc.fixturenames and metafunc.definition.get_closest_marker("every_driver"):
+        metafunc.parametrize("userland", list(nvidia_userland.branches()), indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def userland() -> Iterator[nvidia_userland.Userland]:
-    """A real NVIDIA user-space driver, unpacked once into build/userland. As root its NVML creates a missing control
-    node; the fixture removes that node."""
+def userland(request: pytest.FixtureRequest) -> Iterator[nvidia_userland.Userland]:
+    """A real NVIDIA user-space driver, unpacked once into build/userland-BRANCH. As root its NVML creates a missing
+    control node; the fixture removes that node."""
     control = Path("/dev/nvidiactl")
     was_there = control.exists()
+    branch = getattr(request, "param", nvidia_userland.SIMULATED)
     try:
-        yield nvidia_userland.unpack(host.BUILD / "userland")
+        yield nvidia_userland.unpack(host.BUILD / f"userland-{branch}", branch)
     except nvidia_userland.UserlandError as error:
         pytest.fail(f"this test needs a real NVIDIA user-space driver, and none can be had: {error}", pytrace=False)
     finally:

@@ -137,7 +137,7 @@ SHIM_ADVICE = {
     "driver/mps.c": "run `gpushare mps status`; start the daemon, then the program",
     "oversubscription/virtual.c": "unset GPUSHARE_OVERSUBSCRIBE on this device",
     "memory/vmm_host.c": "unset GPUSHARE_OVERSUBSCRIBE on this device",
-    "driver/getproc.c": "report the function: the program does not get it",
+    "driver/getproc.c": "update gpushare: the driver is newer; its new functions that allocate or launch are withheld",
     "nvml/init.c": "start a new container",
     "core/region.c": "start a new container: the share's files are damaged, hidden or of another version",
 }

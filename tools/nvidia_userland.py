@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Unpack the user-space part of a real NVIDIA driver (libraries, no kernel module) for the tests.
 
-    nvidia_userland.py DIR      fills DIR once and prints the driver's version
+    nvidia_userland.py DIR [BRANCH]      fills DIR once and prints the driver's version
 
-The packages come from the distribution's own non-free section. apt uses private lists and a private cache, so the
-machine's package state does not change. Updates are not used, so the driver changes only with a point release. Nothing
-is installed, and nothing in DIR may be redistributed. Standard library only.
+BRANCH is a row of DRIVERS, by default 535. The packages come from the distribution's own non-free section. apt uses
+private lists and a private cache, so the machine's package state does not change. Updates are not used, so the driver
+changes only with a point release. Nothing is installed, and nothing in DIR may be redistributed. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,21 +20,31 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-# Origin in the repository's Release file -> (sections, packages). Ubuntu names its packages after the driver's branch.
-PACKAGES = {
-    "Debian": (
-        "contrib non-free",
-        (
-            "libcuda1",
-            "libnvidia-ml1",
-            "libnvidia-nvvm4",
-            "libnvidia-ptxjitcompiler1",
-            "nvidia-cuda-mps",
-            "nvidia-persistenced",
-            "nvidia-smi",
-        ),
-    ),
-    "Ubuntu": ("restricted", ("libnvidia-compute-535", "nvidia-compute-utils-535", "nvidia-utils-535")),
+SIMULATED = "535"  # the branch whose exports the simulator has, with all packages
+
+_DEBIAN = ("libcuda1", "libnvidia-ml1", "nvidia-cuda-mps", "nvidia-smi")
+_DEBIAN_MORE = ("libnvidia-nvvm4", "libnvidia-ptxjitcompiler1", "nvidia-persistenced")
+_UBUNTU = ("libnvidia-compute-{}", "nvidia-compute-utils-{}", "nvidia-utils-{}")
+
+
+class Source(NamedTuple):
+    """Where a distribution has a branch of the driver. `suite`: "" for the release of this machine."""
+
+    suite: str
+    sections: str
+    packages: tuple[str, ...]
+
+
+# Distribution (ID in os-release) -> branch -> source. Ubuntu names its packages after the branch.
+DRIVERS = {
+    "debian": {
+        "535": Source("bookworm", "contrib non-free", (*_DEBIAN, *_DEBIAN_MORE)),
+        "550": Source("trixie", "contrib non-free", _DEBIAN),
+        "555": Source("experimental", "contrib non-free", _DEBIAN),
+    },
+    "ubuntu": {
+        branch: Source("", "restricted", tuple(name.format(branch) for name in _UBUNTU)) for branch in ("535", "550")
+    },
 }
 
 
@@ -62,7 +72,14 @@ def find(root: Path) -> Userland:
     return Userland(root, found[0].parent, found[0].name[len("libcuda.so.") :])
 
 
-def unpack(root: Path) -> Userland:
+def branches() -> dict[str, Source]:
+    """Return the branches of this machine's distribution."""
+    text = Path("/etc/os-release").read_text() if Path("/etc/os-release").exists() else ""
+    fields = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return DRIVERS.get(fields.get("ID", "").strip('"'), DRIVERS["debian"])
+
+
+def unpack(root: Path, branch: str = SIMULATED) -> Userland:
     """Fill `root` unless it is already filled. Concurrent callers wait for each other."""
     root = root.resolve()  # apt does not resolve relative directories against the working directory
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +87,12 @@ def unpack(root: Path) -> Userland:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not root.exists():
             with tempfile.TemporaryDirectory(dir=root.parent, prefix=root.name + ".") as work:
-                _fetch(Path(work))
+                _fetch(Path(work), branches()[branch])
                 (Path(work) / "root").rename(root)
         return find(root)
 
 
-def _fetch(work: Path) -> None:
+def _fetch(work: Path, source: Source) -> None:
     """Download into `work`/debs and unpack into `work`/root."""
     if platform.machine() != "x86_64":
         raise UserlandError(f"the driver packages are for x86_64, this machine is {platform.machine()}")
@@ -83,13 +100,12 @@ def _fetch(work: Path) -> None:
         raise UserlandError("no apt-get: the real driver's libraries come from Debian's or Ubuntu's packages")
     for name in ("lists/partial", "cache/archives/partial", "debs", "root"):
         (work / name).mkdir(parents=True)
-    origin, sources = _sources(work)
-    sections, packages = PACKAGES[origin]
-    (work / "sources.list").write_text("".join(f"deb {source} main {sections}\n" for source in sources))
+    lines = [f"deb {line} main {source.sections}\n" for line in _sources(work, source.suite)]
+    (work / "sources.list").write_text("".join(lines))
     private = (f"Dir::Etc::sourcelist={work}/sources.list", "Dir::Etc::sourceparts=/dev/null", *_private_dirs(work))
     # The exit code of update does not matter: a suite without the section is no failure, a missing package is.
     _apt(private, "update", check=False)
-    _apt(private, "download", *packages, cwd=work / "debs")
+    _apt(private, "download", *source.packages, cwd=work / "debs")
     for deb in sorted((work / "debs").glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", str(deb), str(work / "root")], check=True)
 
@@ -98,32 +114,31 @@ def _private_dirs(work: Path) -> tuple[str, ...]:
     return (f"Dir::State::Lists={work}/lists", f"Dir::Cache={work}/cache", "APT::Sandbox::User=root")
 
 
-def _sources(work: Path) -> tuple[str, list[str]]:
-    """Return (origin, ["[options] URI SUITE", ...]) of the distribution's release, as this machine configures it."""
+def _sources(work: Path, suite: str) -> list[str]:
+    """Return ["[options] URI SUITE", ...] of the distribution's archive, as this machine configures it."""
     fields = ("ORIGIN", "COMPONENT", "REPO_URI", "BASE_URI", "SIGNED_BY", "TRUSTED")
     query = ("indextargets", "--format", "\t".join(f"$({f})" for f in fields), "Created-By: Packages")
     text = _apt((), *query)
     if not text.strip():  # this machine has no package lists: read the Release files privately
         _apt(_private_dirs(work), "update", check=False)
         text = _apt(_private_dirs(work), *query)
-    for origin in PACKAGES:
-        rows = [dict(zip(fields, line.split("\t"))) for line in text.splitlines()]
-        rows = [r for r in rows if r["ORIGIN"] == origin and r["COMPONENT"] == "main"]
-        if rows:
-            suite = min((_suite(row) for row in rows), key=len)  # bookworm, not bookworm-updates or -security
-            return origin, list(dict.fromkeys(_source(row) for row in rows if _suite(row) == suite))
-    raise UserlandError("apt knows no Debian or Ubuntu repository here (apt-get indextargets is empty)")
+    rows = [dict(zip(fields, line.split("\t"))) for line in text.splitlines()]
+    rows = [r for r in rows if r["ORIGIN"].lower() in DRIVERS and r["COMPONENT"] == "main"]
+    if not rows:
+        raise UserlandError("apt knows no Debian or Ubuntu repository here (apt-get indextargets is empty)")
+    release = min((_suite(row) for row in rows), key=len)  # bookworm, not bookworm-updates or -security
+    return list(dict.fromkeys(_source(row, suite or release) for row in rows if _suite(row) == release))
 
 
 def _suite(row: dict[str, str]) -> str:
     return row["BASE_URI"].rstrip("/").rpartition("/dists/")[2]
 
 
-def _source(row: dict[str, str]) -> str:
-    """Format a repository like a sources.list line, without its type and components."""
+def _source(row: dict[str, str], suite: str) -> str:
+    """Format a repository with this suite like a sources.list line, without its type and components."""
     options = [("signed-by", row["SIGNED_BY"]), ("trusted", row["TRUSTED"])]
     text = " ".join(f"{k}={v}" for k, v in options if v and not v.startswith("$("))
-    return f"{f'[{text}] ' if text else ''}{row['REPO_URI']} {_suite(row)}"
+    return f"{f'[{text}] ' if text else ''}{row['REPO_URI']} {suite}"
 
 
 def _apt(options: tuple[str, ...], *args: str, check: bool = True, cwd: Path | None = None) -> str:
@@ -140,11 +155,11 @@ def _apt(options: tuple[str, ...], *args: str, check: bool = True, cwd: Path | N
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: nvidia_userland.py DIR", file=sys.stderr)
+    if len(sys.argv) not in (2, 3) or not set(sys.argv[2:]) <= set(branches()):
+        print(f"usage: nvidia_userland.py DIR [{'|'.join(branches())}]", file=sys.stderr)
         return 64
     try:
-        print(unpack(Path(sys.argv[1])).version)
+        print(unpack(Path(sys.argv[1]), *sys.argv[2:]).version)
     except UserlandError as error:
         print(f"nvidia_userland: {error}", file=sys.stderr)
         return 1

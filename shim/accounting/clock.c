@@ -61,6 +61,13 @@ static uint64_t shifted(uint64_t ns, int64_t by) {
     return by < 0 && ns < (uint64_t)-by ? 0 : ns + (uint64_t)by;
 }
 
+static void make_base(struct gs_clock *clock, int event, uint64_t at_ns) {
+    CUevent base = clock->base;
+    clock->base = clock->event[event];
+    clock->event[event] = base;
+    clock->base_ns = at_ns;
+}
+
 /* Convert the timestamp of an event to host time; return false if the driver does not report it. */
 static bool timestamp_of(struct gs_clock *clock, int event, uint64_t now, uint64_t *stamp) {
     float ms;
@@ -74,27 +81,34 @@ static bool timestamp_of(struct gs_clock *clock, int event, uint64_t now, uint64
     else if (at > now)
         clock->base_ns -= min64(at - now, clock->base_ns);
     at = shifted(clock->base_ns, since);
-    if (since > (int64_t)REBASE) {
-        CUevent base = clock->base;
-        clock->base = clock->event[event];
-        clock->event[event] = base;
-        clock->base_ns = at;
-    }
+    if (since > (int64_t)REBASE)
+        make_base(clock, event, at);
     *stamp = at;
     return true;
 }
 
-/* Events of a broken context have no timestamps: treat them as completed now. */
+/* An event that was recorded into a capture never completes: it is lost. */
+static bool is_pending(CUresult result) {
+    return result == CUDA_ERROR_NOT_READY || (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
+                                              result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD &&
+                                              result != CUDA_ERROR_CAPTURED_EVENT);
+}
+
+/* Lost events and those of a broken context have no timestamps: treat them as completed now. */
 bool gs_clock_done(struct gs_compute *c, int event, uint64_t *stamp_ns) {
     struct gs_clock *clock = &c->clock;
     CUresult result = GS_REAL(cuEventQuery)(clock->event[event]);
-    if (result == CUDA_ERROR_NOT_READY || (result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
-                                           result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD))
+    if (is_pending(result))
         return false;
     uint64_t now = gs_compute_now();
-    if (result != CUDA_SUCCESS || !timestamp_of(clock, event, now, stamp_ns)) {
-        if (result == CUDA_SUCCESS && GS_REAL(cuEventQuery)(clock->base) == CUDA_ERROR_NOT_READY)
+    if (result != CUDA_SUCCESS) {
+        *stamp_ns = now;
+    } else if (!timestamp_of(clock, event, now, stamp_ns)) {
+        CUresult of_base = GS_REAL(cuEventQuery)(clock->base);
+        if (is_pending(of_base))
             return false;
+        if (of_base == CUDA_ERROR_CAPTURED_EVENT)
+            make_base(clock, event, now);
         *stamp_ns = now;
     }
     put_event(clock, event);

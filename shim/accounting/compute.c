@@ -97,12 +97,6 @@ static uint64_t env_now(void *arg) {
     return gs_compute_now();
 }
 
-/* The stream captures, or it is the legacy stream: a stream that captures may have to wait for
- * that. */
-static bool is_in_capture(CUstream stream) {
-    return stream == CU_STREAM_LEGACY || gs_compute_is_capturing(stream);
-}
-
 /* Not during a capture: creating a stream may invalidate it. */
 static int record_probe_event(struct gs_compute *c) {
     if (c->no_probe_stream || atomic_load(&gs_captures))
@@ -131,7 +125,8 @@ static int env_mark(void *arg, uint32_t number) {
     if (!s->handle ||
         (s->handle == CU_STREAM_PER_THREAD && gs_compute_stream_if_known(c, s->handle) != s) ||
         (s->handle == CU_STREAM_LEGACY && c->mixed) ||
-        (atomic_load(&gs_captures) && is_in_capture(s->handle)))
+        (s->handle == CU_STREAM_LEGACY && atomic_load(&gs_captures)) ||
+        gs_compute_is_capturing(s->handle))
         return -1;
     int event = gs_clock_mark(c, s->handle);
     s->unmarked = event < 0 ? s->unmarked + 1 : 0;
@@ -146,7 +141,7 @@ static bool env_done(void *arg, int event, uint64_t *stamp_ns) {
 static bool env_idle(void *arg, uint32_t number) {
     const struct gs_known_stream *s = &((struct gs_compute *)arg)->stream[number];
     return s->handle && !atomic_load(&gs_captures) && GS_REAL(cuStreamQuery) &&
-           GS_REAL(cuStreamQuery)(s->handle) == CUDA_SUCCESS;
+           !gs_compute_is_capturing(s->handle) && GS_REAL(cuStreamQuery)(s->handle) == CUDA_SUCCESS;
 }
 
 static uint32_t env_others(void *arg) {

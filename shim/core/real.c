@@ -4,7 +4,10 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <link.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "real.h"
 
@@ -85,4 +88,56 @@ bool gs_real_contains(const void *address) {
     }
     uintptr_t first = atomic_load_explicit(&start, memory_order_relaxed);
     return (uintptr_t)address >= first && (uintptr_t)address < last;
+}
+
+/* ---- functions that the driver lacks ------------------------------------------------------------
+ */
+
+static int compare_name(const void *name, const void *element) {
+    return strcmp(name, *(const char *const *)element);
+}
+
+static bool is_missing(const char *name) {
+    const char *const *known =
+        bsearch(name, gs_symbol_name, GS_SYMBOL_COUNT, sizeof(*gs_symbol_name), compare_name);
+    return known && gs_real_function[known - gs_symbol_name] == GS_MISSING;
+}
+
+static void *dynamic_entry(const struct link_map *map, long tag) {
+    const ElfW(Dyn) *entry = map->l_ld;
+    while (entry->d_tag != DT_NULL && entry->d_tag != tag)
+        entry++;
+    return entry->d_tag == tag ? (void *)entry->d_un.d_ptr : NULL;
+}
+
+/* Programs look a function up to find out whether the driver has it. So the wrapper of a function
+ * that this driver lacks must not be found: the dynamic linker skips a symbol without an address.
+ * Only the copy of the symbol table in this process's memory changes. */
+static void hide_missing(void) {
+    Dl_info info;
+    struct link_map *map = NULL;
+    if (!dladdr1(gs_wrapper, &info, (void **)&map, RTLD_DL_LINKMAP) || !map)
+        return;
+    ElfW(Sym) *symbol = dynamic_entry(map, DT_SYMTAB);
+    const char *names = dynamic_entry(map, DT_STRTAB);
+    const uint32_t *hash = dynamic_entry(map, DT_HASH);
+    if (!symbol || !names || !hash)
+        return;
+    ElfW(Sym) *end = symbol + hash[1];
+    uintptr_t page = (uintptr_t)symbol & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
+    if (mprotect((void *)page, (uintptr_t)end - page, PROT_READ | PROT_WRITE) != 0)
+        return;
+    for (; symbol < end; symbol++)
+        if (symbol->st_value && symbol->st_shndx != SHN_UNDEF &&
+            is_missing(names + symbol->st_name))
+            symbol->st_value = 0;
+    mprotect((void *)page, (uintptr_t)end - page, PROT_READ);
+}
+
+__attribute__((constructor)) static void find_all(void) {
+    bool missing = false;
+    for (unsigned i = 0; i < GS_WRAPPER_COUNT; i++)
+        missing |= !gs_real(gs_wrapper[i].symbol);
+    if (missing)
+        hide_missing();
 }

@@ -48,7 +48,14 @@ struct gs_wrapper {
 };
 extern const struct gs_wrapper gs_wrapper[GS_WRAPPER_COUNT];
 extern const char *const gs_symbol_name[GS_SYMBOL_COUNT];
-/* Their names without suffixes (_v2, _ptsz), sorted. */
-extern const char *const gs_base_name[GS_BASE_COUNT];
+/* The names of the table without suffixes (_v2, _ptsz), sorted. */
+struct gs_base {
+    const char *name;
+    bool intercepted; /* in all versions */
+};
+extern const struct gs_base gs_base[GS_BASE_COUNT];
+/* Parts of names: a function that the table lacks is withheld if its name contains one of the first
+ * that does not begin with one of the second. Each list ends with NULL. */
+extern const char *const gs_withheld[], *const gs_not_withheld[];
 
 #endif

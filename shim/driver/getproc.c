@@ -1,7 +1,8 @@
 /* cuGetProcAddress: the driver chooses the function (version, per-thread streams), and the shim
  * replaces the pointer by its wrapper of the same function. The driver returns addresses of its
- * exports, so no table of versions is needed. An unknown pointer for an intercepted name is not
- * returned at all. */
+ * exports, so no table of versions is needed. A newer driver may return a function that the table
+ * lacks: a newer version of an intercepted one, or one with a new name. It is withheld if it
+ * allocates or launches, which its name tells, and passed otherwise. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -64,14 +65,23 @@ static size_t base_length(const char *name) {
 }
 
 static int compare_base(const void *key, const void *element) {
-    const char *name = key, *base = *(const char *const *)element;
+    const char *name = key, *base = ((const struct gs_base *)element)->name;
     size_t length = base_length(name), other = strlen(base);
     int order = memcmp(name, base, length < other ? length : other);
     return order ? order : (length > other) - (length < other);
 }
 
-static bool is_intercepted(const char *name) {
-    return bsearch(name, gs_base_name, GS_BASE_COUNT, sizeof(gs_base_name[0]), compare_base);
+static bool begins_with_one(const char *text, const char *const *parts) {
+    while (*parts && strncmp(text, *parts, strlen(*parts)) != 0)
+        parts++;
+    return *parts;
+}
+
+static bool is_withheld(const char *name) {
+    for (; *name; name++)
+        if (begins_with_one(name, gs_withheld) && !begins_with_one(name, gs_not_withheld))
+            return true;
+    return false;
 }
 
 /* A driver that was not linked with -Bsymbolic (NVIDIA's is) resolves its own symbols to the shim's
@@ -83,17 +93,23 @@ static bool is_wrapper(const void *function) {
     return false;
 }
 
-/* Return false if the driver returned, for an intercepted name, a function that is none of its
- * exports. */
+/* Return false if the function is withheld. */
 static bool replace_by_wrapper(const char *symbol, void **function) {
     void *wrapper = wrapper_of(*function);
     if (wrapper) {
         *function = wrapper;
         return true;
     }
-    if (!is_intercepted(symbol) || is_wrapper(*function))
+    const struct gs_base *known =
+        bsearch(symbol, gs_base, GS_BASE_COUNT, sizeof(gs_base[0]), compare_base);
+    if ((known && !known->intercepted) || is_wrapper(*function))
         return true;
-    gs_log("cuGetProcAddress: not handed out, since it is not an export of the driver", symbol);
+    if (!is_withheld(symbol)) {
+        gs_log("cuGetProcAddress: passed, unknown to this gpushare", symbol);
+        gs_warn(GS_WARN_PASSED_PROC);
+        return true;
+    }
+    gs_log("cuGetProcAddress: withheld, unknown to this gpushare", symbol);
     gs_warn(GS_WARN_UNKNOWN_PROC);
     *function = NULL;
     return false;

@@ -256,9 +256,10 @@ struct gs_peers {
 };
 
 enum gs_warning {
-    GS_WARN_UNKNOWN_PROC = 1u << 0, /* cuGetProcAddress returned an unknown pointer */
+    GS_WARN_UNKNOWN_PROC = 1u << 0, /* cuGetProcAddress withheld an unknown function */
     GS_WARN_NO_SLOT = 1u << 1,      /* more than GS_MAX_SLOTS processes */
     GS_WARN_UNGRANTED = 1u << 2,    /* the driver lists a device that was not granted */
+    GS_WARN_PASSED_PROC = 1u << 3,  /* cuGetProcAddress passed an unknown function */
 };
 
 #define GS_AT(type, field, offset) \

@@ -184,7 +184,7 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
     *a = (struct gs_admission){0};
     uint64_t epoch = atomic_load(&gs_compute_epoch);
     uint32_t captures = atomic_load(&gs_captures);
-    if (!gs_slot() || (captures && gs_compute_is_capturing(named)))
+    if (!gs_slot() || gs_compute_is_capturing(named))
         return CUDA_SUCCESS;
     CUcontext current = NULL;
     if (!gs_here_of_stream(stream, &here) || GS_REAL(cuCtxGetCurrent)(&current) != CUDA_SUCCESS)
@@ -263,8 +263,7 @@ void gs_compute_waits_in(CUstream stream) {
     struct gs_here here;
     struct bracket b;
     CUstream named = stream ? stream : CU_STREAM_LEGACY;
-    if (!gs_slot() || !gs_here_of_stream(stream, &here) ||
-        (atomic_load(&gs_captures) && gs_compute_is_capturing(named)))
+    if (!gs_slot() || !gs_here_of_stream(stream, &here) || gs_compute_is_capturing(named))
         return;
     struct gs_compute *c = gs_compute_find(here.context);
     if (!c)

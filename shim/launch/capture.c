@@ -101,6 +101,35 @@ GS_EXPORT CUresult CUDAAPI cuStreamBeginCaptureToGraph_ptsz(CUstream hStream, CU
     return note_begin(real(hStream, graph, after, edges, n, mode), gs_per_thread(hStream));
 }
 
+/* Types that the first headers of CUDA 13 lack. */
+struct CUstreamCigCaptureParams_st;
+#if CUDA_VERSION < 13030
+typedef void *CUgraphRecaptureCallback;
+#endif
+
+#define GS_RECAPTURE(name, stream_of) \
+    GS_EXPORT CUresult CUDAAPI name(CUstream stream, CUstreamCaptureMode mode, CUgraph graph, \
+                                    CUgraphRecaptureCallback callback, void *data) { \
+        GS_NEED(real, name); \
+        return note_begin(real(stream, mode, graph, callback, data), stream_of); \
+    }
+GS_RECAPTURE(cuStreamBeginRecaptureToGraph, stream)
+GS_RECAPTURE(cuStreamBeginRecaptureToGraph_ptsz, gs_per_thread(stream))
+
+/* Into a command list of a graphics library, which runs the work: it is not limited then. */
+#define GS_CIG(begin, end, stream_of) \
+    GS_EXPORT CUresult CUDAAPI begin(CUstream stream, \
+                                     struct CUstreamCigCaptureParams_st *params) { \
+        GS_NEED(real, begin); \
+        return note_begin(real(stream, params), stream_of); \
+    } \
+    GS_EXPORT CUresult CUDAAPI end(CUstream stream) { \
+        GS_NEED(real, end); \
+        return end_capture(real(stream), stream_of); \
+    }
+GS_CIG(cuStreamBeginCaptureToCig, cuStreamEndCaptureToCig, stream)
+GS_CIG(cuStreamBeginCaptureToCig_ptsz, cuStreamEndCaptureToCig_ptsz, gs_per_thread(stream))
+
 GS_EXPORT CUresult CUDAAPI cuStreamEndCapture(CUstream hStream, CUgraph *phGraph) {
     GS_NEED(real, cuStreamEndCapture);
     return end_capture(real(hStream, phGraph), hStream);

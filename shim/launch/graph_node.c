@@ -34,6 +34,14 @@ GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph,
     return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
 }
 
+GS_EXPORT CUresult CUDAAPI cuGraphAddNode_v3(CUgraphNode *node, CUgraph graph,
+                                             const CUgraphNode *after, const CUgraphEdgeData *edges,
+                                             size_t n, CUgraphNodeParams *params) {
+    GS_NEED(real, cuGraphAddNode_v3);
+    CUresult result = begin_kernel_use(params);
+    return result == CUDA_SUCCESS ? real(node, graph, after, edges, n, params) : result;
+}
+
 GS_EXPORT CUresult CUDAAPI cuGraphExecKernelNodeSetParams(
     CUgraphExec exec, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS_v1 *params) {
     GS_NEED(real, cuGraphExecKernelNodeSetParams);

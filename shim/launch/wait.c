@@ -41,6 +41,8 @@ GS_EXPORT CUresult CUDAAPI cuIpcOpenEventHandle(CUevent *phEvent, CUipcEventHand
 
 GS_WAIT(cuLaunchHostFunc, (CUstream stream, CUhostFn fn, void *data), gs_compute_waits, stream, fn,
         data)
+GS_WAIT(cuLaunchHostFunc_v2, (CUstream stream, CUhostFn fn, void *data, unsigned int mode),
+        gs_compute_waits, stream, fn, data, mode)
 GS_WAIT(cuStreamAddCallback,
         (CUstream stream, CUstreamCallback callback, void *data, unsigned int flags),
         gs_compute_waits, stream, callback, data, flags)

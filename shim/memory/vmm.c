@@ -17,9 +17,10 @@ struct physical {
     CUdevice asked;
 };
 
-/* A mapping, a sparse tile or a multicast binding: a use of memory without a handle of its own. */
+/* A mapping, a sparse tile, or a binding to a multicast object or logical endpoint: a use of memory
+ * without a handle of its own. */
 struct use {
-    uint64_t space; /* 0 = addresses; else a sparse array or multicast object */
+    uint64_t space; /* 0 = addresses; else a sparse array, multicast object or logical endpoint */
     uint64_t from, bytes;
     struct physical *memory;
     struct use *next;
@@ -58,14 +59,24 @@ static struct use **bucket(uint64_t space, uint64_t from) {
     return &uses[((from >> GS_BLOCK_SHIFT) ^ (space >> 4)) % BUCKETS];
 }
 
-/* Call before the driver, so that the memory cannot lose its record in between. */
-static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t space, uint64_t from,
-                             uint64_t bytes) {
+/* The memory that is mapped at an address; the caller holds the lock. */
+static struct physical *mapped_at(uint64_t address) {
+    for (unsigned i = 0; i < BUCKETS; i++)
+        for (struct use *use = uses[i]; use; use = use->next)
+            if (use->space == 0 && address - use->from < use->bytes)
+                return use->memory;
+    return NULL;
+}
+
+/* Call before the driver, so that the memory cannot lose its record in between. The memory is that
+ * of `handle`, or without a handle what is mapped at `address`. */
+static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t address, uint64_t space,
+                             uint64_t from, uint64_t bytes) {
     struct use *use = gs_slot() ? calloc(1, sizeof(*use)) : NULL;
     if (!use)
         return NULL;
     lock();
-    struct physical *memory = find_record(handle);
+    struct physical *memory = handle ? find_record(handle) : mapped_at(address);
     if (memory)
         memory->uses++;
     unlock();
@@ -280,18 +291,14 @@ GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHan
                                                        void *addr) {
     GS_NEED(real, cuMemRetainAllocationHandle);
     CUresult result = real(handle, addr);
-    uint64_t at = (uint64_t)(uintptr_t)addr;
     if (result != CUDA_SUCCESS || !handle || !gs_slot())
         return result;
     lock();
     struct physical *memory = find_record(*handle);
-    for (unsigned i = 0; i < BUCKETS && !memory; i++)
-        for (struct use *use = uses[i]; use && !memory; use = use->next)
-            if (use->space == 0 && at - use->from < use->bytes) {
-                memory = use->memory;
-                struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = memory->dev};
-                gs_map_put(&handles, *handle, &entry);
-            }
+    if (!memory && (memory = mapped_at((uint64_t)(uintptr_t)addr))) {
+        struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = memory->dev};
+        gs_map_put(&handles, *handle, &entry);
+    }
     if (memory) {
         memory->refs++;
         memory->uses++;
@@ -303,7 +310,7 @@ GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHan
 GS_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
                                     CUmemGenericAllocationHandle handle, unsigned long long flags) {
     GS_NEED(real, cuMemMap);
-    struct use *use = use_begin(handle, 0, ptr, size);
+    struct use *use = use_begin(handle, 0, 0, ptr, size);
     return use_end(use, real(ptr, size, offset, handle, flags));
 }
 
@@ -336,8 +343,8 @@ static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *
     struct use **use = info && count && gs_slot() ? calloc(count, sizeof(struct use *)) : NULL;
     for (unsigned i = 0; use && i < count; i++)
         if (info[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
-            use[i] =
-                use_begin(info[i].memHandle.memHandle, tile_space(&info[i]), tile_key(&info[i]), 1);
+            use[i] = use_begin(info[i].memHandle.memHandle, 0, tile_space(&info[i]),
+                               tile_key(&info[i]), 1);
     CUresult result = real(info, count, stream);
     for (unsigned i = 0; use && i < count; i++) {
         if (result == CUDA_SUCCESS) /* a new mapping of a tile replaces the old one */
@@ -364,25 +371,33 @@ GS_EXPORT CUresult CUDAAPI cuMulticastBindMem(CUmemGenericAllocationHandle mc, s
                                               CUmemGenericAllocationHandle mem, size_t memOffset,
                                               size_t size, unsigned long long flags) {
     GS_NEED(real, cuMulticastBindMem);
-    struct use *use = use_begin(mem, mc, mcOffset, size);
+    struct use *use = use_begin(mem, 0, mc, mcOffset, size);
     return use_end(use, real(mc, mcOffset, mem, memOffset, size, flags));
 }
 
-/* Memory given by its address is mapped there, and that mapping keeps it charged. */
+GS_EXPORT CUresult CUDAAPI cuMulticastBindMem_v2(CUmemGenericAllocationHandle mc, CUdevice dev,
+                                                 size_t mcOffset, CUmemGenericAllocationHandle mem,
+                                                 size_t memOffset, size_t size,
+                                                 unsigned long long flags) {
+    GS_NEED(real, cuMulticastBindMem_v2);
+    struct use *use = use_begin(mem, 0, mc, mcOffset, size);
+    return use_end(use, real(mc, dev, mcOffset, mem, memOffset, size, flags));
+}
+
 GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr(CUmemGenericAllocationHandle mc, size_t mcOffset,
                                                CUdeviceptr ptr, size_t size,
                                                unsigned long long flags) {
     GS_NEED(real, cuMulticastBindAddr);
-    __typeof__(&cuMemRetainAllocationHandle) retain = GS_REAL(cuMemRetainAllocationHandle);
-    __typeof__(&cuMemRelease) release = GS_REAL(cuMemRelease);
-    CUmemGenericAllocationHandle mem = 0;
-    bool named =
-        gs_slot() && retain && release && retain(&mem, (void *)(uintptr_t)ptr) == CUDA_SUCCESS;
-    struct use *use = named ? use_begin(mem, mc, mcOffset, size) : NULL;
-    CUresult result = use_end(use, real(mc, mcOffset, ptr, size, flags));
-    if (named)
-        release(mem);
-    return result;
+    struct use *use = use_begin(0, ptr, mc, mcOffset, size);
+    return use_end(use, real(mc, mcOffset, ptr, size, flags));
+}
+
+GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mc, CUdevice dev,
+                                                  size_t mcOffset, CUdeviceptr ptr, size_t size,
+                                                  unsigned long long flags) {
+    GS_NEED(real, cuMulticastBindAddr_v2);
+    struct use *use = use_begin(0, ptr, mc, mcOffset, size);
+    return use_end(use, real(mc, dev, mcOffset, ptr, size, flags));
 }
 
 GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CUdevice dev,
@@ -390,4 +405,43 @@ GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CU
     GS_NEED(real, cuMulticastUnbind);
     struct use *list = take_range(mc, mcOffset, size);
     return end_range(list, real(mc, dev, mcOffset, size));
+}
+
+/* A logical endpoint has the same offsets on each of its devices. Its id is a small number, so the
+ * highest bit tells it from handles and arrays. */
+static uint64_t endpoint_space(cuuint32_t id, CUdevice dev) {
+    return UINT64_C(1) << 63 | (uint64_t)(unsigned)dev << 32 | id;
+}
+
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindMem(cuuint32_t id, CUdevice dev, cuuint64_t offset,
+                                                    CUmemGenericAllocationHandle mem,
+                                                    cuuint64_t memOffset, cuuint64_t size,
+                                                    unsigned long long flags) {
+    GS_NEED(real, cuLogicalEndpointBindMem);
+    struct use *use = use_begin(mem, 0, endpoint_space(id, dev), offset, size);
+    return use_end(use, real(id, dev, offset, mem, memOffset, size, flags));
+}
+
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointBindAddr(cuuint32_t id, CUdevice dev, cuuint64_t offset,
+                                                     void *ptr, cuuint64_t size,
+                                                     unsigned long long flags) {
+    GS_NEED(real, cuLogicalEndpointBindAddr);
+    struct use *use = use_begin(0, (uintptr_t)ptr, endpoint_space(id, dev), offset, size);
+    return use_end(use, real(id, dev, offset, ptr, size, flags));
+}
+
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointUnbind(cuuint32_t id, CUdevice dev, cuuint64_t offset,
+                                                   cuuint64_t size) {
+    GS_NEED(real, cuLogicalEndpointUnbind);
+    struct use *list = take_range(endpoint_space(id, dev), offset, size);
+    return end_range(list, real(id, dev, offset, size));
+}
+
+/* Unbinds all that this process bound, on every device. */
+GS_EXPORT CUresult CUDAAPI cuLogicalEndpointDestroy(cuuint32_t id) {
+    GS_NEED(real, cuLogicalEndpointDestroy);
+    CUresult result = real(id);
+    for (CUdevice dev = 0; dev < GS_MAX_ORDINALS && result == CUDA_SUCCESS; dev++)
+        end_range(take_range(endpoint_space(id, dev), 0, UINT64_MAX), result);
+    return result;
 }

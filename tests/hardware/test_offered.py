@@ -62,6 +62,7 @@ def test_program_without_a_daemon_gets_no_commands(tmp_path: Path) -> None:
     assert values["protocol_2"]["answers"] == []
 
 
+@pytest.mark.every_driver
 def test_real_program_answers_without_a_gpu(tmp_path: Path, userland: Userland) -> None:
     """The program answers. Its server ends at once, but its pid may still be listed when it is queried."""
     program = shutil.copy(userland.root / "usr/bin/nvidia-cuda-mps-control", tmp_path)

@@ -95,6 +95,7 @@ def host(node: Node, userland: Userland) -> Iterator[Host]:
     reap_zombies()
 
 
+@pytest.mark.every_driver
 def test_daemon_reports_the_limits_that_were_set(host: Host) -> None:
     (started,) = host.mps("start", "--device", "0", "--compute", "40", "--memory", "6Gi")
     assert started["how"] == "started" and started["uuid"] == UUID
@@ -108,6 +109,7 @@ def test_daemon_reports_the_limits_that_were_set(host: Host) -> None:
     assert row["clients_max"] == 48 and row["clients"] == row["containers"] == row["restart"] == []
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize(("asked", "said"), [("1536Mi", "2G"), ("512Mi", "512M")])
 def test_memory_limit_is_set_in_the_daemon(host: Host, asked: str, said: str) -> None:
     host.mps("start", "--memory", asked)
@@ -256,6 +258,7 @@ def test_daemon_of_another_user_is_reported_and_kept(host: Host) -> None:
     host.quit()
 
 
+@pytest.mark.every_driver
 def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland: Userland, tmp_path: Path) -> None:
     """Containers have share/. The driver's own library connects through it and requests a server."""
     host.mps("start")
@@ -278,6 +281,7 @@ def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
 
 
+@pytest.mark.every_driver
 def test_shim_connects_the_real_driver_to_the_daemon(host: Host, userland: Userland, tmp_path: Path) -> None:
     """Everything except the GPU is real: the shim names the daemon, and the driver connects to it with any other
     setting."""
@@ -324,6 +328,7 @@ def test_stop_ends_a_daemon_without_sockets(host: Host) -> None:
     assert host.mps("start")[0]["how"] == "started"
 
 
+@pytest.mark.every_driver
 def test_status_reports_changed_limits(host: Host) -> None:
     host.mps("start", "--compute", "40")
     host.ask("set_default_active_thread_percentage 90")
@@ -333,20 +338,22 @@ def test_status_reports_changed_limits(host: Host) -> None:
     assert host.mps("start", "--compute", "40")[0]["how"] == "running" and host.mps("status")[0]["state"] == "running"
 
 
+@pytest.mark.every_driver
 def test_several_users_need_a_driver_that_supports_them(host: Host) -> None:
     assert "serves one user at a time" in host.refused("start", "--uid", "any")
     assert "not a user id" in host.refused("start", "--uid", "me")
     assert not (host.folder / "ready").exists()
 
 
-def test_driver_535_lacks_the_new_protocol(host: Host, tmp_path: Path) -> None:
-    """docs/mps.md states what 535 lacks: the option, the variable and named servers. So none of it is used."""
+@pytest.mark.every_driver
+def test_drivers_before_615_lack_the_new_protocol(host: Host, tmp_path: Path) -> None:
+    """docs/mps.md states what they lack: the option, the variable and named servers. So none of it is used."""
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
     for words in (["-p", "3"], ["--protocol", "3"], ["-m"], ["--multiuser"]):
         done = subprocess.run(
             [host.control, "-d", *words], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
         )
-        assert (done.returncode, done.stderr) == (1, "Cannot find MPS control daemon process\n"), words
+        assert done.returncode == 1, words
     assert list(tmp_path.glob("control*")) == []
     code = host.control.read_bytes()
     assert set(re.findall(rb"\bCUDA_MPS_\w+", code)) == {

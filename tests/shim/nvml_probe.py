@@ -69,7 +69,6 @@ def null_and_wrong(index: int) -> dict[str, int]:
         "count NULL": function("nvmlDeviceGetComputeRunningProcesses_v3")(handle, None, None),
         "room without list": function("nvmlDeviceGetComputeRunningProcesses_v3")(handle, ctypes.byref(room), None),
         "details NULL": function("nvmlDeviceGetRunningProcessDetailList")(handle, None),
-        "function that the driver lacks": function("nvmlDeviceGetProcessesUtilizationInfo")(handle, None),
     }
 
 

@@ -102,7 +102,7 @@ static void *releaser(void *arg) {
 
 static int release(void) {
     CUmemAllocationProp props = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                 .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0}};
     CUdeviceptr at;
     CUmemGenericAllocationHandle again;
     pthread_t thread;

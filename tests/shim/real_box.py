@@ -58,13 +58,14 @@ class RealBox:
         self.dev = directory / "dev"
         for path in (self.private / "driver", self.private / "rw", self.rw, self.libdir, self.dev):
             path.mkdir(parents=True)
+        version = "0" if isinstance(drivers, dict) else drivers.version
         files = drivers if isinstance(drivers, dict) else {name: drivers.library(name) for name in SONAMES}
         for name in files:
             soname = SONAMES[name]
             real = self.private / "driver" / f"{name}-real.so.1"
             real.touch()
             self.binds.append((files[name], f"/usr/lib/gpushare/driver/{real.name}"))
-            file = self.libdir / f"{name}.so.535.261.03"
+            file = self.libdir / f"{name}.so.{version}"
             shutil.copy(shim / f"{name}.so", file)
             (self.libdir / soname).symlink_to(file.name)
             (self.libdir / f"{name}.so").symlink_to(soname)

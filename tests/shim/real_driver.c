@@ -17,6 +17,10 @@ EXPORT int cuMemAlloc_v2(void) {
     return 0;
 }
 
+EXPORT int cuLaunchHostFunc(void) {
+    return 0;
+}
+
 EXPORT int cuDriverGetVersion(int *version) {
     *version = 99000;
     return 0;
@@ -32,6 +36,10 @@ EXPORT int cuGetProcAddress_v2(const char *name, void **function, int version, u
         *function = version < 99000 ? (void *)cuMemAlloc_v2 : (void *)newer;
     if (strcmp(name, "cuDriverGetVersion") == 0)
         *function = version < 99000 ? (void *)cuDriverGetVersion : (void *)newer;
+    if (strcmp(name, "cuLaunchHostFunc") == 0)
+        *function = version < 99000 ? (void *)cuLaunchHostFunc : (void *)newer;
+    if (version >= 99000 && strncmp(name, "cuNewer", 7) == 0)
+        *function = (void *)newer;
     if (status)
         *status = *function ? 0 : 1;
     return 0;

@@ -56,11 +56,23 @@ def test_cached_function_launches_through_another_entry_point(first: str, then: 
         assert run(box, PROGRAM, first, then, helpers=HELPERS) == ["0"] * 5
 
 
-def test_launch_function_that_the_driver_lacks_is_not_supported(tmp_path: Path) -> None:
-    """The wrapper returns CUDA_ERROR_NOT_SUPPORTED, as a driver without the function does."""
+LINKED = """
+int cuInit(unsigned), cuLaunchKernelEx(const void *, void *, void **, void **);
+int main(void) { return cuInit(0) != 0 || cuLaunchKernelEx(0, 0, 0, 0) != 801; }
+"""
+
+
+def test_launch_function_that_the_driver_lacks_is_not_found(tmp_path: Path) -> None:
+    """A program that is linked with it gets CUDA_ERROR_NOT_SUPPORTED: bound at start, it finds the wrapper."""
     with Box([GIB]) as whole:
         older = tmp_path / whole.driver.name
         name = b"\0cuLaunchKernelEx\0"
         older.write_bytes(whole.driver.read_bytes().replace(name, name.replace(b"Ex", b"Xx")))
     with Box([GIB], driver=older, compute=[50]) as box:
-        assert run(box, PROGRAM, "cuLaunchKernel", "cuLaunchKernelEx", helpers=HELPERS) == ["801", *["0"] * 4]
+        found = "print(*(hasattr(cuda, name) for name in sys.argv[1:]))"
+        assert run(box, found, "cuLaunchKernel", "cuLaunchKernelEx") == ["True", "False"]
+        source = tmp_path / "linked.c"
+        source.write_text(LINKED)
+        command = f"gcc -Wl,-z,now -o {tmp_path}/linked {source} -lcuda && {tmp_path}/linked"
+        done = box.run(["sh", "-c", command])
+        assert (done.returncode, done.stderr) == (0, "")

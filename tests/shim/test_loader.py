@@ -9,8 +9,10 @@ import pytest
 
 from shim import gen_symbols
 from tests.shim.real_box import SONAMES, RealBox, compile_c
+from tests.support.host import TREE
 from tools.nvidia_userland import Userland
 
+pytestmark = pytest.mark.every_driver
 ROWS = gen_symbols.read()
 LIBRARIES = {"cuda": "libcuda.so.1", "nvml": "libnvidia-ml.so.1"}
 
@@ -24,8 +26,7 @@ def expected(library: str, in_driver: set[str]) -> dict[str, str]:
     """Map each function of the table to where a program must get it from ("" = nowhere)."""
     mine = [row for row in ROWS if row.library == library]
     return {
-        row.name: f"shim:{row.name}" if row.intercepted else f"real:{row.name}" if row.name in in_driver else ""
-        for row in mine
+        row.name: f"{'shim' if row.intercepted else 'real'}:{row.name}" if row.name in in_driver else "" for row in mine
     }
 
 
@@ -68,6 +69,15 @@ def test_linked_program_loads_the_shim(box: RealBox, userland: Userland, tmp_pat
     assert box.run(program).stdout == "shim real 100\n"
     box.set_limits(None)
     assert box.run(program).stdout == "shim real 800\n"
+
+
+@pytest.mark.parametrize("option", ["-l:libcuda.so.1", "-lcuda"])
+def test_program_is_linked_in_the_container(option: str, box: RealBox, tmp_path: Path) -> None:
+    """The linker finds passed functions in the shim; the program then calls the driver's."""
+    program = tmp_path / "linked"
+    done = box.run("gcc", "-Wall", "-Werror", TREE / "tests/shim/real_linked.c", option, "-o", program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert box.run(program).stdout == "shim real 100\n"
 
 
 def test_library_path_is_not_searched(box: RealBox, tmp_path: Path) -> None:

@@ -6,22 +6,25 @@ Without a GPU the driver fails every start with its own error; the test expects 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpushare.state import shm_abi, usage_reader
 
 from shim import gen_symbols
 from tests.shim.real_box import RealBox, compile_c, limits
+from tests.shim.test_loader import exports
+from tests.simulator.test_exports import self_references
 from tests.support.host import BUILD, TREE
 from tools.nvidia_userland import Userland
 
+pytestmark = pytest.mark.every_driver
 ROWS = gen_symbols.read()
 CUDA = [row for row in ROWS if row.library == "cuda"]
 NO_DEVICE, NOT_PERMITTED, NOT_FOUND = 100, 800, 500  # CUDA_ERROR_*
@@ -31,7 +34,8 @@ INITS: list[tuple[str, list[int]]] = [("nvmlInit", []), ("nvmlInit_v2", []), ("n
 VERSIONS = [
     *(2000, 2010, 2020, 2030, 3000, 3010, 3020, 4000, 4010, 4020, 5000, 5050, 6000, 6050, 7000, 7050, 8000),
     *(9000, 9010, 9020, 10000, 10010, 10020, 11000, 11010, 11020, 11030, 11040, 11050, 11060, 11070, 11080),
-    *(12000, 12010, 12020, 12030, 12040, 12050, 12060, 12080, 12090, 13000),
+    *(12000, 12010, 12020, 12030, 12040, 12050, 12060, 12080, 12090, 13000, 13010, 13020, 13030, 13040, 13050),
+    99000,
 ]
 
 
@@ -144,7 +148,7 @@ def test_every_intercepted_export_can_be_looked_up_as_a_wrapper(box: RealBox, us
     rows = box.probe("proc_addresses", names, VERSIONS)
     ours = {row[4][2].partition(":")[2] for row in rows if row[4][2].startswith("shim:")}
     assert not {row[4][2] for row in rows if row[4][2].startswith("real:")} & {f"real:{name}" for name in want}
-    # 535 exports these but cuGetProcAddress returns them in no release: they are reached only by dlsym
+    # exported, but cuGetProcAddress returns them in no release: they are reached only by dlsym
     assert want - ours == {"cuGLCtxCreate", "cuVDPAUCtxCreate"} & (want - ours)
 
 
@@ -169,23 +173,34 @@ def test_unknown_function_of_an_intercepted_name_is_not_returned(binding: str, t
     assert rows["cuGetProcAddress_v2", "cuMemAlloc", 99000] == [0, 1, ""]
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][0] == NOT_FOUND
     assert rows["cuGetProcAddress", "cuMemAlloc", 99000][2] in ("", "untouched")
-    # not a name in the shim's table: passed through, whatever it is
+    # not intercepted: passed through, whatever it is
     assert rows["cuGetProcAddress_v2", "cuDriverGetVersion", 99000] == [0, 0, "unknown"]
     assert box.usage().warnings == (usage_reader.WARNINGS[0][1],)
 
 
+NEWER = {"cuLaunchHostFunc": True, "cuNewerMemcpy": True, "cuNewerMemAlloc": False, "cuNewerLaunchKernel": False}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_function_is_passed_unless_it_allocates_or_launches(name: str, tmp_path: Path) -> None:
+    driver = compile_c(tmp_path, "real_driver.c", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-Bsymbolic")
+    box = RealBox(tmp_path / "box", {"libcuda": driver})
+    (answer,) = [row[4] for row in box.probe("proc_addresses", [name], [99000]) if row[0].endswith("2") and not row[3]]
+    assert answer == ([0, 0, "unknown"] if NEWER[name] else [0, 1, ""])
+    assert box.usage().warnings == (usage_reader.WARNINGS[3 if NEWER[name] else 0][1],)
+
+
+def test_function_that_the_driver_lacks_is_not_found(box: RealBox, userland: Userland) -> None:
+    """Programs look functions up to find out what the driver can do."""
+    lacking = sorted({row.name for row in CUDA if row.intercepted} - exports(userland.library("libcuda")))
+    assert len(lacking) > 3
+    owners = box.probe("owners", "lazy", "libcuda.so.1", [*lacking, "cuInit"])
+    assert owners == {**dict.fromkeys(lacking, ""), "cuInit": "shim:cuInit"}
+    rows = box.probe("proc_addresses", lacking, [99000])
+    assert {(row[4][2], row[5][2]) for row in rows if row[0].endswith("_v2")} == {("", "")}
+
+
 # ---- NVML's calls into itself ---------------------------------------------------------------------------------------
-
-SELF_CALLS = (TREE / "simulator/exports/libnvidia-ml-535-plt.txt").read_text().split()
-
-
-def test_the_list_of_self_calls_is_the_drivers(userland: Userland) -> None:
-    text = subprocess.run(
-        ["readelf", "-rW", userland.library("libnvidia-ml")], capture_output=True, text=True, check=True
-    ).stdout
-    called = {line.split()[4] for line in text.splitlines() if len(line.split()) > 4 and " nvml" in line}
-    assert sorted(called) == SELF_CALLS
-    assert len(SELF_CALLS) == 40
 
 
 @pytest.fixture(scope="session")
@@ -193,21 +208,26 @@ def self_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_c(tmp_path_factory.mktemp("self"), "nvml_selfcall.c")
 
 
-@pytest.mark.parametrize("name", SELF_CALLS)
-def test_self_call_is_the_drivers_own(name: str, self_call: Path, box: RealBox) -> None:
-    """Without a limits file, so that a call mistaken for the program's would be refused."""
+def test_self_calls_are_the_drivers_own(self_call: Path, box: RealBox, userland: Userland) -> None:
+    """NVML calls some of its own exports through its PLT, so they reach the shim.
+
+    Without a limits file, so that a call mistaken for the program's would be refused.
+    """
     box.set_limits(None)
-    done = box.run(self_call, name)
-    assert done.returncode == 0, done.stderr
-    file, symbol, inside, outside, straight = done.stdout.split()
     wrapped = {row.name for row in ROWS if row.library == "nvml" and row.intercepted}
-    assert (file, symbol) == ("shim" if name in wrapped else "real", name)
-    if name.startswith("nvmlInit"):
-        # the real nvmlInit_v2 jumps through the PLT to nvmlInitWithFlags: even a program that bypasses the shim
-        # (`straight`) reaches the shim there
-        assert (int(inside), int(outside)) == (NVML_DRIVER_NOT_LOADED, NVML_NO_PERMISSION)
-    else:
-        assert inside == outside == straight
+    calls = sorted(name for _, name in self_references(userland.library("libnvidia-ml"), "nvml"))
+    assert wrapped & set(calls)
+    for name in calls:
+        done = box.run(self_call, name)
+        assert done.returncode == 0, done.stderr
+        file, symbol, inside, outside, straight = done.stdout.split()
+        assert (file, symbol) == ("shim" if name in wrapped else "real", name)
+        if name.startswith("nvmlInit"):
+            # the real nvmlInit_v2 jumps through the PLT to nvmlInitWithFlags: even a program that bypasses the shim
+            # (`straight`) reaches the shim there
+            assert (int(inside), int(outside)) == (NVML_DRIVER_NOT_LOADED, NVML_NO_PERMISSION)
+        else:
+            assert inside == outside == straight, name
 
 
 # ---- real clients ---------------------------------------------------------------------------------------------------
@@ -223,9 +243,8 @@ def test_nvidia_smi_behaves_as_without_the_shim(box: RealBox, userland: Userland
     assert box.run(smi).stdout == "Failed to initialize NVML: Insufficient Permissions\n"
 
 
-@pytest.fixture(scope="session")
-def cudart() -> Path:
-    """NVIDIA's CUDA runtime 12.2, the newest that 535 supports fully, from the package index, downloaded once."""
+def older_runtime() -> Path:
+    """NVIDIA's CUDA runtime 12.2, which all of the drivers support, from the package index, downloaded once."""
     directory = BUILD / "cudart-12.2"
     with open(f"{directory}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -238,9 +257,20 @@ def cudart() -> Path:
     return next(directory.rglob("libcudart.so.12"))
 
 
-def test_cuda_runtime_gets_wrappers(box: RealBox, cudart: Path) -> None:
+def newest_runtime() -> Path:
+    """The runtime that comes with the headers in build/venv."""
+    return next((BUILD / "include/cuda").resolve().parent.rglob("libcudart.so.*"))
+
+
+@pytest.mark.parametrize("runtime", [older_runtime, newest_runtime])
+def test_cuda_runtime_gets_wrappers(runtime: Callable[[], Path], box: RealBox, userland: Userland) -> None:
     """The runtime finds the driver by name and gets every function from cuGetProcAddress."""
-    assert box.probe("runtime", str(cudart)) == [[0, 12020], NO_DEVICE, NO_DEVICE]
+    command = (sys.executable, "-I", TREE / "tests/shim/real_probe.py", "runtime", json.dumps([str(runtime())]))
+    (tmp := box.dev.parent / "alone").mkdir()
+    (tmp / "libcuda.so.1").symlink_to(userland.library("libcuda"))
+    alone = subprocess.run(command, env={"LD_LIBRARY_PATH": str(tmp)}, capture_output=True, text=True, check=True)
+    answers = box.probe("runtime", str(runtime()))
+    assert answers == json.loads(alone.stdout)
     box.set_limits(None)
-    answers: list[Any] = box.probe("runtime", str(cudart))
-    assert answers[1:] == [NOT_PERMITTED, NOT_PERMITTED]
+    refused = [NOT_PERMITTED if answer == NO_DEVICE else answer for answer in answers[1:]]
+    assert box.probe("runtime", str(runtime()))[1:] == refused

@@ -43,6 +43,7 @@ CONSTANTS = {
     "GS_WARN_UNKNOWN_PROC": usage_reader.WARNINGS[0][0],
     "GS_WARN_NO_SLOT": usage_reader.WARNINGS[1][0],
     "GS_WARN_UNGRANTED": usage_reader.WARNINGS[2][0],
+    "GS_WARN_PASSED_PROC": usage_reader.WARNINGS[3][0],
 }
 
 
@@ -217,7 +218,7 @@ def test_only_live_slots_count() -> None:
 
 def test_refusals_and_warnings_are_named() -> None:
     data = usage_with({})
-    struct.pack_into("<I", data, shm_abi.offset("gs_usage", "warnings"), 0b110)
+    struct.pack_into("<I", data, shm_abi.offset("gs_usage", "warnings"), 0b1110)
     struct.pack_into("<QQ", data, shm_abi.offset("gs_usage", "refused"), 3, 4)
     usage = usage_reader.read_usage(bytes(data))
     assert usage.refused == (3, 4)

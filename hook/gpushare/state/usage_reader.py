@@ -36,9 +36,10 @@ OWNER_DIED = 0x40000000
 
 # enum gs_warning: bit -> text
 WARNINGS = (
-    (1 << 0, "cuGetProcAddress returned a pointer that the shim does not know"),
+    (1 << 0, "the driver has a newer function that allocates or launches: it is withheld, update gpushare"),
     (1 << 1, f"more than {MAX_SLOTS} processes: no slot left"),
     (1 << 2, "the driver shows a device that was not granted"),
+    (1 << 3, "the driver has newer functions than this version of gpushare knows: they are not limited"),
 )
 
 # Computed once: `gpushare export` reads the usage files of all containers at each scrape
