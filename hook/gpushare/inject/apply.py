@@ -160,7 +160,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     applied.notes.extend(root.notes)
     _hold(plan, pid, applied)
     if rules and not rootless.is_rootless():
-        applied._access.append(cgroup.allow_devices(pid, rules, mounts))
+        applied._access.append(cgroup.allow_devices(pid, rules, mounts, bundle.cgroups_path))
         applied._namespace.require_alive()
 
 
