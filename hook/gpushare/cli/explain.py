@@ -104,5 +104,5 @@ def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request]
     if start is None:
         return None, None
     if way == "hook":
-        request.refuse_conflicts(bundle, start.asked)
+        request.refuse_conflicts(bundle, start.asked, start.host.inventory)
     return start.asked, session.preview(start, hook.IntoNamespace() if way == "hook" else runtime.IntoSpec())

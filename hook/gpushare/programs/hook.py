@@ -130,7 +130,7 @@ def _start(options: Options, state: oci.State) -> int:
     from ..state import leases
     from ..system import procs
 
-    request.refuse_conflicts(bundle, start.asked)
+    request.refuse_conflicts(bundle, start.asked, start.host.inventory)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(f"the state's pid {bundle.pid} is no process", "call the hook as prestart or createRuntime")
