@@ -38,7 +38,11 @@ CHECKS = (
         "library loads", "with this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
     ),
     Check("engines", "installed engines are configured to use gpushare", engines.engines),
-    Check("cgroup drivers", "no engine that uses only the hook lets systemd manage cgroups", engines.cgroup_drivers),
+    Check(
+        "cgroup drivers",
+        "systemd manages no cgroup whose device rules only a hook adds",
+        engines.cgroup_drivers,
+    ),
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
     Check("state", "the state directory is gpushare's and has room", state.directory),
     Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),

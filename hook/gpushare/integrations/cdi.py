@@ -29,7 +29,6 @@ from ..gpu.selectors import is_among, usable_devices
 KIND = "gpushare.io/share"
 ANY = "any"
 FOLDERS = ("/etc/cdi", "/var/run/cdi")  # where engines look
-FILES = tuple(f"/etc/cdi/gpushare.{ending}" for ending in ("yaml", "json"))  # the file that the docs recommend
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")  # "CDI JSON specification": names of devices
 _EARLIEST = "0.3.0"  # the oldest version; all engines with CDI support it
 _DIGIT_FIRST = "0.5.0"  # "Released versions": names may begin with a digit; hostPath

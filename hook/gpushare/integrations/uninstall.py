@@ -21,12 +21,12 @@ from ..core import constants
 from ..core.errors import CapacityError, ConfigError
 from ..core.quoting import shown
 from ..engines import configure, record
-from ..engines.base import Settings
+from ..engines.base import CDI_FILES, Settings
 from ..engines.configure import ENGINES, Outcome
 from ..engines.host import Host
 from ..state import leases, storage
 from ..system import syscalls
-from . import cdi, labels
+from . import labels
 
 
 class Plan(NamedTuple):
@@ -55,7 +55,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     if not force:
         refuse_used(state_dir)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
-    files = [path for path in (labels.FILE, *cdi.FILES) if host.has(path)]
+    files = [path for path in (labels.FILE, *CDI_FILES) if host.has(path)]
     folders = []
     if purge:
         usual = os.path.dirname(constants.CONFIG_PATH)
