@@ -33,7 +33,11 @@ CHECKS = (
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
     Check("driver files", "the libraries of the loaded driver version exist", driver.files),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
-    Check("device nodes", "/dev has the nodes of all GPUs and of UVM", driver.nodes),
+    Check(
+        "device nodes",
+        "/dev has the nodes of all GPUs and of UVM, and /dev/char links to them",
+        driver.nodes,
+    ),
     Check(
         "library loads", "with this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
     ),
