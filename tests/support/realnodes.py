@@ -24,14 +24,20 @@ NODES = {"nvidia0": (195, 0), "nvidia1": (195, 1), "nvidiactl": (195, 255)}
 ALLOWED, DENIED = "No such device or address", "Operation not permitted"
 
 
+def make_nodes(directory: Path) -> None:
+    """Make the nodes, in place of files of these names."""
+    directory.mkdir(exist_ok=True)
+    for name, (major, minor) in NODES.items():
+        (directory / name).unlink(missing_ok=True)
+        os.mknod(directory / name, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+
+
 @contextmanager
 def real_nodes(node: Node, root: Path) -> Iterator[Path]:
     """Let `node` have such a driver root, with two GPUs, for the time of the context."""
     make_simhost(root, gpus=2, memory_bytes=16 << 30)
     (root / ".gpushare-sim").unlink()
-    for name, (major, minor) in NODES.items():
-        (root / "dev" / name).unlink()
-        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+    make_nodes(root / "dev")
     before = node.config.read_text()
     node.config.write_text(json.dumps({**json.loads(before), "driver": {"root": str(root)}}))
     try:
