@@ -234,6 +234,16 @@ def test_generate_writes_file_in_requested_format(
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_devices_for_builds_have_buildkit_s_annotation(host: None, capfd: Any) -> None:
+    assert main(["cdi", "generate", "--format", "json", "--for-builds"]) == 0
+    value = json.loads(capfd.readouterr().out)
+    SCHEMA.validate(value)
+    assert value["cdiVersion"] == "0.6.0"  # of annotations
+    expected = {"org.mobyproject.buildkit.device.autoallow": "true"}
+    assert [one["annotations"] for one in value["devices"]] == [expected] * len(value["devices"])
+    assert "autoallow" not in json.dumps(cdi.document(pure.node(), SETTINGS))
+
+
 def test_missing_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """Engines would run the program as root, so it must exist before the file is written."""
     monkeypatch.setattr(facts, "host", lambda paths: pure.node())

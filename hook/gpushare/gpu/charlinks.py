@@ -7,8 +7,8 @@
 Runtimes hand a device to systemd as DeviceAllow=/dev/char/195:0. runc before 1.1.3 leaves out a path that is missing,
 and systemd before 240 ignores it: the device is lost at `systemctl daemon-reload`. udev makes such links, but it does
 not know devices of NVIDIA's modules. NVIDIA's toolkit makes them, too (`nvidia-ctk system create-dev-char-symlinks`),
-with relative targets. Targets of gpushare's links are absolute, so that `gpushare uninstall` recognises them. Not on the
-start path.
+with relative targets. Targets of gpushare's links are absolute, so that `gpushare uninstall` recognises them. Not on
+the start path.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable
 from typing import Union
 
-from ..core.errors import DeviceError, GpushareError, KernelError
+from ..core.errors import DeviceError, GpushareError, KernelError, reason
 from ..core.model import Bundle, LdEntry
 from ..core.ops import (
     DEVICE_FLAGS,
@@ -207,7 +207,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider
         tree = syscalls.open_tree(op.source)
     except syscalls.SyscallError as error:
         raise DeviceError(
-            f"{shown(op.source)}: {os.strerror(error.errno)}",
+            f"{shown(op.source)}: {reason(error.errno)}",
             "install gpushare again, or set shim_dir in the configuration"
             if os.path.basename(op.source) in _SHIM
             else "is the driver loaded, and its version still the same?",

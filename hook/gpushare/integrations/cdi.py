@@ -30,8 +30,10 @@ KIND = "gpushare.io/share"
 ANY = "any"
 FOLDERS = ("/etc/cdi", "/var/run/cdi")  # where engines look
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")  # "CDI JSON specification": names of devices
+_FOR_BUILDS = "org.mobyproject.buildkit.device.autoallow"  # BuildKit, docs/cdi.md
 _EARLIEST = "0.3.0"  # the oldest version; all engines with CDI support it
 _DIGIT_FIRST = "0.5.0"  # "Released versions": names may begin with a digit; hostPath
+_ANNOTATED = "0.6.0"  # annotations of devices
 
 
 def device_names(node: Node) -> tuple[list[str], list[str]]:
@@ -53,8 +55,9 @@ def variable(name: str) -> str:
     return constants.ENV_CDI_PREFIX + re.sub(r"\W", "_", name)
 
 
-def document(node: Node, settings: Settings) -> dict[str, Any]:
-    """The CDI specification of all devices. `settings.hook` is the path of the hook."""
+def document(node: Node, settings: Settings, for_builds: bool = False) -> dict[str, Any]:
+    """The CDI specification of all devices. `settings.hook` is the path of the hook. `for_builds`: BuildKit gives a
+    device to each step that names it (`RUN --device`), without `--allow device` of the build."""
     found, _ = device_names(node)
     hooks = [{"hookName": stage, **hookfiles.entry_of(settings, stage)} for stage in hookfiles.STAGES]
     by_uuid = {device.uuid: device for device in usable_devices(node.inventory)}
@@ -66,8 +69,9 @@ def document(node: Node, settings: Settings) -> dict[str, Any]:
         if nodes:
             edits["deviceNodes"] = nodes
             with_nodes = True
-        devices.append({"name": name, "containerEdits": edits})
-    version = minimum_version(found, node.inventory.root if with_nodes else "/")
+        allowed = {"annotations": {_FOR_BUILDS: "true"}} if for_builds else {}
+        devices.append({"name": name, **allowed, "containerEdits": edits})
+    version = _ANNOTATED if for_builds else minimum_version(found, node.inventory.root if with_nodes else "/")
     return {"cdiVersion": version, "kind": KIND, "devices": devices}
 
 
