@@ -17,8 +17,8 @@
 /* scan.c: whether a config.json has a trigger word, or a device rule that could open a GPU. True if
  * it is unreadable or large. `cri`: the engine is a CRI, so a sandbox may be one. */
 bool scan_may_ask(const char *path, bool cri);
-bool scan_text_may_ask(char *text, size_t size, bool cri); /* modifies the text */
-bool scan_has_hidden_letters(const char *text, size_t size);
+bool scan_text_may_ask(char *text, size_t size, bool cri);    /* modifies the text */
+bool scan_has_escaped_letters(const char *text, size_t size); /* as \u00XX */
 
 /* args.c: the command line, parsed as by gpushare/programs/commandline.py. */
 struct call {

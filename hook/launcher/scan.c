@@ -22,14 +22,14 @@ static int hex(char c) {
                                   : -1;
 }
 
-/* Return whether the text has an escape of a character of trigger words: \u00XX, or \/. Other
- * escapes (\n, \u003c, which Go writes for <) cannot be part of one. */
-bool scan_has_hidden_letters(const char *text, size_t size) {
+/* Return whether the text has an escape of a letter, digit or sign of trigger words: \u00XX. With
+ * `slash`, also \/. Other escapes (\n, \u003c, which Go writes for <) cannot be part of one. */
+static bool has_escapes(const char *text, size_t size, bool slash) {
     const char *end = text + size;
     for (const char *at = text; (at = memchr(at, '\\', (size_t)(end - at))); at += 2) {
         if (end - at < 2)
             return false;
-        if (at[1] == '/')
+        if (slash && at[1] == '/')
             return true;
         if (at[1] == 'u' && end - at >= 6 && at[2] == '0' && at[3] == '0') {
             int code = hex(at[4]) * 16 + hex(at[5]);
@@ -38,6 +38,14 @@ bool scan_has_hidden_letters(const char *text, size_t size) {
         }
     }
     return false;
+}
+
+bool scan_has_escaped_letters(const char *text, size_t size) {
+    return has_escapes(text, size, false);
+}
+
+static bool has_hidden_letters(const char *text, size_t size) {
+    return has_escapes(text, size, true);
 }
 
 static bool holds(const char *text, size_t size, const char *word) {
@@ -53,7 +61,7 @@ static bool holds(const char *text, size_t size, const char *word) {
 static bool is_sandbox(const char *text, size_t size) {
     return holds(text, size, SANDBOX) && !holds(text, size, APPLIED) &&
            !holds(text, size, SANDBOX_TOO) && !holds(text, size, HOOK_STDOUT) &&
-           !holds(text, size, HOOK_STDERR) && !scan_has_hidden_letters(text, size);
+           !holds(text, size, HOOK_STDERR) && !has_hidden_letters(text, size);
 }
 
 /* Return whether a device may be NVIDIA's by its number, whatever its name: "major" : 195. */
@@ -209,7 +217,7 @@ bool scan_text_may_ask(char *text, size_t size, bool cri) {
         if (memmem(text, size, word, length))
             return true;
     }
-    return has_major(text, size) || scan_has_hidden_letters(text, size);
+    return has_major(text, size) || has_hidden_letters(text, size);
 }
 
 bool scan_may_ask(const char *path, bool cri) {

@@ -1,6 +1,6 @@
 /* Parse the bundle and the id of an OCI state. Only the top level counts, since an annotation may
- * be called "bundle". Everything unusual (a second bundle, an escape in a name or in the path,
- * invalid JSON) is left to Python. */
+ * be called "bundle". Everything unusual (a second bundle, an escape in a name, \u in the path,
+ * invalid JSON) is left to Python. crun 1.28 escapes each slash. */
 
 #include <string.h>
 
@@ -69,16 +69,19 @@ static bool is(const char *text, size_t length, const char *name) {
     return length == strlen(name) && memcmp(text, name, length) == 0;
 }
 
-/* Copy a string without escapes; "" if it is too long. */
-static bool plain_text(struct text *t, char *field, size_t room) {
+/* Copy a string, with `\/` as a slash; "" if it is too long. False: it has another escape. */
+static bool text_of(struct text *t, char *field, size_t room) {
     const char *value;
-    size_t length;
+    size_t length, put = 0;
     bool plain;
-    if (!string(t, &value, &length, &plain) || !plain)
+    if (!string(t, &value, &length, &plain))
         return false;
-    length = length < room ? length : 0;
-    memcpy(field, value, length);
-    field[length] = '\0';
+    for (size_t at = 0; at < length && put < room; at++) {
+        if (value[at] == '\\' && value[++at] != '/')
+            return false;
+        field[put++] = value[at];
+    }
+    field[put < room ? put : 0] = '\0';
     return true;
 }
 
@@ -94,13 +97,13 @@ bool state_is_id(const char *id) {
 /* Return whether an annotation sends the output of hooks to a file; like hookoutput.is_redirected.
  */
 static bool redirects(const char *name, size_t length, bool plain, struct text value) {
-    const char *begin;
+    char file[sizeof OWN_STDERR + 1];
     if (!plain)
-        return scan_has_hidden_letters(name, length);
+        return scan_has_escaped_letters(name, length); /* neither name has a slash */
     if (is(name, length, HOOK_STDOUT))
         return true;
     return is(name, length, HOOK_STDERR) &&
-           !(string(&value, &begin, &length, &plain) && plain && is(begin, length, OWN_STDERR));
+           !(text_of(&value, file, sizeof file) && strcmp(file, OWN_STDERR) == 0);
 }
 
 /* Move to what follows a value in an object. */
@@ -134,11 +137,11 @@ static bool annotations(struct text *t, struct state *state) {
 /* Parse one value. False: leave it to Python. */
 static bool take(struct text *t, const char *name, size_t length, struct state *state) {
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
-        return !*state->bundle && plain_text(t, state->bundle, sizeof state->bundle) &&
+        return !*state->bundle && text_of(t, state->bundle, sizeof state->bundle) &&
                *state->bundle == '/';
     if (is(name, length, "id")) {
         const char *begin = t->at;
-        if (!plain_text(t, state->id, sizeof state->id) || !state_is_id(state->id))
+        if (!text_of(t, state->id, sizeof state->id) || !state_is_id(state->id))
             *state->id = '\0'; /* the last value counts */
         t->at = begin;
         return skip(t);

@@ -72,7 +72,7 @@ def resolve(bundle: Bundle) -> None:
                 found = request.resolve(bundle, node, with_injected)
                 assert found is None or asks, found
                 if found is not None:
-                    request.refuse_conflicts(bundle, found)
+                    request.refuse_conflicts(bundle, found, node.inventory)
 
 
 def config_json(data: bytes) -> None:

@@ -70,7 +70,7 @@ def explained(case: Path) -> str:
         asked = request.resolve(bundle, node)
         if asked is None:
             return explain.explain_text(None, None)
-        request.refuse_conflicts(bundle, asked)
+        request.refuse_conflicts(bundle, asked, node.inventory)
         ledger = placement.ledger_of(held, node.config.policy)
         shares = placement.grant(asked, node, ledger)
         mine = lease(bundle.id, shares) if shares else None

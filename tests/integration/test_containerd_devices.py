@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simulator.simhost import VERSION, make_simhost
+from simulator.simhost import VERSION
 from tests.integration import engines
 from tests.integration.nvidia_cdi import LIBDIR, cdi
 from tests.support.engines.base import SLEEP, Result, Want
 from tests.support.engines.containerd import Containerd
 from tests.support.engines.cri import CriError
 from tests.support.engines.image import PROBE
-from tests.support.engines.pods import PodContainer
-from tests.support.host import write_config
 from tests.support.launcher import require_no_python
+from tests.support.realnodes import ALLOWED, DENIED, NODES, access, real_nodes
 from tests.support.spec import Mount
 
 GIB = 1 << 30
 VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # device plugins set this beside CDI devices
 TWO_GIB = {**VOID, "GPUSHARE_MEMORY": "2Gi"}
-NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
 
 
 @pytest.fixture
-def real_nodes(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
-    """The driver root of a host with real device nodes: no driver responds, but the cgroup decides."""
-    root = make_simhost(tmp_path / "real", gpus=2, memory_bytes=16 * GIB)
-    (root / ".gpushare-sim").unlink()
-    for name, minor in NODES.items():
-        (root / "dev" / name).unlink()
-        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
-    before = containerd.node.config.read_text()
-    write_config(containerd.node.config, root)
-    yield root
-    containerd.node.config.write_text(before)
-
-
-def access(one: PodContainer, minor: int) -> str:
-    """The kernel's error when the container opens a node that it made."""
-    done = one.exec("sh", "-c", f"mknod /tmp/n{minor} c 195 {minor} 2>/dev/null; : <>/tmp/n{minor}")
-    return done.err.strip().rpartition(": ")[2]
-
-
-ALLOWED, DENIED = "No such device or address", "Operation not permitted"
+def real_root(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
+    with real_nodes(containerd.node, tmp_path / "real") as root:
+        yield root
 
 
 def device(root: Path, name: str) -> dict[str, str]:
@@ -56,7 +35,7 @@ def device(root: Path, name: str) -> dict[str, str]:
     return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
 
 
-def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_nodes: Path) -> None:
+def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_root: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "0"}))
         assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
@@ -64,7 +43,7 @@ def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_nodes
         assert (access(other, 0), access(other, 255)) == (DENIED, DENIED)
 
 
-def test_access_survives_an_update(containerd: Containerd, real_nodes: Path) -> None:
+def test_access_survives_an_update(containerd: Containerd, real_root: Path) -> None:
     with containerd.pod() as pod:
         one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}))
         limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
@@ -72,9 +51,9 @@ def test_access_survives_an_update(containerd: Containerd, real_nodes: Path) -> 
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
 
 
-def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd, real_nodes: Path) -> None:
+def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd, real_root: Path) -> None:
     """A device plugin added both GPUs and the container requests one: the other is removed."""
-    devices = [device(real_nodes, name) for name in NODES]
+    devices = [device(real_root, name) for name in NODES]
     with containerd.pod() as pod:
         want = Want(SLEEP, {**VOID, "GPUSHARE_DEVICES": "1"})
         if containerd.way == "hook":
@@ -84,7 +63,7 @@ def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd
         one = pod.run(want, devices=devices)
         assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
         assert one.exec("ls", "/dev/nvidia0").code != 0
-        alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_nodes, "nvidia0")])
+        alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_root, "nvidia0")])
         assert containerd.node.leases() == sorted([one.id, alone.id])
         with pytest.raises(CriError, match=f"held by {alone.id[:12]} "):  # no memory limit, so the whole device
             pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")

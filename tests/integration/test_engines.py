@@ -13,6 +13,7 @@ from tests.integration import engines
 from tests.support.engines.base import SLEEP, Engine, Refused, Want
 from tests.support.engines.image import PROBE
 from tests.support.judge import peak_bytes
+from tests.support.realnodes import ALLOWED, DENIED, access, opened, real_nodes
 from tests.support.spec import Mount
 
 GIB = 1 << 30
@@ -71,6 +72,16 @@ def test_container_without_request_gets_no_gpu(engine: Engine) -> None:
     result = engine.run(Want(("ls", "-d", "/dev/nvidia0", "/dev/nvidiactl", "/usr/lib/gpushare")))
     assert result.code != 0
     assert result.out == ""
+
+
+def test_only_granted_devices_can_be_opened(engine: Engine, tmp_path: Path) -> None:
+    """By name, and by a node of the same number: the device cgroup decides."""
+    with real_nodes(engine.node, tmp_path / "real"):
+        with engine.start(Want(SLEEP, {"GPUSHARE_DEVICES": "0"})) as one:
+            assert (opened(one, "/dev/nvidia0"), opened(one, "/dev/nvidiactl")) == (ALLOWED, ALLOWED)
+            assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
+        with engine.start(Want(SLEEP)) as none:
+            assert (access(none, 0), access(none, 255)) == (DENIED, DENIED)
 
 
 def test_refusal_is_shown(engine: Engine) -> None:

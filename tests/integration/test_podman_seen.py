@@ -16,6 +16,7 @@ from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.image import PROBE
 from tests.support.engines.podman import Podman
 from tests.support.launcher import require_no_python
+from tests.support.realnodes import ALLOWED, DENIED, access, opened, real_nodes
 from tests.support.rootfs import run
 
 
@@ -173,6 +174,20 @@ def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
     )
     done = podman.run(Want(), 60, "--device", "gpushare.io/share=GPU-00000000-dead-0000-0000-000000000000")
     assert done.code != 0 and "unresolvable CDI devices" in done.err
+
+
+def test_cdi_device_puts_its_rules_into_the_spec(podman: Podman, cdi: Path, tmp_path: Path) -> None:
+    """Without them systemd does not know the devices, and `systemctl daemon-reload` takes them away."""
+    with real_nodes(podman.node, tmp_path / "real"):
+        assert podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml").returncode == 0
+        (gpu, _) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
+        with podman.start(Want(SLEEP), "--device", f"gpushare.io/share={gpu['uuid']}") as one:
+            assert (opened(one, "/dev/nvidia0"), opened(one, "/dev/nvidiactl")) == (ALLOWED, ALLOWED)
+            assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
+            assert podman.node.leases() == [one.id]
+            spec = json.loads(Path(podman.inspect(one.name)["OCIConfigPath"]).read_text())
+            rules = [rule for rule in spec["linux"]["resources"]["devices"] if rule.get("major") == 195]
+            assert sorted(rule["minor"] for rule in rules if rule["allow"]) == [0, 255]
 
 
 def test_nvidia_s_cdi_device_is_limited_or_refused(podman: Podman, etc_cdi: Path) -> None:

@@ -198,8 +198,17 @@ def test_each_spelling_of_the_bundle_option_is_found(
     assert APPLIED in config_of(one)["annotations"]
 
 
-@pytest.mark.parametrize("words", [["--new-flag", "create"], ["create", "--new-flag", "x"], ["create", "--bundle"]])
-def test_unknown_option_starts_no_unlimited_container(
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--new-flag", "create"],
+        ["create", "--new", "x", "--newer", "y"],
+        ["create", "--bun", "."],
+        ["create", "--bundle"],
+    ],
+    ids=" ".join,
+)
+def test_unclear_line_starts_no_unlimited_container(
     spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, words: list[str]
 ) -> None:
     node = spy()
@@ -207,6 +216,31 @@ def test_unknown_option_starts_no_unlimited_container(
     done = call(node, *words, cwd=one.bundle)
     assert done.returncode == 64 and "is not known" in done.stderr
     assert not (tmp_path / "words").exists()
+
+
+def test_unclear_line_of_a_container_without_request_is_passed_on(
+    spy: Callable[..., Node], container: MakeContainer, tmp_path: Path
+) -> None:
+    node = spy()
+    words = ["create", "--new", "x", "--newer", "y"]
+    assert call(node, *words, cwd=container(["true"]).bundle).returncode == 0
+    assert (tmp_path / "words").read_text().split() == words
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--log-level debug create -b {} c", "create --pidfd-socket /s --bundle {} c", "--new x create --newer -b {} c"],
+)
+def test_new_options_of_low_level_runtimes_are_passed_on(
+    spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, line: str
+) -> None:
+    """The first of crun 1.21, of runc 1.3, and of versions to come."""
+    node = spy()
+    one = container(["true"], env=ONE_GIB)
+    words = line.format(one.bundle).split()
+    assert call(node, *words).returncode == 0
+    assert (tmp_path / "words").read_text().split() == words
+    assert APPLIED in config_of(one)["annotations"]
 
 
 def test_restore_of_a_share_is_refused(spy: Callable[..., Node], container: MakeContainer, tmp_path: Path) -> None:

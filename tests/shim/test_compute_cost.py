@@ -29,7 +29,8 @@ def test_prepaid_launch_costs_few_instructions(percent: int, call: str, tmp_path
     """No clock, no lock, no other driver call: these occur only in the launches in between that are probed."""
     program = tmp_path / "steps"
     source = TREE / "tests" / "shim" / "steps.c"
-    subprocess.run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", program, source, "-ldl"], check=True)
+    flags = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror")
+    subprocess.run(["gcc", *flags, "-o", program, source, "-ldl"], check=True)
     paid: list[int] = []
     for _ in range(3):  # other load stretches the time between steps, so that more launches are probed
         with Box(compute=[percent]) as box:

@@ -40,7 +40,7 @@ mount -t overlay -o "lowerdir=$1/bin:/usr/bin" gpushare-test /usr/bin
 mount -t overlay -o "lowerdir=$1/etc:/etc" gpushare-test /etc
 mount --bind "$2" /etc/gpushare
 exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=gpushare-test NOTIFY_SOCKET="$1/ready" \\
-    SYSTEMD_UNIT_PATH="$1/units" SYSTEMD_GENERATOR_PATH=/nonexistent \\
+    SYSTEMD_UNIT_PATH="$1/units:/run/systemd/transient" SYSTEMD_GENERATOR_PATH=/nonexistent \\
     "$3" --system --unit=basic.target --log-target=console --log-level=notice --show-status=0
 """
 
@@ -83,6 +83,18 @@ class Systemd:
         path = self.units / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+
+    def bus(self) -> None:
+        """Start D-Bus, by which crun asks systemd for a cgroup. runc also does without. In a mount of its own: the
+        file system of pinned programs, where crun puts a container's device rules."""
+        head = "[Unit]\nDefaultDependencies=no\n"
+        program = "/usr/bin/dbus-daemon --system --address=systemd: --nofork --nopidfile --systemd-activation"
+        self.unit("dbus.socket", f"{head}[Socket]\nListenStream=/run/dbus/system_bus_socket\n")
+        self.unit("dbus.service", f"{head}[Service]\nType=notify\nNotifyAccess=main\nExecStart={program}\n")
+        self.run("mount", "-t", "bpf", "gpushare-test", "/sys/fs/bpf")
+        self.run("systemctl", "daemon-reload")
+        if os.path.exists(program.split()[0]):
+            self.run("systemctl", "start", "dbus.socket", "dbus.service")
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of this host inside."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, Optional
 
@@ -24,6 +26,7 @@ from tests.unit import pure
 SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook", state_dir="/run/other")
 SCHEMA = jsonschema.Draft202012Validator(json.loads((TREE / "tests/schemas/cdi.json").read_text()))
 FIRST, SECOND = pure.UUIDS
+PART = "MIG-cccccccc-0000-0000-0000-000000000003"
 
 
 def edits(value: dict[str, Any], *names: str) -> tuple[list[str], list[dict[str, Any]]]:
@@ -68,6 +71,83 @@ def test_document_without_gpu_is_valid() -> None:
     value = cdi.document(pure.node(devices=0), SETTINGS)
     SCHEMA.validate(value)
     assert [one["name"] for one in value["devices"]] == ["any"]
+
+
+@pytest.fixture
+def with_nodes(tmp_path: Path) -> Node:
+    """A driver root with device nodes of two GPUs, the second of which has a MIG device."""
+    numbers = {"nvidia0": (195, 0), "nvidia1": (195, 1), "nvidiactl": (195, 255), "nvidia-uvm": (510, 0)}
+    (tmp_path / "dev/nvidia-caps").mkdir(parents=True)
+    minors = {f"gpu1/mig/gi3{path}": minor for path, minor in (("/access", 21), ("/ci0/access", 22))}
+    for path, minor in minors.items():
+        numbers[f"nvidia-caps/nvidia-cap{minor}"] = (240, minor)
+        file = tmp_path / "proc/driver/nvidia/capabilities" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"DeviceFileMinor: {minor}\n")
+    for name, (major, minor) in numbers.items():
+        os.mknod(tmp_path / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+    node = pure.node()
+    part = pure.device(1, uuid=PART, parent=SECOND, mig_index=0, gpu_instance=3, compute_instance=0)
+    return node._replace(inventory=node.inventory._replace(root=str(tmp_path), mig=(part,)))
+
+
+def test_named_devices_have_nodes_and_any_has_none(with_nodes: Node) -> None:
+    """A name without its nodes would lose them at systemctl daemon-reload; `any` is not known before the start."""
+    value = cdi.document(with_nodes, SETTINGS)
+    SCHEMA.validate(value)
+    assert value["cdiVersion"] == "0.5.0"  # of hostPath
+    root = with_nodes.inventory.root
+    described = {one["name"]: one["containerEdits"].get("deviceNodes", []) for one in value["devices"]}
+    control = ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+    caps = ["/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]
+    paths = {"any": [], FIRST: ["/dev/nvidia0", *control], PART: ["/dev/nvidia1", *caps, *control]}
+    assert described == {
+        name: [{"path": path, "hostPath": f"{root}{path}", "permissions": "rw"} for path in found]
+        for name, found in paths.items()
+    }
+    simulated = with_nodes._replace(inventory=with_nodes.inventory._replace(simulated=True))
+    assert "deviceNodes" not in json.dumps(cdi.document(simulated, SETTINGS))
+    (Path(root) / "dev/nvidia0").unlink()
+    first = cdi.document(with_nodes, SETTINGS)["devices"][1]
+    assert (first["name"], "deviceNodes" in first["containerEdits"]) == (FIRST, False)
+
+
+def injected(*numbers: tuple[str, int, int]) -> dict[str, Any]:
+    """`linux` of a config.json after an engine added these nodes."""
+    devices = [{"path": path, "type": "c", "major": major, "minor": minor} for path, major, minor in numbers]
+    rules = [
+        {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"} for _, major, minor in numbers
+    ]
+    return {"devices": devices, "resources": {"devices": [{"allow": False, "access": "rwm"}, *rules]}}
+
+
+ONE, TWO = ("/dev/nvidia0", 195, 0), ("/dev/nvidia1", 195, 1)
+CONTROL = (("/dev/nvidiactl", 195, 255), ("/dev/nvidia-uvm", 510, 0))
+
+
+def test_hook_accepts_the_nodes_of_its_cdi_device(with_nodes: Node) -> None:
+    def check(linux: dict[str, Any], env: str) -> None:
+        container = pure.bundle(env, linux=linux)
+        found = request.resolve(container, with_nodes)
+        assert found is not None
+        request.refuse_conflicts(container, found, with_nodes.inventory)
+
+    own = f"{cdi.variable(FIRST)}={FIRST}"
+    check(injected(ONE, *CONTROL), own)
+    check(injected(TWO, *CONTROL, ("/dev/nvidia-caps/nvidia-cap21", 240, 21)), f"{cdi.variable(PART)}={PART}")
+    for env, nodes in (
+        (own, (ONE, TWO)),
+        (own, (("/dev/gpu", 195, 0),)),
+        (own, (("/dev/nvidia0", 195, 1),)),
+        (f"{cdi.variable('any')}=any", (ONE, *CONTROL)),
+        (f"GPUSHARE_DEVICES={FIRST}", (ONE, *CONTROL)),
+    ):
+        with pytest.raises(RequestError, match="already has an NVIDIA device"):
+            check(injected(*nodes), env)
+    foreign_rule = injected(ONE, *CONTROL)
+    foreign_rule["resources"]["devices"] += injected(TWO)["resources"]["devices"]
+    with pytest.raises(RequestError, match="allows devices that were not granted"):
+        check(foreign_rule, own)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +232,16 @@ def test_generate_writes_file_in_requested_format(
     SCHEMA.validate(value)
     assert value == json.loads(json.dumps(cdi.document(pure.node(), SETTINGS._replace(state_dir="/run/gpushare"))))
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_devices_for_builds_have_buildkit_s_annotation(host: None, capfd: Any) -> None:
+    assert main(["cdi", "generate", "--format", "json", "--for-builds"]) == 0
+    value = json.loads(capfd.readouterr().out)
+    SCHEMA.validate(value)
+    assert value["cdiVersion"] == "0.6.0"  # of annotations
+    expected = {"org.mobyproject.buildkit.device.autoallow": "true"}
+    assert [one["annotations"] for one in value["devices"]] == [expected] * len(value["devices"])
+    assert "autoallow" not in json.dumps(cdi.document(pure.node(), SETTINGS))
 
 
 def test_missing_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

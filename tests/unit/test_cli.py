@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from gpushare.cli import facts, main, output
 from gpushare.config import node
 from gpushare.core import constants
 from gpushare.core.model import Node
+from gpushare.gpu import charlinks
 from gpushare.state import shm_abi
 
 from tests.unit import pure
@@ -92,6 +95,25 @@ def test_refresh_that_cannot_write_fails(cli: Callable[..., Any], monkeypatch: p
     monkeypatch.setattr(node, "read_node", lambda config, directory: None)
     code, text, error = cli("refresh")
     assert (code, text) == (1, "") and "node.json; run as root" in error
+
+
+def test_refresh_links_device_nodes_for_systemd(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "dev/char").mkdir(parents=True)
+    os.mknod(tmp_path / "dev/nvidia0", 0o666 | stat.S_IFCHR, os.makedev(195, 0))
+    host = pure.node()
+    host = host._replace(inventory=host.inventory._replace(root=str(tmp_path)))
+    monkeypatch.setattr(node, "compile_node", lambda config, directory: host)
+    monkeypatch.setattr(node, "read_node", lambda config, directory: host)
+    monkeypatch.setattr(charlinks, "DIRECTORY", str(tmp_path / "dev/char"))
+    assert f"linked in {tmp_path}/dev/char: 195:0\n" in cli("refresh")[1]
+    assert os.readlink(tmp_path / "dev/char/195:0") == f"{tmp_path}/dev/nvidia0"
+    assert "linked" not in cli("refresh")[1]
+    (tmp_path / "dev/char/195:0").unlink()
+    monkeypatch.setattr(os, "symlink", lambda *args: (_ for _ in ()).throw(OSError(13, "Permission denied")))
+    code, _, error = cli("refresh")
+    assert code == 0 and "no link in " in error and "Permission denied" in error
 
 
 @pytest.fixture

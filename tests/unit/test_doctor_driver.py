@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from gpushare.core.errors import DeviceError
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
+from gpushare.gpu import charlinks
 
 from tests.unit import pure
 from tests.unit.doctorhost import ask, machine, put, root
@@ -48,6 +51,21 @@ def test_missing_driver_files_are_reported(machine: Machine, root: Path) -> None
     newer = machine.inventory._replace(driver_version="550.1") if machine.inventory else None
     result = ask("driver files", machine._replace(inventory=newer))
     assert result.result == FAIL and pure.VERSION in result.detail and "550.1" in result.detail
+
+
+def test_missing_links_for_systemd_are_reported(machine: Machine, root: Path) -> None:
+    for name, number in {"nvidiactl": 255, "nvidia0": 0, "nvidia-uvm": 250, "nvidia-uvm-tools": 251}.items():
+        (root / "dev").mkdir(exist_ok=True)
+        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, number))
+    assert machine.inventory
+    machine = machine._replace(inventory=machine.inventory._replace(simulated=False))
+    assert ask("device nodes", machine).result == OK  # no udev
+    (root / "dev/char").mkdir()
+    result = ask("device nodes", machine)
+    assert (result.result, result.hint) == (WARN, "gpushare refresh")
+    assert "195:0, 195:255 not in /dev/char" in result.detail and "daemon-reload" in result.detail
+    charlinks.make(str(root), str(root / "dev/char"))
+    assert ask("device nodes", machine).result == OK
 
 
 def test_missing_device_nodes_are_reported(machine: Machine, root: Path) -> None:

@@ -100,6 +100,20 @@ def test_hook_only_with_systemd_cgroups_warns(machine: Machine, root: Path) -> N
     assert ask("cgroup drivers", machine).result == OK
 
 
+def test_cdi_file_without_nodes_warns_under_systemd_cgroups(machine: Machine, root: Path) -> None:
+    machine = machine._replace(inventory=None)  # that of the tests is simulated, and has no nodes
+    put(root, "usr/bin/podman").chmod(0o755)
+    put(root, "etc/cdi/gpushare.yaml", "devices: [{containerEdits: {hooks: []}}]\n")
+    put(root, "etc/containers/containers.conf", 'cgroup_manager = "cgroupfs"\n')
+    assert ask("cgroup drivers", machine).result == OK
+    put(root, "etc/containers/containers.conf", 'cgroup_manager = "systemd"\n')
+    result = ask("cgroup drivers", machine)
+    assert result.result == WARN and "/etc/cdi/gpushare.yaml loses it at `systemctl daemon-reload`" in result.detail
+    assert "gpushare cdi generate --output /etc/cdi/gpushare.yaml" in result.hint
+    put(root, "etc/cdi/gpushare.yaml", "devices: [{containerEdits: {deviceNodes: [], hooks: []}}]\n")
+    assert ask("cgroup drivers", machine).result == OK
+
+
 def test_nvidia_hooks_are_reported(machine: Machine, root: Path) -> None:
     assert ask("NVIDIA hooks", machine) == Result(OK, "none")
     put(root, "etc/docker/daemon.json", '{"default-runtime": "nvidia"}')

@@ -235,7 +235,8 @@ def test_unreadable_or_large_config_starts_python(installed: Installed) -> None:
         b"", b"{", b"[]", b"null", b'{"id": "c"}', b'{"bundle": 1}', b'{"bundle": ""}', b'{"bundle": "relative"}',
         b'{"bundle": "BUNDLE", "bundle": "BUNDLE"}', b'{"bundle": "BUNDLE", "bundlePath": "/x"}',
         b'{"bun\\u0064le": "/x", "bundle": "BUNDLE"}', b'{"bundle": "BUNDLE"} x', b'{"bundle": "BUNDLE"',
-        b'{"bundle": "BUNDLE\\u0041"}', b'{"a": {"b": ["}", {"bundle": "BUNDLE"}]}}', b'{"bundle": "BUNDLE"\0}',
+        b'{"bundle": "BUNDLE\\u0041"}', b'{"bundle": "BUNDLE\\\\"}',
+        b'{"a": {"b": ["}", {"bundle": "BUNDLE"}]}}', b'{"bundle": "BUNDLE"\0}',
     ],
 )  # fmt: skip
 def test_unclear_state_is_passed_to_python_unchanged(installed: Installed, state: bytes) -> None:
@@ -249,6 +250,7 @@ def test_bundle_is_found_in_any_state(installed: Installed) -> None:
     state = {"annotations": {"bundle": "/x", 'a"b\\': "{["}, "n": [1, -2.5e3, None, True, [[]], {}], "bundle": bundle}
     for text in (json.dumps(state), json.dumps(state, indent=3), json.dumps(state, separators=(",", ":"))):
         assert installed.hook("prestart", text.encode()) == 0
+        assert installed.hook("prestart", text.replace("/", "\\/").encode()) == 0  # as crun 1.28
 
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime", "adopt", "poststop"])
@@ -259,7 +261,9 @@ def test_bundle_is_found_in_any_state(installed: Installed) -> None:
         (b'{"a": {"b": ["}"]}, "run.oci.hooks.stdout" : 1}', False),
         (b'{"run.oci.hooks.std\\u0065rr": "/x"}', False),
         (b'{"run.oci.hooks.stderr": "/dev/stderr", "run.oci.hooks.stderr": "/x"}', False),
-        (b'{"run.oci.hooks.stderr": "/dev\\/stderr"}', False),
+        (b'{"run.oci.hooks.stderr": "/dev\\/stderrs"}', False),
+        (b'{"run.oci.hooks.stderr": "\\u002fdev/stderr"}', False),
+        (b'{"run.oci.hooks.stderr": "\\/dev\\/stderr", "gpushare.io\\/memory": "<"}', True),
         (b'{"run.oci.hooks.stderr": "/dev/stderr", "\\n": "<"}', True),
         (b'{"a": "run.oci.hooks.stderr"}', True),
         (b'"run.oci.hooks.stderr"', True),

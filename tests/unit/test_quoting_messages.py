@@ -79,7 +79,7 @@ def lines(bundle: Bundle) -> Iterator[str]:
                     continue
                 yield from found.ignored
                 placement.grant(found, node, pure.ledger())
-                request.refuse_conflicts(bundle, found)
+                request.refuse_conflicts(bundle, found, node.inventory)
             except GpushareError as error:
                 yield str(error)
 

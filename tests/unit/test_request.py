@@ -176,5 +176,5 @@ def test_conflicting_hook_is_refused_by_name() -> None:
     asked = request.resolve(container, node())
     assert asked
     with pytest.raises(RequestError, match="prestart hook .*nvidia-container-runtime-hook.* and 1 more"):
-        request.refuse_conflicts(container, asked)
-    request.refuse_conflicts(bundle("GPUSHARE_MEMORY=4Gi"), asked)
+        request.refuse_conflicts(container, asked, node().inventory)
+    request.refuse_conflicts(bundle("GPUSHARE_MEMORY=4Gi"), asked, node().inventory)

@@ -241,7 +241,7 @@ def test_hook_refuses_pod_limit_on_injected_device() -> None:
     found = request.resolve(one, node())
     assert found is not None
     with pytest.raises(RequestError, match="config.json already has an NVIDIA device"):
-        request.refuse_conflicts(one, found)
+        request.refuse_conflicts(one, found, node().inventory)
 
 
 def test_unaccepted_variable_names_no_device() -> None:

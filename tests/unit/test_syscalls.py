@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from gpushare.core import errors
 from gpushare.core.errors import KernelError
 from gpushare.system import inroot, syscalls
 
@@ -240,3 +241,11 @@ def test_calls_with_and_without_ctypes_are_equal() -> None:
     assert outputs[0].endswith("True False\n") and outputs[1].endswith("True True\n")
     assert outputs[0].splitlines()[:-1] == outputs[1].splitlines()[:-1]
     assert f"umount2 /none {errno.ENOENT}" in outputs[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in outputs[0]
+
+
+def test_folder_in_place_of_a_file_is_reported_in_other_words() -> None:
+    """docker exits with 126, as for a program that cannot be executed, if an error contains the kernel's text."""
+    failed = OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    for error in (syscalls.SyscallError("open", "/x", errno.EISDIR), errors.of_file(failed, "/x")):
+        assert str(error).endswith('"/x": it is a folder') and "is a directory" not in str(error).lower()
+    assert str(errors.of_file(OSError(errno.ENOENT, "gone"), "/x")).endswith('"/x": gone')

@@ -104,6 +104,15 @@ def test_uninstall_removes_everything_and_restores_files(cli: Callable[..., Any]
     assert cli("--yes") == (0, "nothing to do\n", "")
 
 
+def test_links_of_devices_are_removed_and_the_toolkit_s_stay(cli: Callable[..., Any], root: Path) -> None:
+    links = root / "dev/char"
+    links.mkdir(parents=True)
+    (links / "195:0").symlink_to("/dev/nvidia0")
+    (links / "195:1").symlink_to("../nvidia1")
+    assert "remove /dev/char/195:0\n" in cli("--yes")[1]
+    assert [path.name for path in links.iterdir()] == ["195:1"]
+
+
 def test_hook_only_files_are_removed(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
     """containerd's base spec, and the files of two hook directories."""
     assert cli("--yes", "--purge")[0] == 0

@@ -47,9 +47,10 @@ def cdi_group() -> None:
 @click.option(
     "--program", callback=given, default="", metavar="FILE", help="gpushare-hook, when it is not beside this program."
 )
+@click.option("--for-builds", is_flag=True, help="Let BuildKit give the devices to each step that names one.")
 @with_no_color
 @click.pass_obj
-def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: str) -> None:
+def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: str, for_builds: bool) -> None:
     """Write a CDI specification of this host's devices.
 
     Engines can then give containers gpushare.io/share=any, or gpushare.io/share=UUID for a certain device.
@@ -59,7 +60,7 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
     settings = settings_of(paths, "")
     settings = settings._replace(hook=check_program(os.path.abspath(program) if program else settings.hook))
     node = facts.host(paths)
-    value = devices.document(node, settings)
+    value = devices.document(node, settings, for_builds)
     text = json.dumps(value, indent=2) + "\n"
     if kind == "yaml":
         text = "# Written by `gpushare cdi generate`.\n" + yaml.dump(value, Dumper=_NoAliasDumper, sort_keys=False)

@@ -104,5 +104,5 @@ def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request]
     if start is None:
         return None, None
     if way == "hook":
-        request.refuse_conflicts(bundle, start.request)
+        request.refuse_conflicts(bundle, start.request, start.host.inventory)
     return start.request, session.preview(start, hook.IntoNamespace() if way == "hook" else runtime.IntoSpec())

@@ -13,8 +13,9 @@ from ..config import node, node_diff
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..core.quantity import human
+from ..gpu import charlinks
 from ..gpu.selectors import device_name
-from ..state import leases, shm_abi, storage
+from ..state import leases, log, shm_abi, storage
 from .options import Paths, with_format
 from .output import Progress, write_json, write_line
 
@@ -26,7 +27,8 @@ def refresh(paths: Paths, output: str) -> None:
     """Read the configuration and the driver now.
 
     Reports what has changed since they were last read, and which containers were started with another driver. Without
-    this command the first container that starts after a change reads them, so that its start takes longer.
+    this command the first container that starts after a change reads them, so that its start takes longer. Also makes
+    the links in /dev/char by which systemd knows NVIDIA's devices.
     """
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
@@ -36,6 +38,7 @@ def refresh(paths: Paths, output: str) -> None:
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     recovered = reservation.recover(paths.state_dir, host)
+    links = make_links(host.inventory.root)
     found = None if before is None else node_diff.between(before, host)
     old = node_diff.outdated(leases.view(paths.state_dir).live, host)
     if output == "json":
@@ -49,6 +52,8 @@ def refresh(paths: Paths, output: str) -> None:
         )
         return
     _print(host)
+    if links:
+        write_line(f"linked in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
     for change in found or ():
         write_line(f"changed: {change.text()}")
     if found == []:
@@ -57,6 +62,15 @@ def refresh(paths: Paths, output: str) -> None:
         write_line(f"container {name} {why}: start it again")
     if recovered:
         write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
+
+
+def make_links(root: str) -> list[str]:
+    """Make the links by which systemd knows the devices of this driver root. Report missing rights over /dev."""
+    try:
+        return charlinks.make(root, charlinks.DIRECTORY)
+    except OSError as error:
+        log.to_stderr(f"gpushare: no link in {charlinks.DIRECTORY}: {error.strerror}")
+        return []
 
 
 def _plain(host: Node) -> dict[str, Any]:

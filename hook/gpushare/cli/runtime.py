@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any, Optional
@@ -9,7 +10,7 @@ from typing import Any, Optional
 import click
 
 from ..config import profiles
-from ..config.config import parse_config
+from ..config.config import load_config, parse_config
 from ..config.keys import effective
 from ..core.errors import ConfigError
 from ..core.quoting import shown
@@ -19,6 +20,7 @@ from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
 from ..engines.host import Host, broken_snapshot, check_program, foreign_owners
 from ..state import log
+from .node import make_links
 from .options import Paths, given, with_format
 from .output import Column, state_style, write_json, write_line, write_table
 
@@ -104,6 +106,9 @@ def configure_(
         outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
         owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
         outcome = outcome._replace(notes=(*outcome.notes, *owners, *removed))
+        if host.root == "/" and not given["dry_run"]:
+            with contextlib.suppress(ConfigError):  # an invalid configuration is reported by the next start and doctor
+                make_links(load_config(paths.config).driver_root)
     report(outcome, given["dry_run"], output)
 
 

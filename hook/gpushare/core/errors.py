@@ -9,6 +9,8 @@ GpushareError              1   any other error that needs a person to act
 └── KernelError           71   the kernel refused an operation (the message names the system call and the path)
 """
 
+import os
+
 from .quoting import printable, shown
 
 
@@ -76,6 +78,12 @@ def what_to_do(error: OSError) -> str:
     return _WHAT_TO_DO.get(error.errno or 0, "")
 
 
+def reason(number: int) -> str:
+    """The text of an errno. For EISDIR not the kernel's: docker exits with 126 if an error contains that text, as for a
+    program that cannot be executed, and not with 125."""
+    return "it is a folder" if number == 21 else os.strerror(number)
+
+
 def is_exhausted(error: Exception) -> bool:
     """Whether the errno is one of EXHAUSTED. Such an error does not prove that a file is missing."""
     return getattr(error, "errno", None) in EXHAUSTED
@@ -92,4 +100,5 @@ def reported(error: BaseException) -> BaseException:
 
 def of_file(error: OSError, path: str) -> KernelError:
     """Convert an OSError about `path` to a KernelError with a hint."""
-    return KernelError(f"{shown(path)}: {error.strerror}", what_to_do(error))
+    why = reason(error.errno) if error.errno == 21 else error.strerror
+    return KernelError(f"{shown(path)}: {why}", what_to_do(error))

@@ -33,12 +33,20 @@ CHECKS = (
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
     Check("driver files", "the libraries of the loaded driver version exist", driver.files),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
-    Check("device nodes", "/dev has the nodes of all GPUs and of UVM", driver.nodes),
+    Check(
+        "device nodes",
+        "/dev has the nodes of all GPUs and of UVM, and /dev/char links to them",
+        driver.nodes,
+    ),
     Check(
         "library loads", "with this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
     ),
     Check("engines", "installed engines are configured to use gpushare", engines.engines),
-    Check("cgroup drivers", "no engine that uses only the hook lets systemd manage cgroups", engines.cgroup_drivers),
+    Check(
+        "cgroup drivers",
+        "systemd manages no cgroup whose device rules only a hook adds",
+        engines.cgroup_drivers,
+    ),
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
     Check("state", "the state directory is gpushare's and has room", state.directory),
     Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..core.quantity import human
-from ..gpu import driverfiles, driverroot
+from ..gpu import charlinks, driverfiles, driverroot
 from ..gpu.drivertable import CAPABILITIES
 from ..gpu.selectors import device_name
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
@@ -69,6 +69,10 @@ def nodes(machine: Machine) -> Result:
     missing = [f"/dev/{name}" for name, node in found.items() if node is None]
     if missing:
         return Result(FAIL, f"missing: {', '.join(missing)}", _LOAD_UVM)
+    links = charlinks.missing(one.root, machine.files.at(charlinks.DIRECTORY))
+    if links:
+        what = f"{', '.join(map(os.path.basename, links))} not in {charlinks.DIRECTORY}: systemd may take the devices "
+        return Result(WARN, what + "from containers at `systemctl daemon-reload`", "gpushare refresh")
     return Result(OK, f"{len(found)} in {os.path.join(one.root, 'dev')}")
 
 

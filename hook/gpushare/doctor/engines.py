@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from typing import Optional
 
 from ..config import oci_runtime
 from ..core.errors import ConfigError
@@ -110,8 +111,8 @@ def cgroup_driver(machine: Machine, engine: str) -> str:
 
 
 def cgroup_drivers(machine: Machine) -> Result:
-    """Whether systemd manages cgroups to which only a hook adds device rules: `systemctl daemon-reload` writes
-    systemd's own rules again, and the hook's rules are lost."""
+    """Whether systemd manages cgroups to which only a hook adds device rules, of an engine's configuration or of CDI:
+    `systemctl daemon-reload` writes systemd's own rules again, and the hook's rules are lost."""
     found = [one for one in _states(machine) if one.found]
     if not found:
         return Result(OK, "no engine is installed")
@@ -124,7 +125,20 @@ def cgroup_drivers(machine: Machine) -> Result:
             f"{detail}: with the hook alone a container loses its devices at `systemctl daemon-reload`",
             f"start them with the runtime gpushare, or use cgroupfs in {', '.join(at_risk)}",
         )
+    simulated = machine.inventory is not None and machine.inventory.simulated
+    described = [] if simulated else [path for path in base.CDI_FILES if _has_hooks_alone(machine.files.read(path))]
+    if described and "systemd" in drivers.values():
+        return Result(
+            WARN,
+            f"{detail}: a container with a device of {described[0]} loses it at `systemctl daemon-reload`",
+            f"gpushare cdi generate --output {described[0]}, and name GPUs by uuid; or use the runtime gpushare",
+        )
     return Result(OK, detail)
+
+
+def _has_hooks_alone(text: Optional[str]) -> bool:
+    """Whether a CDI file has no device whose rules the engine writes into config.json."""
+    return bool(text) and "deviceNodes" not in (text or "")
 
 
 def nvidia_hooks(machine: Machine) -> Result:

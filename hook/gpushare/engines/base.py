@@ -15,6 +15,7 @@ RUNTIME = "gpushare"  # the runtime's name for `docker run --runtime` and for a 
 RUNTIME_PROGRAM = "gpushare-runtime"
 CRI_PROGRAM = "gpushare-runtime-cri"  # the same program; under this name it trusts annotations that name the pod
 HOOK_PROGRAM = "gpushare-hook"
+CDI_FILES = tuple(f"/etc/cdi/gpushare.{ending}" for ending in ("yaml", "json"))  # the file that the docs recommend
 UNKNOWN = ""  # `before` of a file whose previous content is not recorded
 
 

@@ -4,6 +4,7 @@ of_capabilities(root, capabilities, simulated) -> (nodes, missing names)
 of_features(root, features, simulated)         -> (nodes, missing names)
 of_imex(root, channels, simulated)             -> nodes       raises DeviceError
 of_display(root, shares, capabilities)         -> nodes       /dev/dri of the granted GPUs
+of_cdi_device(inventory, device)               -> nodes       in the CDI entry of this device
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Iterable
 
 from ..core.errors import DeviceError
-from ..core.model import Share
+from ..core.model import Device, Inventory, Share
 from .driverroot import HostNode, listing, node, numbered
 from .drivertable import CAPABILITIES, FEATURES, IMEX_DIR
 
@@ -61,3 +62,20 @@ def of_display(root: str, shares: tuple[Share, ...], capabilities: tuple[str, ..
         names = listing(os.path.join(root, "sys/bus/pci/devices", bus_id.lower(), "drm"))
         found += [node(root, f"dri/{name}", False) for name in sorted(names) if name.startswith(wanted)]
     return tuple(one for one in found if one is not None)
+
+
+def of_cdi_device(inventory: Inventory, device: Device) -> tuple[HostNode, ...]:
+    """Nodes of the device, and control nodes of CUDA programs. () if a node of the device is missing or simulated: then
+    only the hook gives access to it."""
+    from . import mig
+
+    root = inventory.root
+    first = None if inventory.simulated else node(root, f"nvidia{device.minor}", False)
+    if first is None:
+        return ()
+    try:
+        parts = mig.nodes(root, mig.paths_of(device), False) if device.parent else ()
+    except DeviceError:
+        return ()
+    control, _ = of_capabilities(root, ("compute",), False)
+    return (first, *parts, *control)

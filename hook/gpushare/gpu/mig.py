@@ -55,13 +55,14 @@ def capability_paths(shares: tuple[Share, ...], access: tuple[str, ...]) -> tupl
     paths = [f"mig/{right}" for right in access]
     for device in (share.device for share in shares):
         if device.parent:
-            paths += _paths_of(device)
+            paths += paths_of(device)
     return tuple(dict.fromkeys(paths))
 
 
-def _paths_of(device: Device) -> list[str]:
+def paths_of(device: Device) -> tuple[str, str]:
+    """The capabilities of a MIG device, below CAPABILITIES."""
     instance = f"gpu{device.minor}/mig/gi{device.gpu_instance}"
-    return [f"{instance}/access", f"{instance}/ci{device.compute_instance}/access"]
+    return f"{instance}/access", f"{instance}/ci{device.compute_instance}/access"
 
 
 def _minor(root: str, path: str) -> Optional[int]:
@@ -101,4 +102,4 @@ def opened_by(root: str, minors: frozenset[int], devices: tuple[Device, ...]) ->
     rights = {_minor(root, f"mig/{right}") for right in RIGHTS}
     if all(minor in rights for minor in minors):
         return None
-    return tuple(device for device in devices if all(_minor(root, path) in minors for path in _paths_of(device)))
+    return tuple(device for device in devices if all(_minor(root, path) in minors for path in paths_of(device)))

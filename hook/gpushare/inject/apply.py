@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable
 from typing import Union
 
-from ..core.errors import DeviceError, GpushareError, KernelError
+from ..core.errors import DeviceError, GpushareError, KernelError, reason
 from ..core.model import Bundle, LdEntry
 from ..core.ops import (
     DEVICE_FLAGS,
@@ -160,7 +160,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     applied.notes.extend(root.notes)
     _enforce_limits(plan, pid, applied)
     if rules and not rootless.is_rootless():
-        applied._access.append(cgroup.allow_devices(pid, rules, mounts))
+        applied._access.append(cgroup.allow_devices(pid, rules, mounts, bundle.cgroups_path))
         applied._namespace.require_alive()
 
 
@@ -207,7 +207,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider
         tree = syscalls.open_tree(op.source)
     except syscalls.SyscallError as error:
         raise DeviceError(
-            f"{shown(op.source)}: {os.strerror(error.errno)}",
+            f"{shown(op.source)}: {reason(error.errno)}",
             "install gpushare again, or set shim_dir in the configuration"
             if os.path.basename(op.source) in _SHIM
             else "is the driver loaded, and its version still the same?",

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Union
 
-from ..core.errors import KernelError, is_exhausted
+from ..core.errors import KernelError, is_exhausted, reason
 from ..core.model import Bundle, Image
 from ..core.quoting import shown
 from ..gpu import compatdir
@@ -68,7 +68,7 @@ def open_root(bundle: Bundle, pid: int = 0) -> int:
         if is_exhausted(error):
             raise
         raise KernelError(
-            f"open the container's root {shown(bundle.rootfs)}: {os.strerror(error.errno or 0)}",
+            f"open the container's root {shown(bundle.rootfs)}: {reason(error.errno or 0)}",
             "check root.path in config.json",
         ) from None
 

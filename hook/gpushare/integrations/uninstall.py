@@ -2,7 +2,7 @@
 
     engines   gpushare's entries in their configuration (engines/configure.undo)
     state     the tmpfs of leases and shares
-    files     node-feature-discovery's feature file, and the CDI specification
+    files     node-feature-discovery's feature file, the CDI specification, and links in /dev/char
     config    /etc/gpushare, only with --purge
 
 The programs stay: a package manager or the user installed them.
@@ -21,12 +21,13 @@ from ..core import constants
 from ..core.errors import CapacityError, ConfigError
 from ..core.quoting import shown
 from ..engines import configure, record
-from ..engines.base import Settings
+from ..engines.base import CDI_FILES, Settings
 from ..engines.configure import ENGINES, Outcome
 from ..engines.host import Host
+from ..gpu import charlinks
 from ..state import leases, storage
 from ..system import syscalls
-from . import cdi, labels
+from . import labels
 
 
 class Plan(NamedTuple):
@@ -55,7 +56,8 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     if not force:
         refuse_used(state_dir)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
-    files = [path for path in (labels.FILE, *cdi.FILES) if host.has(path)]
+    files = [path for path in (labels.FILE, *CDI_FILES) if host.has(path)]
+    files += [f"{charlinks.DIRECTORY}/{name}" for name in charlinks.ours(host.at(charlinks.DIRECTORY))]
     folders = []
     if purge:
         usual = os.path.dirname(constants.CONFIG_PATH)

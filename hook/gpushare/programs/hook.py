@@ -130,7 +130,7 @@ def _start(options: Options, state: oci.State) -> int:
     from ..state import leases
     from ..system import procs
 
-    request.refuse_conflicts(bundle, start.request)
+    request.refuse_conflicts(bundle, start.request, start.host.inventory)
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(

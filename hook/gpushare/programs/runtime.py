@@ -85,14 +85,38 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
 
 
 def _main(call: Call, paths: Paths) -> int:
-    if call.unknown and commandline.could_start(call):
+    if not call.clear and commandline.could_start(call):
+        _refuse_unread(call)
+    if not call.clear or call.command not in _COMMANDS:
+        _become(call, paths)
+    return _COMMANDS[call.command](call, paths)
+
+
+def _refuse_unread(call: Call) -> None:
+    """Raise RequestError for a line that is not clear, unless no config.json that it may mean would be edited."""
+    if not call.readings or any(one.command in commandline.STARTING and _concerns(one) for one in call.readings):
         raise RequestError(
             f"flag {shown(call.unknown)} is not known, so gpushare cannot tell which container this starts",
             "leave it out, or update gpushare",
         )
-    if call.unknown or call.command not in _COMMANDS:
-        _become(call, paths)
-    return _COMMANDS[call.command](call, paths)
+
+
+def _concerns(call: Call) -> bool:
+    """Return whether the config.json of this reading has a request, or anything that gpushare would take out."""
+    from ..inject import spec_record
+    from ..request import request
+    from ..request.dialects import cdi_devices
+
+    if not os.path.exists(os.path.join(call.bundle, call.config_name)):
+        return False  # the low-level runtime cannot start it
+    directory, _, spec = _read(call)
+    clean = hookoutput.without(spec_record.stripped(spec))
+    return (
+        clean is not spec
+        or request.mentions(_bundle(call, directory, clean))
+        or oci.has_sys_admin(spec)
+        or cdi_devices.rules_reach(spec)
+    )
 
 
 def _become(call: Call, paths: Paths) -> NoReturn:

@@ -3,7 +3,7 @@
     mentions(bundle)                         -> bool             cheap: whether the container can request anything
     resolve(bundle, node, with_injected, on_host) -> Request | None   None: no request
     unused(bundle, node)                 -> tuple[str, ...]  for explain: ignored values of other schedulers
-    refuse_conflicts(bundle, request)    -> None             for the hook alone: raises if NVIDIA's tools ran before
+    refuse_conflicts(bundle, request, inventory) -> None     for the hook alone: raises if NVIDIA's tools ran before
 
 `with_injected`: devices that other software added to config.json count as a request. Only gpushare-runtime sets it,
 because only it can remove them again.
@@ -338,20 +338,47 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
     )
 
 
-def refuse_conflicts(bundle: Bundle, request: Request) -> None:
+def _without_cdi_nodes(spec: dict[str, Any], request: Request, inventory: Inventory) -> dict[str, Any]:
+    """Return the spec less the nodes and rules of gpushare's own CDI devices, which this request names."""
+    from_cdi = any(name.startswith(constants.ENV_CDI_PREFIX) for name, _ in request.sources)
+    if not from_cdi or request.selection.kind != "list":
+        return spec
+    from ..gpu.drivernodes import of_cdi_device
+    from ..gpu.selectors import find_devices
+
+    devices = [device for name in request.selection.names for device in find_devices("", "", name, inventory)]
+    nodes = [node for device in devices for node in of_cdi_device(inventory, device)]
+    own = [(f"/dev/{node.name}", node.major, node.minor) for node in nodes]
+    numbers = [("c", node.major, node.minor) for node in nodes]
+
+    def is_own(device: Any) -> bool:
+        return isinstance(device, dict) and (device.get("path"), device.get("major"), device.get("minor")) in own
+
+    def allows_own(rule: Any) -> bool:
+        return isinstance(rule, dict) and (rule.get("type"), rule.get("major"), rule.get("minor")) in numbers
+
+    resources = oci.section(spec, "linux", "resources")
+    rules = [rule for rule in oci.items(spec, "linux", "resources", "devices") if not allows_own(rule)]
+    kept = [device for device in oci.items(spec, "linux", "devices") if not is_own(device)]
+    linux = {**oci.section(spec, "linux"), "devices": kept, "resources": {**resources, "devices": rules}}
+    return {**spec, "linux": linux}
+
+
+def refuse_conflicts(bundle: Bundle, request: Request, inventory: Inventory) -> None:
     """Refuse what other software added to config.json, and name it: a hook cannot remove it, and an NVIDIA hook would
     mount its own libcuda over the shim, or beside it."""
-    found, name = nvidia.conflicts(bundle.spec), shown_name(request.sources[0][0])
+    spec = _without_cdi_nodes(bundle.spec, request, inventory)
+    found, name = nvidia.conflicts(spec), shown_name(request.sources[0][0])
     if found:
         raise RequestError(
             f"config.json already has an NVIDIA {found[0]}" + (f" and {len(found) - 1} more" if found[1:] else ""),
             f"start the container through gpushare-runtime, which replaces it, or leave out {name}",
         )
-    if not cdi_devices.rules_reach(bundle.spec):
+    if not cdi_devices.rules_reach(spec):
         return
     from . import deny_devices
 
-    if deny_devices.rules_open(bundle.spec, {constants.NVIDIA_MAJOR}):
+    if deny_devices.rules_open(spec, {constants.NVIDIA_MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",
             "start the container through gpushare-runtime, which denies them, or leave out --device-cgroup-rule and "

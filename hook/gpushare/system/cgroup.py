@@ -17,9 +17,10 @@ Rule = tuple[int, int]
 Mounts = Optional[list[mountns.MountEntry]]
 
 
-def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Callable[[], None]:
-    """Let the cgroup of `pid` open the devices; return a function that undoes it. Raises KernelError, with nothing
-    changed, also when the container has no cgroup of its own. `mounts`: this process's mounts, if already read."""
+def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroups_path: str = "") -> Callable[[], None]:
+    """Let the container of `pid` open the devices; return a function that undoes it. Raises KernelError, with nothing
+    changed, also when the container has no cgroup of its own. `mounts`: this process's mounts, if already read;
+    `cgroups_path`: linux.cgroupsPath of config.json."""
     undos: list[Callable[[], None]] = []
 
     def undo() -> None:
@@ -27,13 +28,14 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Cal
             undos.pop()()
 
     try:
-        v1, v2 = own_cgroups(pid, mounts)
-        if v1:
-            undos.append(_allow_v1(v1, rules))
+        v1, v2 = _of_container(own_cgroups(pid, mounts), cgroups_path, mounts)
+        for directory in v1:
+            undos.append(_allow_v1(directory, rules))
         if v2:
             from . import bpf
 
-            undos.append(bpf.allow(v2, rules))
+            for directory in v2:
+                undos.append(bpf.allow(directory, rules))
     except BaseException:
         undo()
         raise
@@ -42,15 +44,38 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None) -> Cal
     return undo
 
 
-def revoke(pid: int, rules: Sequence[Rule]) -> None:
+def revoke(pid: int, rules: Sequence[Rule], cgroups_path: str = "") -> None:
     """Deny the devices that `allow_devices` allowed, also from another process or later."""
-    v1, v2 = find_cgroups(pid)
-    if v1:
-        _write_rules(v1, "devices.deny", rules)
+    v1, v2 = _of_container(find_cgroups(pid), cgroups_path)
+    for directory in v1:
+        _write_rules(directory, "devices.deny", rules)
     if v2:
         from . import bpf
 
-        bpf.revoke(v2, rules)
+        for directory in v2:
+            bpf.revoke(directory, rules)
+
+
+def _of_container(found: tuple[str, str], cgroups_path: str, mounts: Mounts = None) -> tuple[list[str], list[str]]:
+    mine = find_cgroups(os.getpid(), mounts)
+    return of_container(found[0], mine[0], cgroups_path), of_container(found[1], mine[1], cgroups_path)
+
+
+def of_container(directory: str, mine: str, cgroups_path: str = "") -> list[str]:
+    """The cgroups that contain this container only: from the one that its engine made for it, down to `directory`, the
+    one of its process. The kernel requires that all of them allow an access. crun 1.21 puts the process into a child of
+    its systemd scope (`<scope>/container`) and the rules into both; crun 1.28 puts them into the scope only. The
+    annotation `run.oci.delegate-cgroup` makes a child, too. Cgroups above it are slices, or contain this process, whose
+    cgroup is `mine`: other processes use them, so they get no rule. [] for ""."""
+    names = {os.path.basename(cgroups_path.rstrip("/"))} - {""}  # `slice:prefix:name` names a scope
+    found, at = [directory], directory
+    while at.rstrip("/") and not holds(at, mine):
+        name = os.path.basename(at)
+        if name.endswith(".scope") or name in names:
+            return found[::-1]
+        at = os.path.dirname(at)
+        found.append(at)
+    return [directory] if directory else []
 
 
 def own_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:

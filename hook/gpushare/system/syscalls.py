@@ -13,7 +13,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Union
 
-from ..core.errors import EXHAUSTED, KernelError
+from ..core.errors import EXHAUSTED, KernelError, reason
 from ..core.quoting import shown
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SyscallError(KernelError):
     @property
     def message(self) -> str:
         """The message, built on first use: most of these errors only report a missing path and are never shown."""
-        return self._message or f"{self.call} {shown(self.path)}: {os.strerror(self.errno)}"
+        return self._message or f"{self.call} {shown(self.path)}: {reason(self.errno)}"
 
     @message.setter
     def message(self, text: str) -> None:

@@ -38,7 +38,7 @@ def make_root(root: Path) -> Path:
         _copy(Path("/", _LIBRARIES, name), root, f"{_LIBRARIES}/{name}")
     _copy(Path("/lib64/ld-linux-x86-64.so.2").resolve(), root, "usr/lib64/ld-linux-x86-64.so.2")
     _copy(Path("/sbin/ldconfig"), root, "usr/sbin/ldconfig")
-    run("gcc", "-O1", "-w", "-o", root / PROBE[1:], _SOURCE, "-ldl")
+    run("gcc", "-std=gnu11", "-O1", "-w", "-o", root / PROBE[1:], _SOURCE, "-ldl")
     run("/sbin/ldconfig", "-r", root)
     return root
 

@@ -106,6 +106,11 @@ class Podman:
     def runtime(self) -> tuple[str, ...]:
         return self.node.runtime()
 
+    @property
+    def copies_image_annotations(self) -> bool:
+        """Whether an image's annotations reach config.json: podman 5 and later leave them out."""
+        return int(self.podman("version", "--format", "{{.Client.Version}}").out.partition(".")[0]) < 5
+
     def storage_driver(self) -> str:
         return "overlay"
 
