@@ -87,7 +87,7 @@ def test_help_ends_with_first_steps(cli: Callable[..., Any]) -> None:
 
 
 def test_refresh_that_cannot_write_fails(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "compile_node", lambda config, directory: pure.node())
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: pure.node())
     assert cli("refresh")[0] == 0
     monkeypatch.setattr(node, "read_node", lambda config, directory: None)
     code, text, error = cli("refresh")
@@ -101,7 +101,7 @@ def refreshed(
     """refreshed(node): the output of `refresh` when `node` is the host now, as text and as JSON."""
 
     def refresh(now: Node) -> tuple[str, dict[str, Any]]:
-        monkeypatch.setattr(node, "compile_node", lambda config, directory: now)
+        monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: now)
         monkeypatch.setattr(node, "read_node", lambda config, directory: now)
         text, value = cli("refresh")[1], json.loads(cli("refresh", "--format", "json")[1])
         (state / node.FILE).write_text(json.dumps(node.node_json(now, [], [])))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ..core.quantity import human
-from ..gpu import driverfiles, driverroot
+from ..gpu import contexts, driverfiles, driverroot
 from ..gpu.drivertable import CAPABILITIES
-from ..gpu.selectors import device_name
+from ..gpu.selectors import device_name, usable_devices
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
 _USUAL = ("compute", "utility")  # capabilities of a container whose request names none
@@ -58,6 +58,27 @@ def devices(machine: Machine) -> Result:
             "run nvidia-smi, which says why",
         )
     return Result(OK, ", ".join(shown) + mig)
+
+
+def contexts_measured(machine: Machine) -> Result:
+    """Show each device's context size, and why it was not measured."""
+    if machine.inventory is None:
+        return no_driver(machine)
+    one = machine.inventory
+    texts, missing = [], False
+    for device in usable_devices(one):
+        found = contexts.of(device, one)
+        size = f"{device_name(device)} {human(device.context_bytes)}"
+        if found is not None and found.context_bytes:
+            texts.append(f"{size} measured")
+            continue
+        missing = True
+        texts.append(f"{size} estimated ({found.why if found is not None else 'not measured yet'})")
+    if missing:
+        return Result(
+            WARN, ", ".join(texts), "run `gpushare refresh` as root; an estimate can charge a process too much memory"
+        )
+    return Result(OK, ", ".join(texts) or "no device")
 
 
 def nodes(machine: Machine) -> Result:

@@ -130,8 +130,9 @@ def _unmet(condition: Condition, device: Device) -> str:
     """Why the device is not what is asked for, "" when it is. `free` is not for its nature to say."""
     if condition.name == "model" and not is_model(condition.value, device.model):
         return f"model {shown(device.model)}"
-    if condition.name == "memory" and device.memory_bytes < condition.value:
-        return f"has {human(device.memory_bytes)}" if device.memory_bytes else "of unknown size"
+    whole = device.memory_bytes + device.reserved_bytes  # as NVML and data sheets count
+    if condition.name == "memory" and whole < condition.value:
+        return f"has {human(whole)}" if whole else "of unknown size"
     if condition.name == "mig" and bool(device.parent) != condition.value:
         return "a MIG device" if device.parent else "a whole GPU"
     return ""
