@@ -31,6 +31,10 @@ to run.
   reaches every container of a pod, so in a pod it counts for containers that name a device, and for one of them only.
 * A limit that is malformed, has no unit, or is for a device that the container does not get keeps the container from
   starting, with the word and its value in the message.
+* Some schedulers divide NVML's whole total, which includes memory that the driver reserves
+  ([placement.md](placement.md#capacity)). An amount that exceeds what is free by no more than that is reduced to what
+  is free, so the last container of such a scheduler fits. `explain`, `list` and the log show the request. An amount
+  that exceeds it by more is refused, and so is one that would leave less than a CUDA context needs.
 * Limits that are meant to go on in host memory do so where the node has a budget for it
   (`oversubscription.host_memory`, [oversubscription.md](oversubscription.md)); elsewhere the container does not start,
   and the message says which key is missing.
