@@ -157,7 +157,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.compute_busy_ns": "device time used since its start",
             "shares.compute_throttled_ns": "time that launches waited for the limit, summed over threads",
             "shares.page": "number of its activity file for this device",
-            "shares.clamped_from": "the request, if policy granted less; else null",
+            "shares.clamped_from": "the request, if less was granted; else null",
             "shares.refused": "allocations refused since its start",
         },
     ),

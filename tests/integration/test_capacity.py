@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from demo.tenant import LAST_BYTES
+from simulator import models
 from simulator.ledger import Ledger
+from tests.integration import mps_stage
 from tests.support import gpumodels
 from tests.support.gpumodels import ModelHost
 from tests.support.host import Node
+from tests.support.runc import Container
 from tests.support.tenant import Tenant
 
 MIB = 1 << 20
@@ -87,3 +90,49 @@ def test_refresh_measures_the_context_of_the_model(node: Node, model: ModelHost)
         one for one in json.loads(node.cli("doctor", "--format", "json").stdout)["checks"] if one["name"] == "contexts"
     )
     assert check["result"] == "ok" and check["detail"].endswith(" measured")
+
+
+def contexts(node: Node, *arguments: str) -> list[tuple[bool, int, str]]:
+    """What `refresh` measured: (with MPS, bytes, why not)."""
+    found = json.loads(node.cli("refresh", "--format", "json", *arguments).stdout)["contexts"]
+    return [(one["mps"], one["context_bytes"], one["why"]) for one in found]
+
+
+@pytest.mark.parametrize("model", [models.DEFAULT], indirect=True)
+def test_device_that_a_container_has_is_not_measured(
+    container: Callable[..., Container], node: Node, model: ModelHost
+) -> None:
+    one = container(["sleep", "inf"], env={"GPUSHARE_DEVICES": "0"}, **node.way("hook")).start()
+    assert contexts(node) == [(False, 0, "a container has all of it")]
+    one.close()
+    assert contexts(node) == [(False, model.model.context_bytes, "")]
+
+
+@pytest.fixture
+def mps_host(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Iterator[Node]:
+    yield from mps_stage.make_mps_host(make_host, make_node)
+
+
+@pytest.fixture
+def mps_container(tmp_path: Path, mps_host: Node) -> Iterator[Callable[..., Container]]:
+    yield from mps_stage.make_mps_containers(tmp_path, mps_host)
+
+
+def test_context_is_measured_apart_for_clients_of_mps(mps_host: Node, mps_container: Callable[..., Container]) -> None:
+    """The measuring process connects to gpushare's daemon, and a container with MPS is charged that size."""
+    like = models.MODELS[models.DEFAULT]
+    assert contexts(mps_host) == [(False, like.context_bytes, "")]
+    mps_stage.start(mps_host)
+    assert contexts(mps_host) == [(False, like.context_bytes, ""), (True, like.context_bytes, "")]
+    served = int(mps_stage.status(mps_host)["pid"])
+    mps_container("hook").start()
+    assert int(mps_stage.status(mps_host)["pid"]) == served
+
+
+def test_daemon_of_mps_from_before_the_upgrade_stays(mps_host: Node) -> None:
+    """It was started with NVML's total, which was the default."""
+    like = models.MODELS[models.DEFAULT]
+    mps_stage.start(mps_host, "--memory", f"{like.total_mib}Mi")
+    pid = mps_stage.status(mps_host)["pid"]
+    assert mps_stage.start(mps_host) == pid
+    assert mps_host.cli("mps", "start", "--device", "0", "--memory", "1Gi").returncode != 0

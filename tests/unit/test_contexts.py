@@ -16,6 +16,7 @@ from gpushare.gpu import contextprobe, contexts, driverfiles
 
 from simulator import models, simhost
 from tests.support.driverhost import divide
+from tests.support.remote import Remote
 
 # The programs fork with one thread; a test runner may have more, which Python 3.12 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -122,10 +123,29 @@ def test_probe_has_a_deadline(on: Callable[..., Host], tmp_path: Path) -> None:
     assert "NVMLError_NotFound" in host.probe("GPU-00000000-0000-0000-0000-000000000000")[1]
 
 
-def test_other_processes_do_not_count(on: Callable[..., Host], start: Any = None) -> None:
-    """The figure is NVML's for the measuring process."""
+def test_memory_of_other_processes_does_not_count(on: Callable[..., Host]) -> None:
     host = on()
-    assert host.probe(simhost.default_uuid(0)) == (300 * MIB, "")
+    with Remote(host.root) as other:
+        other.do("cuda.context(); cuda.alloc(1 << 30)")
+        assert host.probe(simhost.default_uuid(0)) == (300 * MIB, "")
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"),
+    [
+        (lambda: {os.getpid(): 1 << 30}, "NVML reports another process under this process's id"),
+        (dict, "NVML reports no memory of the measuring process"),
+        (lambda: {1: 1 << 30}, "NVML reports no memory of the measuring process"),
+    ],
+)
+def test_process_of_another_pid_namespace_does_not_count(
+    on: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, listed: Callable[[], dict[int, int]], why: str
+) -> None:
+    """In a pid namespace, NVML may list host pids."""
+    host = on()
+    monkeypatch.setattr(contextprobe, "processes", lambda *_: listed())
+    size, reason = host.probe(simhost.default_uuid(0))
+    assert size == 0 and reason.startswith(why)
 
 
 def test_client_of_mps_is_charged_its_own_measurement(on: Callable[..., Host]) -> None:
