@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gpushare.allocation import placement
 from gpushare.core.errors import CapacityError
-from gpushare.core.model import Inventory, Lease, Node, Request, Share
+from gpushare.core.model import Inventory, Lease, Node, Policy, Request, Share
 from gpushare.inject import plan
 from gpushare.integrations import labels
 from gpushare.request import request
@@ -95,6 +95,13 @@ def test_request_above_total_is_refused(name: str) -> None:
         granted(AMOUNTS[name](TOTAL + 256), [])
 
 
+@pytest.mark.parametrize("over_maximum", ["refuse", "clamp"])
+def test_policy_of_100_percent_allows_total(over_maximum: str) -> None:
+    rules = Policy(max_memory="100%", over_maximum=over_maximum)
+    host = HOST._replace(config=HOST.config._replace(policy=rules))
+    assert granted(AMOUNTS["hami"](TOTAL), [], host).memory_limit_bytes == CAPACITY * MIB
+
+
 @pytest.mark.parametrize("env", [("GPUSHARE_MEMORY=16Gi",), ("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=16128Mi")])
 def test_own_request_is_never_clamped(env: tuple[str, ...]) -> None:
     with pytest.raises(CapacityError, match=r"asked, 15\.6"):
@@ -132,6 +139,17 @@ def test_last_container_under_overcommit_fits() -> None:
     held: list[Lease] = []
     sizes = [granted(AMOUNTS["hami"](TOTAL // 4), held, host).memory_limit_bytes for _ in range(8)]
     assert sizes == [4096 * MIB] * 7 + [(4096 - 2 * RESERVED) * MIB]
+
+
+def test_last_oversubscribed_container_fits() -> None:
+    """Its memory covers device and host. Only the device part is reduced to what is free."""
+    host = Node(HOST.config._replace(host_memory="64Gi"), HOST.inventory._replace(host_memory_bytes=64 << 30))
+    held: list[Lease] = []
+    words = ((ON_0, f"CUDA_DEVICE_MEMORY_LIMIT_0={TOTAL // 2}m", "CUDA_OVERSUBSCRIBE=true"), {})
+    shares = [granted(words, held, host) for _ in range(4)]
+    sizes = [(share.memory_limit_bytes, share.virtual_bytes) for share in shares]
+    rest = 4096 - RESERVED
+    assert sizes == [(4096 * MIB, 8192 * MIB)] * 3 + [(rest * MIB, 2 * rest * MIB)]
 
 
 @pytest.mark.parametrize("total", [15356, 16380, 14999])

@@ -24,6 +24,10 @@ MIB = 1 << 20
 V = simhost.VERSION
 
 
+def again(one: Node, known: tuple[Context, ...]) -> tuple[Context, ...]:
+    return contextmeasuring.measured(one, known, again=True)
+
+
 class Host:
     """Compiles node.json of a simulated host."""
 
@@ -64,7 +68,9 @@ def test_context_is_measured_once_and_kept(on: Callable[..., Host], monkeypatch:
     assert host.fresh().inventory == measured
     assert host.refresh().inventory == measured and len(probes) == 1
     assert host.refresh(None).inventory == measured  # also a start that compiles keeps it
-    assert host.refresh(lambda one, _: contextmeasuring.measured(one, ())).inventory == measured and len(probes) == 2
+    assert host.refresh(again).inventory == measured and len(probes) == 2
+    monkeypatch.setattr(contextprobe, "probe", lambda *_: (0, "it is full"))
+    assert host.refresh(again).inventory == measured  # a failed measurement does not replace an earlier one
 
 
 def test_measurement_of_another_driver_is_not_used(on: Callable[..., Host]) -> None:

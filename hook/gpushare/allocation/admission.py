@@ -269,9 +269,9 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
         part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
         wanted = wanted._replace(memory=part)
     largest_bytes = min(capacity_bytes(device, config), device.memory_bytes)
+    wanted, beyond_capacity = _without_reserved(wanted, device, ledger, config)  # before policy, so 100% allows it
     wanted, over = _within_policy(wanted, device, config.policy, largest_bytes)
-    wanted, beyond_capacity = _without_reserved(wanted, device, ledger, config)
-    over = " and ".join(filter(None, (over, beyond_capacity)))
+    over = over or beyond_capacity
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)

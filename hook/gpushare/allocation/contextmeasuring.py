@@ -1,6 +1,6 @@
 """Measure what a CUDA context takes on each kind of device of this host (`gpushare refresh`).
 
-    measured(node, known) -> tuple[Context, ...]     one for each kind, measured or with the reason why not
+    measured(node, known, again) -> tuple[Context, ...]     one for each kind, measured or with the reason why not
 
 A kind is a model, driver, MIG profile, and with or without MPS. Devices of one kind are tried in turn until one of them
 could be measured. A device that a container has as a whole is left alone, and so is one that is full or exclusive.
@@ -23,8 +23,9 @@ _NO_TIME = "the other devices took all the time"
 _TAKEN = "a container has all of it"
 
 
-def measured(node: Node, known: tuple[Context, ...]) -> tuple[Context, ...]:
-    """Return the contexts of all kinds of devices. `known` ones that have a size are not measured again."""
+def measured(node: Node, known: tuple[Context, ...], again: bool = False) -> tuple[Context, ...]:
+    """Return the contexts of all kinds of devices. `known` ones that have a size are measured only if `again`, and stay
+    if that fails."""
     inventory = node.inventory
     files = (
         driverfiles.nvml_library(inventory.root, inventory.driver_version),
@@ -33,7 +34,8 @@ def measured(node: Node, known: tuple[Context, ...]) -> tuple[Context, ...]:
     seen = leases.view(node.config.state_dir)
     taken = ledger_of(seen.live, node.config.policy, seen.blocked(node))
     until = time.monotonic() + TOTAL_S
-    found = {one[:4]: one for one in known if one.context_bytes and one.driver == inventory.driver_version}
+    kept = {one[:4]: one for one in known if one.context_bytes and one.driver == inventory.driver_version}
+    found = {} if again else dict(kept)
     for device in usable_devices(inventory):
         for kind, daemon in _kinds(device, node):
             if kind in found and found[kind].context_bytes:
@@ -46,7 +48,7 @@ def measured(node: Node, known: tuple[Context, ...]) -> tuple[Context, ...]:
             else:
                 size, why = contextprobe.probe(*files, device.uuid, left_s, daemon)
             found[kind] = Context(*kind, contexts.rounded(size), why)
-    return tuple(found.values())
+    return tuple(one if one.context_bytes else kept.get(kind, one) for kind, one in found.items())
 
 
 def _kinds(device: Device, node: Node) -> Iterator[tuple[tuple[str, str, str, bool], contextprobe.MpsDaemon]]:

@@ -38,7 +38,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
         host = node.compile_node(
             paths.config,
             paths.state_dir,
-            measure=lambda host, known: contextmeasuring.measured(host, () if measure else known),
+            measure=lambda host, known: contextmeasuring.measured(host, known, measure),
         )
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
