@@ -193,13 +193,11 @@ def test_estimated_context_is_above_the_reported_one(
 ) -> None:
     """An estimate that is too low lets a container exceed its limit, and one that is far too high wastes memory."""
     assert contexts.multiprocessors(arch, processors * cores) == processors
-    assert mib < contexts.estimated_bytes(model, "580.1", arch, processors) >> 20 < mib + 128
+    assert mib < contexts.estimated_bytes(model, arch, processors) >> 20 < mib + 128
 
 
 def test_context_of_unknown_hardware_is_not_too_low() -> None:
-    assert contexts.estimated_bytes("Other", "580.1", "", 0) == contexts.DEFAULT_BYTES > 616 << 20  # the largest report
-    unknown = contexts.estimated_bytes("Other", "580.1", "99.0", contexts.multiprocessors("99.0", 132 * 128))
-    assert unknown >= contexts.estimated_bytes("NVIDIA H200", "580.1", "9.0", 132)
-    assert (
-        contexts.estimated_bytes(simhost.DEFAULT_MODEL, simhost.VERSION, "8.6", 48) == simhost.DEFAULT_CONTEXT_MIB << 20
-    )
+    assert contexts.estimated_bytes("Other", "", 0) == contexts.DEFAULT_BYTES > 616 << 20  # the largest report
+    unknown = contexts.estimated_bytes("Other", "99.0", contexts.multiprocessors("99.0", 132 * 128))
+    assert unknown >= contexts.estimated_bytes("NVIDIA H200", "9.0", 132)
+    assert contexts.estimated_bytes(simhost.DEFAULT_MODEL, "8.6", 48) == simhost.DEFAULT_CONTEXT_MIB << 20

@@ -4,7 +4,7 @@
     of(device, inventory, mps)      -> Context | None      the measurement, or why there is none
     with_measured(inventory, found) -> Inventory           its devices with the measured sizes
     under_mps(device, inventory)    -> Device              with the size that a client of MPS has there
-    estimated_bytes(model, version, arch, multiprocessors)
+    estimated_bytes(model, arch, multiprocessors)
 
 Pure. contextprobe.py measures, at `gpushare refresh` only.
 
@@ -25,10 +25,8 @@ DEFAULT_BYTES = 640 << 20  # where NVML does not report the number of multiproce
 _BASE_BYTES = 96 << 20
 _THREAD_BYTES = 2 << 10
 _BLOCK_BYTES = 2 << 20  # in which the driver takes memory
-# (prefix of the model's name, major driver version) -> bytes
-MODEL_BYTES: dict[tuple[str, str], int] = {
-    ("NVIDIA Simulated", "535"): 300 << 20,  # simulator, unless its marker file overrides it
-}
+_SIMULATED = "NVIDIA Simulated"  # the simulator's default card, whose context is that of no real one
+_SIMULATED_BYTES = 300 << 20
 # compute capability -> (cores, resident threads) of a multiprocessor: CUDA C++ Programming Guide, chapter "Compute
 # Capabilities"
 _PROCESSORS = {
@@ -45,12 +43,12 @@ def multiprocessors(arch: str, cores: int) -> int:
     return cores // _PROCESSORS.get(arch, _UNKNOWN)[0]
 
 
-def estimated_bytes(model: str, version: str, arch: str, processors: int) -> int:
-    """Return a size that a context on this hardware and driver should not exceed. `processors` 0: not known."""
-    major = version.partition(".")[0]
-    known = next((size for (name, row), size in MODEL_BYTES.items() if model.startswith(name) and row == major), 0)
-    if known or not processors:
-        return known or DEFAULT_BYTES
+def estimated_bytes(model: str, arch: str, processors: int) -> int:
+    """Return a size that a context on this hardware should not exceed. `processors` 0: not known."""
+    if model.startswith(_SIMULATED):
+        return _SIMULATED_BYTES
+    if not processors:
+        return DEFAULT_BYTES
     return _BASE_BYTES + processors * _PROCESSORS.get(arch, _UNKNOWN)[1] * _THREAD_BYTES
 
 

@@ -79,9 +79,7 @@ def _information(root: str, bus_id: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in lines}
 
 
-def _device(
-    index: int, bus_id: str, version: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int
-) -> Device:
+def _device(index: int, bus_id: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int) -> Device:
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
@@ -94,7 +92,7 @@ def _device(
     return Device(
         *(index, uuid, int(minor), bus_id, model, gpu.memory_bytes),
         context_bytes=context_bytes
-        or contexts.estimated_bytes(model, version, gpu.arch, contexts.multiprocessors(gpu.arch, gpu.cores)),
+        or contexts.estimated_bytes(model, gpu.arch, contexts.multiprocessors(gpu.arch, gpu.cores)),
         brand=gpu.brand,
         arch=gpu.arch,
         reserved_bytes=gpu.reserved_bytes,
@@ -106,9 +104,7 @@ def mig_instances(root: str) -> tuple[str, ...]:
     return tuple(f"gpu{one.gpu_minor}/gi{one.gpu_instance}/ci{one.compute_instance}" for one in mig.instances(root))
 
 
-def _mig_devices(
-    root: str, version: str, devices: tuple[Device, ...], answer: nvml.Answer, context_bytes: int
-) -> tuple[Device, ...]:
+def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer, context_bytes: int) -> tuple[Device, ...]:
     """The MIG devices of all GPUs: listed by the kernel, named by NVML. A device that NVML does not name gets a name in
     the format of drivers before 470, and cannot be granted."""
     from . import contexts
@@ -134,7 +130,7 @@ def _mig_devices(
                     profile=one.profile or f"{one.memory_bytes >> 20} MiB",
                 )
                 if one.multiprocessors and not context_bytes:
-                    size = contexts.estimated_bytes(device.model, version, device.arch, one.multiprocessors)
+                    size = contexts.estimated_bytes(device.model, device.arch, one.multiprocessors)
                     mine = mine._replace(context_bytes=size)
             found.append(mine)
     return tuple(sorted(found, key=lambda device: (device.index, device.mig_index)))
@@ -195,10 +191,10 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     context = marker.get("context_bytes", 0) if marker else 0
     context_bytes = context if isinstance(context, int) and context > 0 else 0
     devices = tuple(
-        _device(index, bus, version, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
+        _device(index, bus, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
     )
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
-    mig = _mig_devices(root, version, devices, answer, context_bytes)
+    mig = _mig_devices(root, devices, answer, context_bytes)
     return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
 
 
