@@ -35,7 +35,11 @@ CHECKS = (
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
     Check("driver files", "the libraries of the loaded driver version exist", driver.files),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
-    Check("contexts", "the memory of a CUDA context was measured on each kind of device", driver.contexts_measured),
+    Check(
+        "contexts",
+        "shows the memory of a CUDA context on each device, and whether it was measured",
+        driver.context_sizes,
+    ),
     Check("device nodes", "/dev has the nodes of all GPUs and of UVM", driver.nodes),
     Check(
         "library loads", "with this driver a process with a limit sees that limit, through CUDA and NVML", shim.loads
