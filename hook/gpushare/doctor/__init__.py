@@ -36,9 +36,7 @@ CHECKS = (
     Check("driver files", "the libraries of the loaded driver version exist", driver.files),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
     Check(
-        "contexts",
-        "shows the memory of a CUDA context on each device, and whether it was measured",
-        driver.context_sizes,
+        "contexts", "shows the size of a CUDA context on each device, and whether it is measured", driver.context_sizes
     ),
     Check("device nodes", "/dev has the nodes of all GPUs and of UVM", driver.nodes),
     Check(
