@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -116,6 +116,9 @@ KILL_PARTS := 12
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
 	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m pytest --timeout 3600 -k killed $(KILL_TESTS) $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 	@GPUSHARE_EVERY_POINT=$(KILL_PARTS) $(VENV_PYTHON) -m tests.support.kills
+
+test-models: root build $(TEST_SETUP) ## limits, and the simulator's behaviour, with each GPU model that it can imitate
+	@GPUSHARE_MODELS=all $(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) tests/conformance tests/integration/test_capacity.py $(PYTEST_ARGS)
 
 test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compiled, under qemu-user
 	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)

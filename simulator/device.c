@@ -89,6 +89,12 @@ static bool open_device(struct sim_device *device, const char *path) {
     return false;
 }
 
+void sim_uuid_text(const struct sim_config *c, char text[41]) {
+    char *at = text + sprintf(text, SIM_MIG(c->index) ? "MIG-" : "GPU-");
+    for (unsigned i = 0; i < sizeof c->uuid; i++)
+        at += sprintf(at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", c->uuid[i]);
+}
+
 static int by_index(const void *a, const void *b) {
     const struct sim_device *x = a, *y = b;
     unsigned i = x->state->config.index, j = y->state->config.index;

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define SIM_MAGIC 0x5645444d49535347ull /* "GSSIMDEV" */
-#define SIM_VERSION 2u
+#define SIM_VERSION 3u
 #define SIM_MAX_CLIENTS 512u
 #define SIM_MAX_GROUPS 256u
 #define SIM_MAX_SHARED 1024u
@@ -44,7 +44,7 @@ struct sim_config {
     uint32_t state_bytes;
     uint32_t index;
     uint32_t minor;
-    uint64_t total_bytes;
+    uint64_t total_bytes; /* what clients can allocate, as cuDeviceTotalMem reports it */
     uint64_t context_bytes;
     uint64_t granularity_bytes;
     uint64_t late_return_ns; /* delay between noticing a client's death and freeing its memory */
@@ -73,6 +73,11 @@ struct sim_config {
     uint64_t record_ns;       /* minimum processor time of recording an event */
     uint64_t bubble_ns;       /* device time of recording an event */
     uint64_t seed;            /* for the random lengths of slices and switches */
+    uint64_t reserved_bytes;  /* NVML counts them in addition to total_bytes */
+    uint32_t cores_per_sm;
+    uint32_t threads_per_sm;
+    uint32_t compute_mode; /* nvmlComputeMode_t */
+    uint32_t pad;
 };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
@@ -199,6 +204,7 @@ _Static_assert(sizeof(struct sim_client) == 128, "sim_client");
 _Static_assert(offsetof(struct sim_state, client) == 20480, "client");
 _Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
 _Static_assert(offsetof(struct sim_config, switch_high_ns) == 304, "switch_high_ns");
+_Static_assert(offsetof(struct sim_config, reserved_bytes) == 352, "reserved_bytes");
 _Static_assert(offsetof(struct sim_state, history) == 217088, "history");
 _Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
@@ -220,6 +226,8 @@ unsigned sim_open_devices(struct sim_device *devices, unsigned max);
 /* Opens the MIG devices' nodes in the same way. */
 unsigned sim_open_mig(struct sim_device *devices, unsigned max);
 const char *sim_device_dir(void);
+/* Writes "GPU-..." or "MIG-...". */
+void sim_uuid_text(const struct sim_config *config, char text[41]);
 void sim_lock(struct sim_device *device);
 void sim_unlock(struct sim_device *device);
 enum sim_result sim_join(struct sim_device *device);

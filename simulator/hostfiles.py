@@ -88,6 +88,8 @@ class Gpu(NamedTuple):
     bus: int
     memory_bytes: int
     context_bytes: int
+    reserved_bytes: int = 0
+    compute_mode: int = 0
 
     @property
     def bus_id(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = 0x5645444D49535347
-VERSION = 2
+VERSION = 3
 STATE_BYTES = 16 << 20
 BLOCK_BYTES = 2 << 20  # granularity of physical memory
 MAX_GROUPS = 256
@@ -13,8 +13,8 @@ MAX_CLIENTS = 512
 LIFE_OFFSET = 1 << 40
 
 # magic version size index minor | total context granularity late slice switch_low kernel | uuid model driver bus | ...
-# | switch_high slice_noise launch record bubble seed
-CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6Q")
+# | switch_high slice_noise launch record bubble seed | reserved cores threads compute_mode pad
+CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4I")
 INDEX_OFFSET = 16
 # bit of `index`; above the GPU's eight bits a MIG device has its number + 1, GPU instance and compute instance
 DIVIDED = 1 << 31

@@ -24,7 +24,7 @@ static void *need(const char *name) {
 
 static void print_device(unsigned index, nvmlDevice_t device, int list) {
     char name[96] = "", uuid[96] = "";
-    nvmlMemory_t memory = {0};
+    nvmlMemory_v2_t memory = {.version = nvmlMemory_v2};
     nvmlUtilization_t utilization = {0};
     NVML(nvmlDeviceGetName)(device, name, sizeof name);
     NVML(nvmlDeviceGetUUID)(device, uuid, sizeof uuid);
@@ -32,7 +32,7 @@ static void print_device(unsigned index, nvmlDevice_t device, int list) {
         printf("GPU %u: %s (UUID: %s)\n", index, name, uuid);
         return;
     }
-    NVML(nvmlDeviceGetMemoryInfo)(device, &memory);
+    NVML(nvmlDeviceGetMemoryInfo_v2)(device, &memory);
     NVML(nvmlDeviceGetUtilizationRates)(device, &utilization);
     printf("| %3u  %-28s %7lluMiB / %7lluMiB | %3u%% |\n", index, name, memory.used >> 20,
            memory.total >> 20, utilization.gpu);

@@ -23,7 +23,7 @@ sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_OUT)/nvidia-smi $(SIM_OUT)/libempty.so 
 simhost: $(BUILD)/simhost/.gpushare-sim ## build a simulated host root with one 16 GiB GPU
 
 $(BUILD)/simhost/.gpushare-sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_OUT)/nvidia-smi $(SIM_OUT)/libempty.so \
-		$(SIM_DIR)/simhost.py $(SIM_DIR)/layout.py $(SIM_DIR)/hostfiles.py
+		$(SIM_DIR)/simhost.py $(SIM_DIR)/layout.py $(SIM_DIR)/hostfiles.py $(SIM_DIR)/models.py
 	@$(SIM_PYTHON) $(SIM_DIR)/simhost.py $(BUILD)/simhost
 
 $(SIM_OUT)/obj/%.o: $(SIM_DIR)/%.c $(SIM_HEADERS)

@@ -1,6 +1,6 @@
 """Build a simulated host root: device nodes (regular files), /proc and /sys entries, and driver files.
 
-    simhost.py DIR [--gpus N] [--memory 16GiB] [--model NAME] [--context-mib 300] [--uuid GPU-...]...
+    simhost.py DIR [--gpus N] [--model "NVIDIA H200"] [--memory 16GiB] [--context-mib 300] [--uuid GPU-...]...
                [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
 
 In an existing root each file is replaced; the state of its devices is reset.
@@ -16,20 +16,21 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 if __package__:
-    from . import hostfiles, layout
+    from . import hostfiles, layout, models
 else:
     import hostfiles  # type: ignore[no-redef]
     import layout  # type: ignore[no-redef]
+    import models  # type: ignore[no-redef]
 
 VERSION = "535.261.03"
 BUILT = Path(__file__).resolve().parents[1] / "build" / "sim"
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 MARKER = ".gpushare-sim"
-DEFAULT_MODEL = "NVIDIA Simulated A16"
-DEFAULT_CONTEXT_MIB = 300
+DEFAULT_MODEL = models.DEFAULT
+DEFAULT_CONTEXT_MIB = models.MODELS[DEFAULT_MODEL].context_mib
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 
@@ -92,15 +93,16 @@ def write_device(
     timing: Timing = DEFAULT_TIMING,
 ) -> None:
     """Write a new sparse device file with mode 0666."""
-    t = timing
+    t, like = timing, models.model_of(gpu.model)
     config = layout.CONFIG.pack(
         *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
         *(gpu.memory_bytes, gpu.context_bytes, layout.BLOCK_BYTES),
         *(int(late_return_ms * 1e6), int(t.slice_ms * 1e6), int(t.switch_us[0] * 1e3), int(t.kernel_us * 1e3)),
         *(uuid.UUID(gpu.uuid[4:]).bytes, gpu.model.encode(), VERSION.encode(), f"0000{gpu.bus_id}".encode()),
-        *(12020, 8, 6, 48, 0, gpu.bus, 0, 0x25B610DE, 1755000, 6251000, 128, 2 << 20),
+        *(12020, *like.capability, like.multiprocessors, 0, gpu.bus, 0, 0x25B610DE, 1755000, 6251000, 128, 2 << 20),
         *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
         *(int(t.bubble_us * 1e3), t.seed),
+        *(gpu.reserved_bytes, like.cores, like.threads, gpu.compute_mode, 0),
     )
     temporary = path.with_name(path.name + ".new")
     with open(temporary, "wb") as file:
@@ -166,27 +168,37 @@ def write_proc(root: Path, gpus: Sequence[hostfiles.Gpu]) -> None:
 def make_simhost(
     path: str | os.PathLike[str],
     gpus: int = 1,
-    memory_bytes: int = 16 << 30,
+    memory_bytes: Optional[int] = None,
     model: str = DEFAULT_MODEL,
-    context_bytes: int = DEFAULT_CONTEXT_MIB << 20,
+    context_bytes: Optional[int] = None,
     uuids: Sequence[str] = (),
     late_return_ms: float = 5.0,
     built: Path = BUILT,
     timing: Timing = DEFAULT_TIMING,
     minors: Sequence[int] = (),
+    compute_mode: int = 0,
 ) -> Path:
     """Build the root and return it.
 
+    `memory_bytes` is what programs can allocate; NVML's total has the model's reserved memory in addition. Sizes that
+    are not given are the model's (models.py). `compute_mode`: nvmlComputeMode_t, 3 is exclusive to one process.
     `uuids` replace the default ones, by index. `minors` default to the indices; on real hosts they may differ from
     them.
     """
     root = Path(path)
     (root / "dev").mkdir(parents=True, exist_ok=True)
+    like = models.model_of(model)
+    sizes = (
+        like.memory_bytes if memory_bytes is None else memory_bytes,
+        like.context_bytes if context_bytes is None else context_bytes,
+        like.reserved_bytes,
+        compute_mode,
+    )
     devices = []
     for index in range(gpus):
         name = uuids[index] if index < len(uuids) else default_uuid(index)
         minor = minors[index] if index < len(minors) else index
-        devices.append(hostfiles.Gpu(index, minor, name, model, index + 1, memory_bytes, context_bytes))
+        devices.append(hostfiles.Gpu(index, minor, name, model, index + 1, *sizes))
     for stale in (root / "dev").glob("nvidia[0-9]*"):
         stale.unlink()
     for gpu in devices:
@@ -203,9 +215,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Build a simulated host root with simulated NVIDIA devices.")
     parser.add_argument("dir")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--memory", default="16GiB", help="of each device (default 16GiB)")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--context-mib", type=int, default=DEFAULT_CONTEXT_MIB, help="memory of a context")
+    parser.add_argument("--memory", help="what programs can allocate of each device (default: the model's)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"one of {', '.join(models.MODELS)}, or any name")
+    parser.add_argument("--context-mib", type=int, help="memory of a context (default: the model's)")
     parser.add_argument("--late-return-ms", type=float, default=5.0, help="delay until a dead client's memory is free")
     for name, value in Timing._field_defaults.items():
         several = 2 if isinstance(value, tuple) else None
@@ -217,9 +229,9 @@ def main(arguments: Sequence[str]) -> int:
         make_simhost(
             options.dir,
             options.gpus,
-            parse_size(options.memory),
+            parse_size(options.memory) if options.memory else None,
             options.model,
-            options.context_mib << 20,
+            options.context_mib << 20 if options.context_mib is not None else None,
             options.uuid,
             options.late_return_ms,
             timing=Timing(*(getattr(options, name) for name in Timing._fields)),

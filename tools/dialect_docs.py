@@ -32,6 +32,10 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
   container that names a device.
 * A container does not start if a limit is malformed, has no unit, or is for a device that the container does not get.
   The message has the variable and its value.
+* Some schedulers divide NVML's whole total, which includes memory that the driver reserves
+  ([placement.md](placement.md#capacity)). An amount that exceeds what is free by no more than that is reduced to what
+  is free, so the last container of such a scheduler fits. `explain`, `list` and the log show the request. An amount
+  that exceeds it by more is refused, and so is one that would leave less than a CUDA context needs.
 * Limits that include host memory need a budget on the node (`oversubscription.host_memory`,
   [oversubscription.md](oversubscription.md)). Without one the container does not start, and the message names the
   missing key.

@@ -56,6 +56,7 @@ PARTS = (
     Part("asan", "the shim under AddressSanitizer and UBSan", _make("test-asan")),
     Part("tsan", f"the shim under ThreadSanitizer, {TSAN_S} s", _make("test-tsan", f"SECONDS={TSAN_S}")),
     Part("fuzz", f"every fuzz target, {FUZZ_S} s each", _make("fuzz", f"SECONDS={FUZZ_S}")),
+    Part("models", "limits and the simulator itself with each GPU model", _make("test-models")),
     Part("aarch64", "the snapshot for aarch64 under qemu-user", _make("test-aarch64")),
     Part("elsewhere", "tests from clones in other directories", _make("test-elsewhere")),
     Part("soak", f"{SOAK_MINUTES} minutes of starts and kills", _make("soak", f"MINUTES={SOAK_MINUTES}")),

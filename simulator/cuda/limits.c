@@ -1,7 +1,6 @@
 /* A context's limits and the device memory that they use. */
 #include "sim.h"
 
-#define THREADS_PER_SM 2048u
 #define DEFAULT_STACK 1024u
 #define DEFAULT_FIFO (1u << 20)
 #define DEFAULT_HEAP (8u << 20)
@@ -21,10 +20,10 @@ void limits_open(struct context *ctx) {
 
 /* Device memory used by a limit. The defaults are part of the context's overhead. */
 static uint64_t limit_bytes(const struct context *ctx, CUlimit limit, size_t value) {
-    uint64_t sms = sim.device[ctx->device].sim.state->config.sm_count;
+    const struct sim_config *c = &sim.device[ctx->device].sim.state->config;
     switch (limit) {
     case CU_LIMIT_STACK_SIZE:
-        return round_up(value * sms * THREADS_PER_SM, SIM_BLOCK);
+        return round_up(value * c->sm_count * c->threads_per_sm, SIM_BLOCK);
     case CU_LIMIT_PRINTF_FIFO_SIZE:
     case CU_LIMIT_MALLOC_HEAP_SIZE:
         return round_up(value, SIM_BLOCK);
@@ -81,8 +80,8 @@ EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
 }
 
 CUresult local_room(struct context *ctx, uint64_t bytes) {
-    uint64_t threads =
-        (uint64_t)sim.device[ctx->device].sim.state->config.sm_count * THREADS_PER_SM;
+    const struct sim_config *c = &sim.device[ctx->device].sim.state->config;
+    uint64_t threads = (uint64_t)c->sm_count * c->threads_per_sm;
     uint64_t more = bytes > DEFAULT_STACK ? bytes - DEFAULT_STACK : 0;
     if (more <= ctx->local_bytes)
         return CUDA_SUCCESS;

@@ -3,6 +3,7 @@
 
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -29,15 +30,28 @@ void sim_leave(int *entered) {
         pthread_mutex_unlock(&sim.lock);
 }
 
+/* True if CUDA_VISIBLE_DEVICES names the device by its uuid, or names none by uuid. Numbers are
+ * not simulated. */
+static bool is_visible(const struct sim_device *device) {
+    const char *names = getenv("CUDA_VISIBLE_DEVICES");
+    char uuid[41];
+    if (!names || (!strstr(names, "GPU-") && !strstr(names, "MIG-")))
+        return true;
+    sim_uuid_text(&device->state->config, uuid);
+    return strstr(names, uuid) != NULL;
+}
+
 /* Opens whole GPUs, and the first MIG device, since a process can use only one. */
 static unsigned open_devices(struct sim_device *found) {
     struct sim_device mig[SIM_MAX_DEVICES];
     unsigned all = sim_open_devices(found, SIM_MAX_DEVICES - 1), n = 0;
     for (unsigned i = 0; i < all; i++)
-        if (!(found[i].state->config.index & SIM_DIVIDED))
+        if (!(found[i].state->config.index & SIM_DIVIDED) && is_visible(&found[i]))
             found[n++] = found[i];
-    if (sim_open_mig(mig, SIM_MAX_DEVICES))
-        found[n++] = mig[0];
+    all = sim_open_mig(mig, SIM_MAX_DEVICES);
+    for (unsigned i = 0, taken = 0; i < all && !taken; i++)
+        if (is_visible(&mig[i]))
+            taken = 1, found[n++] = mig[i];
     return n;
 }
 

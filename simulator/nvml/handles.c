@@ -37,19 +37,13 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned int index, nvmlDevice_t 
     return nvmlDeviceGetHandleByIndex_v2(index, device);
 }
 
-void nvml_uuid_text(const struct sim_config *c, char text[41]) {
-    char *at = text + sprintf(text, SIM_MIG(c->index) ? "MIG-" : "GPU-");
-    for (unsigned i = 0; i < sizeof c->uuid; i++)
-        at += sprintf(at, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", c->uuid[i]);
-}
-
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device) {
     char text[41];
     ENTER();
     if (!uuid || !device)
         return NVML_ERROR_INVALID_ARGUMENT;
     for (unsigned i = 0; i < nvml_count_all(); i++) {
-        nvml_uuid_text(&nvml_device(i)->sim.state->config, text);
+        sim_uuid_text(&nvml_device(i)->sim.state->config, text);
         if (strcmp(text, uuid) == 0)
             return *device = nvml_device(i), NVML_SUCCESS;
     }
@@ -109,7 +103,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleBySerial(const char *serial, nvmlDevice_t
 EXPORT nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length) {
     char text[41];
     ENTER_DEVICE(device, uuid);
-    nvml_uuid_text(&device->sim.state->config, text);
+    sim_uuid_text(&device->sim.state->config, text);
     return nvml_put_text(uuid, length, text);
 }
 

@@ -45,6 +45,30 @@ EXPORT nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t mi
     return NVML_ERROR_NOT_FOUND;
 }
 
+/* The real driver reports the attributes of MIG devices only. */
+static nvmlReturn_t attributes_of(nvmlDevice_t device, nvmlDeviceAttributes_t *attributes) {
+    ENTER_DEVICE(device, attributes);
+    const struct sim_config *c = &device->sim.state->config;
+    if (!SIM_MIG(c->index))
+        return NVML_ERROR_NOT_SUPPORTED;
+    *attributes =
+        (nvmlDeviceAttributes_t){.multiprocessorCount = c->sm_count,
+                                 .gpuInstanceSliceCount = 1,
+                                 .computeInstanceSliceCount = 1,
+                                 .memorySizeMB = (c->total_bytes + c->reserved_bytes) >> 20};
+    return NVML_SUCCESS;
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetAttributes(nvmlDevice_t device,
+                                            nvmlDeviceAttributes_t *attributes) {
+    return attributes_of(device, attributes);
+}
+
+EXPORT nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device,
+                                               nvmlDeviceAttributes_t *attributes) {
+    return attributes_of(device, attributes);
+}
+
 #define INSTANCE(name, number) \
     EXPORT nvmlReturn_t name(nvmlDevice_t mig, unsigned int *id) { \
         ENTER_DEVICE(mig, id &&SIM_MIG(INDEX(mig))); \

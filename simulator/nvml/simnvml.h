@@ -27,7 +27,6 @@ unsigned nvml_count_all(void); /* number of GPUs and MIG devices; MIG devices co
 struct nvmlDevice_st *nvml_device(unsigned index);
 void nvml_begin_samples(nvmlDevice_t device); /* starts samples of utilisation */
 bool nvml_is_device(nvmlDevice_t device);
-void nvml_uuid_text(const struct sim_config *config, char text[41]);
 nvmlReturn_t nvml_put_text(char *buffer, unsigned length, const char *text);
 
 #define ENTER() \

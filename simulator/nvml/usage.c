@@ -10,10 +10,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v
     ENTER_DEVICE(device, memory);
     if (memory->version != (unsigned)nvmlMemory_v2)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-    memory->total = device->sim.state->config.total_bytes;
-    memory->reserved = 0;
+    const struct sim_config *c = &device->sim.state->config;
+    memory->total = c->total_bytes + c->reserved_bytes;
+    memory->reserved = c->reserved_bytes;
     memory->used = sim_used_bytes(&device->sim);
-    memory->free = memory->total - memory->used;
+    memory->free = c->total_bytes - memory->used;
     return NVML_SUCCESS;
 }
 

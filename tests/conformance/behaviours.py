@@ -62,6 +62,16 @@ BEHAVIOURS = (
     Behaviour(memory.two_mappings_are_one_memory, "documented", "cuMemMap of one handle at two addresses"),
     Behaviour(memory.granularity_is_one_block, "assumed", "cuMemGetAllocationGranularity: 2 MiB on every GPU so far"),
     Behaviour(memory.context_takes_memory_and_gives_it_back, "assumed", "every context has an overhead"),
+    Behaviour(
+        memory.nvml_total_has_reserved_memory,
+        "documented",
+        "nvmlMemory_t: used is reserved and allocated memory; nvmlMemory_v2_t.reserved. Sizes: simulator/models.py",
+    ),
+    Behaviour(
+        memory.nvml_counts_the_context_of_the_process,
+        "assumed",
+        "sizes by model as reported publicly or derived from that: simulator/models.py",
+    ),
     Behaviour(memory.module_takes_memory_on_first_use, "documented", "lazy loading, the default since CUDA 12.2"),
     Behaviour(pools.pool_reserves_more_than_it_hands_out, "assumed", "pools grow by 32 MiB"),
     Behaviour(

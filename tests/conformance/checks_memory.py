@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64
+
+from gpushare.gpu import contextprobe, contexts
+from gpushare.gpu.nvml import memory_of
 
 from tests.conformance import driver as d
 from tests.conformance.driver import BLOCK, MIB, Driver
@@ -218,6 +222,30 @@ def context_takes_memory_and_gives_it_back(cuda: Driver) -> None:
     cuda.alloc(64 * MIB)
     cuda.ok("cuCtxDestroy_v2", handle)
     assert cuda.free_bytes() == before
+
+
+def nvml_total_has_reserved_memory(cuda: Driver) -> None:
+    """CUDA's total is NVML's total without the reserved part, which version 1 counts as used."""
+    cuda.context()
+    pynvml, device = cuda.nvml()
+    memory = memory_of(pynvml, device)
+    assert memory is not None and memory.reserved > 0
+    assert abs(memory.allocatable - cuda.out("cuDeviceTotalMem_v2", c_int(0))) <= 32 * MIB
+    first = pynvml.nvmlDeviceGetMemoryInfo(device)
+    assert first.total == memory.allocatable + memory.reserved and first.used >= memory.reserved
+    assert abs(memory.free - cuda.free_bytes()) <= 32 * MIB
+
+
+def nvml_counts_the_context_of_the_process(cuda: Driver) -> None:
+    """A process without allocations is listed with the size of its context, at most the default estimate."""
+    cuda.init()
+    pynvml, device = cuda.nvml()
+    assert os.getpid() not in contextprobe.processes(pynvml, device)
+    cuda.context()
+    size = contextprobe.processes(pynvml, device)[os.getpid()]
+    assert 16 * MIB <= size <= contexts.DEFAULT_BYTES
+    cuda.alloc(64 * MIB)
+    assert contextprobe.processes(pynvml, device)[os.getpid()] == size + 64 * MIB
 
 
 def module_takes_memory_on_first_use(cuda: Driver) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import uuid as uuid_module
 from ctypes import byref, c_char, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, Optional
 
@@ -225,6 +227,21 @@ class Driver:
         free, total = c_size_t(), c_size_t()
         self.ok("cuMemGetInfo_v2", byref(free), byref(total))
         return total.value
+
+    def nvml(self) -> tuple[Any, Any]:
+        """Return pynvml over the libnvidia-ml beside this libcuda, and its handle of device 0."""
+        from gpushare.gpu.nvml import initialised
+
+        pynvml = initialised(os.path.join(os.path.dirname(self.library._name), "libnvidia-ml.so.1"))
+        raw = (ctypes.c_ubyte * 16)()
+        self.ok("cuDeviceGetUuid_v2", byref(raw), c_int(0))
+        uuid = uuid_module.UUID(bytes=bytes(raw))
+        for kind in ("GPU", "MIG"):
+            try:
+                return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
+            except pynvml.NVMLError_NotFound:
+                pass
+        raise DriverError("nvmlDeviceGetHandleByUUID", NOT_FOUND)
 
     def write(self, address: int, data: bytes) -> None:
         self.ok("cuMemcpyHtoD_v2", address, c_char_p(data), len(data))

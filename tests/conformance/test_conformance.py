@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from simulator.simhost import LIBDIR, make_simhost
+from simulator.simhost import LIBDIR
 from tests.conformance import behaviours, checks_capture, checks_memory, checks_pools, checks_time, checks_work
+from tests.support import gpumodels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELPERS = {
@@ -22,10 +23,13 @@ HELPERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=gpumodels.NAMES)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     named = os.environ.get("GPUSHARE_CONFORMANCE_LIB")
-    return named or str(make_simhost(tmp_path_factory.mktemp("host"), late_return_ms=0) / LIBDIR / "libcuda.so.1")
+    if named:
+        return named
+    host = gpumodels.make(tmp_path_factory.mktemp("host"), request.param, late_return_ms=0)
+    return str(host.root / LIBDIR / "libcuda.so.1")
 
 
 @pytest.mark.parametrize("name", [b.check.__name__ for b in behaviours.BEHAVIOURS])

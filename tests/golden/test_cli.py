@@ -146,7 +146,7 @@ def world(
     monkeypatch.setattr(
         node, "last", lambda _: host._replace(inventory=host.inventory._replace(driver_version="525.1"))
     )
-    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: host)
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True, **_: host)
     monkeypatch.setattr(reservation, "recover", lambda *_: ())
     monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
     for module in (cli_cdi, runtime):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from gpushare.gpu.inventory import context_bytes_of
+from gpushare.gpu.contexts import estimated_bytes
 
 from tests.hardware.processes import ask as run_tenant
 from tests.hardware.session import Result, Session, size, verdict
@@ -45,7 +45,7 @@ def context(session: Session) -> Result:
         "second_bytes": second,
         "init_bytes": initialised - before,
         "process_bytes": listed,
-        "estimate_bytes": context_bytes_of(machine.model, machine.driver_version),
+        "estimate_bytes": estimated_bytes(machine.model, machine.arch, machine.multiprocessors),
     }
     note = f"the first takes {size(first)}, a second in the same process {size(second)}; "
     note += f"NVML lists the process with {'nothing' if listed is None else size(listed)}"

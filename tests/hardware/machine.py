@@ -48,13 +48,18 @@ class Machine(NamedTuple):
     context_bytes: Optional[int] = None  # the next two are set once they are measured
     slices_ns: tuple[int, int] = (0, 0)  # a time slice, a switch to another context
 
+    @property
+    def arch(self) -> str:
+        """The compute capability, as NVML writes it."""
+        return "{}.{}".format(*self.capability)
+
     def facts(self) -> dict[str, Any]:
         """Return the facts for the JSON."""
         return {
             "model": self.model,
             "uuid": self.uuid,
             "memory_bytes": self.total_bytes,
-            "compute_capability": "{}.{}".format(*self.capability),
+            "compute_capability": self.arch,
             "multiprocessors": self.multiprocessors,
         }
 

@@ -51,7 +51,7 @@ class Place:
 
     def __init__(self, machine: Machine, limit: Limit, company: Optional[Path] = None) -> None:
         from gpushare.core.model import Device, Share
-        from gpushare.gpu.inventory import context_bytes_of
+        from gpushare.gpu.contexts import estimated_bytes
         from gpushare.state import shm_abi
 
         from tests.shim.company import grant, join
@@ -61,7 +61,7 @@ class Place:
         nonce = int.from_bytes(os.urandom(8), "little")
         context = machine.context_bytes
         if context is None:  # not measured: what gpushare itself would assume
-            context = context_bytes_of(machine.model, machine.driver_version)
+            context = estimated_bytes(machine.model, machine.arch, machine.multiprocessors)
         device = Device(0, machine.uuid, 0, machine.bus_id, machine.model, machine.total_bytes, context)
         share = Share(0, device, limit.memory_bytes, limit.compute_percent)
         for name in ("lower/gpushare", "rw", "dev"):

@@ -72,7 +72,7 @@ def test_wrong_shim_library_is_reported(make_node: MakeNode, simhost: Path, tmp_
     assert rows["library"]["result"] == "ok"
     assert (
         rows["library loads"]["result"] == "fail"
-        and "16 GiB where the limit is 1 GiB" in rows["library loads"]["detail"]
+        and "16 GiB and NVML shows 16.38 GiB where the limit is 1 GiB" in rows["library loads"]["detail"]
     )
     (tmp_path / "shim" / "libcuda.so").write_bytes(b"x")
     rows = found(make_node(simhost, name="other", shim_dir=str(tmp_path / "shim")))

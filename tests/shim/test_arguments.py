@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from simulator import models
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
 
@@ -106,6 +107,7 @@ def test_limit_below_one_context_refuses_the_context() -> None:
             peak(box)
 
 
+RESERVED = models.MODELS[models.DEFAULT].reserved_bytes
 NVML = """
 nvml = ctypes.CDLL("libnvidia-ml.so.1")
 ok(nvml.nvmlInit_v2())
@@ -120,16 +122,19 @@ def nvml_info():
 
 @pytest.mark.parametrize("limit", [GIB, 16 * GIB, None, 300 * MIB + 1])
 def test_all_memory_queries_agree(limit: int | None) -> None:
-    """The driver API, NVML v1 and the memory that can be allocated agree at every step."""
+    """The driver API, NVML v1 and the memory that can be allocated agree at every step.
+
+    Without a limit NVML's total is the device's, which includes the reserved memory.
+    """
     program = """
         start()
-        kept, limit = [], int(sys.argv[1])
+        kept, limit, reserved = [], int(sys.argv[1]), int(sys.argv[2])
         def agree():
             free, total = info()
             total_mem = c_size_t()
             ok(cuda.cuDeviceTotalMem_v2(byref(total_mem), 0))
             assert total == total_mem.value == limit, (total, total_mem.value, limit)
-            assert nvml_info() == (total, free, total - free), (nvml_info(), free, total)
+            assert nvml_info() == (total + reserved, free, total - free), (nvml_info(), free, total)
             return free
         last = agree()
         for size in (1, 1, 100, 3 * MIB, 64 * MIB, 1 << 29, 1 << 34):
@@ -142,6 +147,6 @@ def test_all_memory_queries_agree(limit: int | None) -> None:
         print(len(kept))
     """
     with Box([limit]) as box:
-        (kept,) = run(box, program, str(limit or 16 * GIB), helpers=NVML)
+        (kept,) = run(box, program, str(limit or 16 * GIB), str(0 if limit else RESERVED), helpers=NVML)
         assert int(kept) > 0 or limit == 300 * MIB + 1
         assert peak(box) <= (limit or 16 * GIB)

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from simulator import models
 from simulator.simhost import LIBDIR, VERSION, default_uuid
 from tests.simulator.test_ledger import CONTEXT, MIB
 from tests.support.remote import Remote
 
 Start = Callable[..., Remote]
+RESERVED = models.MODELS[models.DEFAULT].reserved_bytes
 
 REPORT = """
 import json, pynvml as n
@@ -57,7 +59,8 @@ def test_nvidia_ml_py_reads_the_devices(make_host: Callable[..., Path]) -> None:
     assert [d["minor"] for d in said["devices"]] == [0, 1]
     first = said["devices"][0]
     assert first["name"] == "NVIDIA Test Card" and first["bus"] == "00000000:01:00.0" and first["capability"] == [8, 6]
-    assert first["v1"] == [8 << 30, 8 << 30, 0] and first["v2"] == [8 << 30, 0, 8 << 30, 0] and first["gpu"] == 0
+    assert first["v1"] == [(8 << 30) + RESERVED, 8 << 30, RESERVED]  # used has the reserved memory
+    assert first["v2"] == [(8 << 30) + RESERVED, RESERVED, 8 << 30, 0] and first["gpu"] == 0
 
 
 def test_memory_and_processes_are_reported(start: Start, simhost: Path) -> None:
@@ -67,7 +70,7 @@ def test_memory_and_processes_are_reported(start: Start, simhost: Path) -> None:
     idle.do("cuda.init()")
     (device,) = report(simhost)["devices"]
     used = 2 * CONTEXT + 100 * MIB
-    assert device["v1"] == [16 << 30, (16 << 30) - used, used]
+    assert device["v1"] == [(16 << 30) + RESERVED, (16 << 30) - used, RESERVED + used]
     assert sorted(device["processes"]) == sorted([[a.pid, CONTEXT + 100 * MIB], [b.pid, CONTEXT]])
     a.kill()
     (device,) = report(simhost)["devices"]
@@ -124,7 +127,7 @@ def test_nvidia_smi_prints_memory_and_processes(start: Start, simhost: Path) -> 
     listed = subprocess.run([smi, "-L"], check=True, capture_output=True, text=True, env=env).stdout
     assert listed == f"GPU 0: NVIDIA Simulated A16 (UUID: {default_uuid(0)})\n"
     table = subprocess.run([smi], check=True, capture_output=True, text=True, env=env).stdout
-    assert VERSION in table and "300MiB /   16384MiB" in table and f"pid {p.pid}" in table
+    assert VERSION in table and "300MiB /   16768MiB" in table and f"pid {p.pid}" in table
 
 
 WATCH_PROCESSES = """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from simulator import hostfiles, layout, simhost
+from simulator import hostfiles, layout, models, simhost
 
 VERSION = simhost.VERSION
 LIBDIR = simhost.LIBDIR
@@ -86,9 +86,14 @@ def add_mig(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> None:
     set_facts(root, mig=devices)
 
 
-def divide(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> tuple[Path, Path]:
+def divide(
+    root: Path, minor: int = 0, memory_bytes: int = 4 << 30, profile: str = "", late_return_ms: float = 5.0
+) -> tuple[Path, Path]:
     """Like add_mig, but with usable devices that the simulated NVML reports by itself; returns their device files, for
-    the ledger. The GPU cannot be used as a whole then."""
+    the ledger. The GPU cannot be used as a whole then. `profile`: the name of a MIG device in simulator/models.py."""
+    name = profile or f"{simhost.DEFAULT_MODEL} MIG 1g.{memory_bytes >> 30}gb"
+    like = models.model_of(name)
+    memory_bytes = like.memory_bytes if profile else memory_bytes
     add_mig(root, minor, memory_bytes)
     set_facts(root, mig=[])
     gpu = root / f"dev/nvidia{minor}"
@@ -99,10 +104,10 @@ def divide(root: Path, minor: int = 0, memory_bytes: int = 4 << 30) -> tuple[Pat
     made = []
     for number, instance in enumerate((1, 2)):
         which = index | number + 1 << 8 | instance << 16
-        name = f"{simhost.DEFAULT_MODEL} MIG 1g.{memory_bytes >> 30}gb"
-        part = hostfiles.Gpu(which, minor, MIG_UUIDS[number], name, index + 1, memory_bytes, 300 << 20)
+        sizes = memory_bytes, like.context_bytes, like.reserved_bytes
+        part = hostfiles.Gpu(which, minor, MIG_UUIDS[number], name, index + 1, *sizes)
         made.append(root / f"dev/nvidia-caps/nvidia-cap{9 * instance + 4}")
-        simhost.write_device(made[-1], part)
+        simhost.write_device(made[-1], part, late_return_ms)
     return made[0], made[1]
 
 

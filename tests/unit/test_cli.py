@@ -90,7 +90,7 @@ def test_help_ends_with_first_steps(cli: Callable[..., Any]) -> None:
 
 
 def test_refresh_that_cannot_write_fails(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "compile_node", lambda config, directory: pure.node())
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: pure.node())
     assert cli("refresh")[0] == 0
     monkeypatch.setattr(node, "read_node", lambda config, directory: None)
     code, text, error = cli("refresh")
@@ -104,8 +104,8 @@ def test_refresh_links_device_nodes_for_systemd(
     os.mknod(tmp_path / "dev/nvidia0", 0o666 | stat.S_IFCHR, os.makedev(195, 0))
     host = pure.node()
     host = host._replace(inventory=host.inventory._replace(root=str(tmp_path)))
-    monkeypatch.setattr(node, "compile_node", lambda config, directory: host)
-    monkeypatch.setattr(node, "read_node", lambda config, directory: host)
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: host)
+    monkeypatch.setattr(node, "read_node", lambda config, directory, **_: host)
     monkeypatch.setattr(charlinks, "DIRECTORY", str(tmp_path / "dev/char"))
     assert f"linked in {tmp_path}/dev/char: 195:0\n" in cli("refresh")[1]
     assert os.readlink(tmp_path / "dev/char/195:0") == f"{tmp_path}/dev/nvidia0"
@@ -123,7 +123,7 @@ def refreshed(
     """refreshed(node): the output of `refresh` when `node` is the host now, as text and as JSON."""
 
     def refresh(now: Node) -> tuple[str, dict[str, Any]]:
-        monkeypatch.setattr(node, "compile_node", lambda config, directory: now)
+        monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: now)
         monkeypatch.setattr(node, "read_node", lambda config, directory: now)
         text, value = cli("refresh")[1], json.loads(cli("refresh", "--format", "json")[1])
         (state / node.FILE).write_text(json.dumps(node.node_json(now, [], [])))

@@ -96,7 +96,7 @@ def world(
     charge(start("c1", pure.share(0, 0, GIB)), 0, 1, GIB)
     (state / "containers" / "half").mkdir()
     log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
-    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True: pure.node())
+    monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True, **_: pure.node())
     monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
     root = tmp_path / "root"
     (root / "usr/bin").mkdir(parents=True)

@@ -7,8 +7,9 @@ import stat
 from pathlib import Path
 
 from gpushare.core.errors import DeviceError
+from gpushare.core.model import Context
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
-from gpushare.gpu import charlinks
+from gpushare.gpu import charlinks, contexts
 
 from tests.unit import pure
 from tests.unit.doctorhost import ask, machine, put, root
@@ -34,6 +35,16 @@ def test_device_of_unknown_size_is_reported(machine: Machine) -> None:
     result = ask("devices", machine._replace(inventory=unknown))
     assert result.result == WARN and "of device 0:" in result.detail
     assert ask("devices", machine._replace(inventory=unknown._replace(devices=()))).result == FAIL
+
+
+def test_context_sizes_are_shown_with_their_source(machine: Machine) -> None:
+    assert machine.inventory
+    one = machine.inventory
+    assert ask("contexts", machine) == Result(OK, "0 512 MiB estimated (`gpushare refresh` measures it)")
+    for size, why, text in ((300 << 20, "", "300 MiB measured"), (0, "it is full", "512 MiB estimated (it is full)")):
+        known = Context("Test GPU", pure.VERSION, "", False, size, why)
+        found = contexts.with_measured(one, (known,))
+        assert ask("contexts", machine._replace(inventory=found)) == Result(OK, f"0 {text}")
 
 
 def test_missing_driver_files_are_reported(machine: Machine, root: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from gpushare.core.errors import DeviceError
 from gpushare.core.model import Device
-from gpushare.gpu import inventory
+from gpushare.gpu import contexts, inventory
 from gpushare.gpu.nvml import Answer, ask
 
-from simulator import simhost
+from simulator import models, simhost
 
 # The programs fork with one thread; a test runner may have more, which Python 3.12 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -92,8 +92,8 @@ def test_devices_are_in_pci_order_without_nvml(tmp_path: Path) -> None:
     found = inventory.read_inventory(host(tmp_path))
     assert found.driver_version == V and not found.simulated
     assert found.devices == (
-        Device(0, uuid(1), 1, "0000:02:00.0", "NVIDIA Test", 0, inventory.DEFAULT_CONTEXT_BYTES),
-        Device(1, uuid(0), 0, "0000:0a:00.0", "NVIDIA Test", 0, inventory.DEFAULT_CONTEXT_BYTES),
+        Device(0, uuid(1), 1, "0000:02:00.0", "NVIDIA Test", 0, contexts.DEFAULT_BYTES),
+        Device(1, uuid(0), 0, "0000:0a:00.0", "NVIDIA Test", 0, contexts.DEFAULT_BYTES),
     )
 
 
@@ -107,10 +107,11 @@ def test_pci_order_is_hexadecimal_and_by_domain(tmp_path: Path) -> None:
 def test_simulated_host_is_read(make_host: Callable[..., Path]) -> None:
     """The simulated driver's NVML answers for its root through its own device files."""
     root = make_host(gpus=2, memory_bytes=6 << 30)
+    reserved = models.MODELS[models.DEFAULT].reserved_bytes
     found = inventory.read_inventory(str(root))
     assert found.simulated and found.driver_version == simhost.VERSION
     assert [device.uuid for device in found.devices] == [simhost.default_uuid(0), simhost.default_uuid(1)]
-    assert [device.memory_bytes for device in found.devices] == [6 << 30, 6 << 30]
+    assert [(device.memory_bytes, device.reserved_bytes) for device in found.devices] == [(6 << 30, reserved)] * 2
     assert [device.context_bytes for device in found.devices] == [simhost.DEFAULT_CONTEXT_MIB << 20] * 2
 
 
@@ -162,9 +163,9 @@ def test_uninitialized_gpu_is_refused(tmp_path: Path, text: str) -> None:
     ("marker", "context_bytes"),
     [
         ('{"context_bytes": 123}', 123),
-        ("", inventory.DEFAULT_CONTEXT_BYTES),
-        ("words for people", inventory.DEFAULT_CONTEXT_BYTES),
-        ('{"context_bytes": "x"}', inventory.DEFAULT_CONTEXT_BYTES),
+        ("", contexts.DEFAULT_BYTES),
+        ("words for people", contexts.DEFAULT_BYTES),
+        ('{"context_bytes": "x"}', contexts.DEFAULT_BYTES),
     ],
 )
 def test_marker_makes_root_simulated(tmp_path: Path, marker: str, context_bytes: int) -> None:
@@ -176,9 +177,27 @@ def test_marker_makes_root_simulated(tmp_path: Path, marker: str, context_bytes:
     assert found.devices[0].context_bytes == context_bytes
 
 
-def test_context_size_comes_from_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(inventory.CONTEXT_BYTES, ("NVIDIA H200", "580"), 7)
-    assert inventory.context_bytes_of("NVIDIA H200", "580.65.06") == 7
-    assert inventory.context_bytes_of("NVIDIA H200", "535.1") == inventory.DEFAULT_CONTEXT_BYTES
-    assert inventory.context_bytes_of(simhost.DEFAULT_MODEL, simhost.VERSION) == simhost.DEFAULT_CONTEXT_MIB << 20
-    assert inventory.context_bytes_of("Other", "580.1") == inventory.DEFAULT_CONTEXT_BYTES
+# (model, compute capability, multiprocessors, threads, reported MiB): the sources are in gpu/contexts.py
+REPORTED = (
+    ("Tesla K80", "3.7", 13, 192, 93),
+    ("NVIDIA GeForce RTX 4060 Ti", "8.9", 34, 128, 107),
+    ("NVIDIA GeForce RTX 3090", "8.6", 82, 128, 256),
+    ("NVIDIA RTX 6000 Ada Generation", "8.9", 142, 128, 426),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "12.0", 188, 128, 555),
+)
+
+
+@pytest.mark.parametrize(("model", "arch", "processors", "cores", "mib"), REPORTED)
+def test_estimated_context_is_above_the_reported_one(
+    model: str, arch: str, processors: int, cores: int, mib: int
+) -> None:
+    """An estimate that is too low lets a container exceed its limit, and one that is far too high wastes memory."""
+    assert contexts.multiprocessors(arch, processors * cores) == processors
+    assert mib < contexts.estimated_bytes(model, arch, processors) >> 20 < mib + 128
+
+
+def test_context_of_unknown_hardware_is_not_too_low() -> None:
+    assert contexts.estimated_bytes("Other", "", 0) == contexts.DEFAULT_BYTES > 616 << 20  # the largest report
+    unknown = contexts.estimated_bytes("Other", "99.0", contexts.multiprocessors("99.0", 132 * 128))
+    assert unknown >= contexts.estimated_bytes("NVIDIA H200", "9.0", 132)
+    assert contexts.estimated_bytes(simhost.DEFAULT_MODEL, "8.6", 48) == simhost.DEFAULT_CONTEXT_MIB << 20

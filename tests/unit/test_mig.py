@@ -79,12 +79,16 @@ class FakeNvml(types.ModuleType):
 
     def __init__(self, *silent: str) -> None:
         super().__init__("pynvml")
-        memory = types.SimpleNamespace(total=5 << 30)
+        memory = types.SimpleNamespace(total=5 << 30, reserved=1 << 30, free=1 << 30)
         answers: dict[str, Any] = {
+            "nvmlMemory_v2": lambda: None,
             "nvmlInit": lambda: None,
             "nvmlDeviceGetCount": lambda: 1,
             "nvmlDeviceGetHandleByIndex": lambda index: "gpu",
-            "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+            "nvmlDeviceGetMemoryInfo": lambda handle, version=1: memory,
+            "nvmlDeviceGetNumGpuCores": lambda handle: 6912,
+            "nvmlDeviceGetName": lambda handle: "NVIDIA Test MIG 1g.5gb",
+            "nvmlDeviceGetAttributes": lambda handle: types.SimpleNamespace(multiprocessorCount=14),
             "nvmlDeviceGetBrand": lambda handle: 2,
             "nvmlDeviceGetCudaComputeCapability": lambda handle: [8, 0],
             "nvmlDeviceGetUUID": lambda handle: b"GPU-x" if handle == "gpu" else f"MIG-{handle}",
@@ -100,16 +104,19 @@ class FakeNvml(types.ModuleType):
         raise self.NVMLError
 
 
-TOLD = (nvml.Mig("MIG-0", 0, 7, 0, 5 << 30), nvml.Mig("MIG-2", 2, 9, 0, 5 << 30))
+TOLD = tuple(
+    nvml.Mig(f"MIG-{n}", n, n + 7, 0, 4 << 30, 1 << 30, 14, "1g.5gb") for n in (0, 2)
+)  # without the reserved memory
+WHOLE = (1 << 30, 6912)
 
 
 @pytest.mark.parametrize(
     ("silent", "expected"),
     [
-        ((), nvml.Gpu(5 << 30, "tesla", "8.0", TOLD)),
-        (("nvmlDeviceGetMaxMigDeviceCount",), nvml.Gpu(5 << 30, "tesla", "8.0")),
-        (("nvmlDeviceGetBrand", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMaxMigDeviceCount"),
-         nvml.Gpu(5 << 30)),
+        ((), nvml.Gpu(4 << 30, "tesla", "8.0", TOLD, *WHOLE)),
+        (("nvmlDeviceGetMaxMigDeviceCount",), nvml.Gpu(4 << 30, "tesla", "8.0", (), *WHOLE)),
+        (("nvmlDeviceGetBrand", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMaxMigDeviceCount",
+          "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetNumGpuCores"), nvml.Gpu(0)),
     ],
 )  # fmt: skip
 def test_nvml_facts_become_gpu(monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...], expected: nvml.Gpu) -> None:

@@ -136,7 +136,7 @@ def test_bad_amounts_by_slot_are_refused(text: str, what: str) -> None:
 
 
 def test_request_and_limit_are_parsed() -> None:
-    both = Amount(4 * GI, None, "4Gi..12Gi", Amount(12 * GI, None, "12Gi"))
+    both = Amount(4 * GI, None, "4Gi..12Gi", ceiling=Amount(12 * GI, None, "12Gi"))
     assert quantity.amounts("M", "4Gi..12Gi") == quantity.amounts("M", " 4Gi .. 12Gi ") == ((None, both),)
     assert quantity.amounts("M", "0=4Gi..12Gi,1=2Gi") == ((0, both), (1, Amount(2 * GI, None, "2Gi")))
     assert quantity.amounts("M", "25%..50%")[0][1].ceiling == Amount(None, 50.0, "50%")

@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 
 from ..core import constants
 from ..core.errors import CapacityError, DeviceError, PolicyError, RequestError
-from ..core.model import Amount, Config, Device, Node, Policy, Request, Share
+from ..core.model import RESERVED, Amount, Config, Device, Node, Policy, Request, Share
 from ..core.quantity import amount, bytes_of, human
 from ..gpu.selectors import device_name
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
@@ -37,7 +37,7 @@ class Allocation(NamedTuple):
 
     memory_limit_bytes: Optional[int]
     compute_percent: Optional[int]
-    clamped: str  # the request, if policy gives less
+    clamped: str  # the request, if policy or the device gives less
     page: int
     equal_share: str  # "1 of 10" if the configuration sets it and not the container
     enforcers: backends.Enforcers = backends.Enforcers()
@@ -98,6 +98,23 @@ def _within_policy(
         over.append(said)
         compute = policy.max_compute_percent
     return SlotRequest(memory, compute), " and ".join(over)
+
+
+def _without_reserved(wanted: SlotRequest, device: Device, ledger: Ledger, config: Config) -> tuple[SlotRequest, str]:
+    """Reduce another scheduler's amount to what is free, if it is over by no more than the driver reserves: such a
+    scheduler divides NVML's whole total, so its last container would never fit. Return also the request, if reduced.
+    A rest in which not even one context fits is not granted."""
+    memory = wanted.memory
+    if memory is None or not memory.foreign:
+        return wanted, ""
+    size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
+    free = min(capacity_bytes(device, config) - ledger.used.get(device.uuid, 0), device.memory_bytes)
+    over, most = size - free, int(device.reserved_bytes * config.memory_overcommit)
+    most += device.granularity_bytes if most else 0  # the capacity is rounded down to whole blocks
+    if not 0 < over <= most or free < device.context_bytes:
+        return wanted, ""
+    asked = f"{memory.text} of memory, including {human(over)} {RESERVED}"
+    return wanted._replace(memory=memory._replace(limit_bytes=free, percent=None)), asked
 
 
 def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Config) -> Optional[int]:
@@ -252,7 +269,9 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
         part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
         wanted = wanted._replace(memory=part)
     largest_bytes = min(capacity_bytes(device, config), device.memory_bytes)
+    wanted, beyond_capacity = _without_reserved(wanted, device, ledger, config)  # before policy, so 100% allows it
     wanted, over = _within_policy(wanted, device, config.policy, largest_bytes)
+    over = over or beyond_capacity
     size = _memory_of(wanted, device, ledger, config)
     _require_free(request, device, ledger, config)
     _require_compute(wanted.compute, request.compute_mode == "soft", device, ledger, config)

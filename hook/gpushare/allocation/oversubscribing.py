@@ -50,7 +50,7 @@ def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int
     whole -= whole % block
     part = int(whole / scaling)
     part -= part % block
-    return Amount(part, None, f"{memory.text} ({human(part)} of it on the device)"), whole
+    return Amount(part, None, f"{memory.text} ({human(part)} of it on the device)", memory.foreign), whole
 
 
 def budget_bytes(config: Config, inventory: Inventory) -> int:

@@ -21,7 +21,7 @@ from ..core.quoting import setting
 from ..gpu.selectors import device_name
 from ..request import named_devices
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
-from . import admission
+from . import admission, backends
 from .admission import Allocation, SlotRequest
 
 __all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
@@ -95,7 +95,14 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
     soft = request.compute_mode == "soft"
     shares = tuple(
         Share(
-            *(slot, device, allocation.memory_limit_bytes, allocation.compute_percent, soft, request.priority),
+            *(
+                slot,
+                backends.charged(device, allocation.enforcers, node),
+                allocation.memory_limit_bytes,
+                allocation.compute_percent,
+                soft,
+                request.priority,
+            ),
             *(allocation.virtual_bytes > 0, allocation.clamped, allocation.page),
             virtual_bytes=allocation.virtual_bytes,
             memory_backend=allocation.enforcers.memory,

@@ -62,7 +62,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                     state="reserved",
                     boot_id=procs.boot_id(),
                     bundle=bundle.path,
-                    shares=shares,
+                    shares=tuple(share._replace(device=share.device.recorded) for share in shares),
                     creator_pid=me.pid,
                     creator_start=me.start,
                     created=time.time(),

@@ -27,7 +27,8 @@ _COLUMNS = (
     Column("compute free", right=True, leaves=2),
     Column("containers", right=True, leaves=3),
     Column("state", style=state_style),
-    Column("uuid", leaves=5),
+    Column("context", leaves=5),
+    Column("uuid", leaves=6),
 )
 
 
@@ -58,6 +59,7 @@ def devices(paths: Paths, output: str) -> None:
                 f"{one['compute_free_percent']}%",
                 str(one["containers"]),
                 one["state"],
+                f"{human(one['context_bytes'])} {one['context_source']}",
                 one["uuid"],
             )
             for one in found
@@ -96,6 +98,9 @@ def _plain(device: Device, host: Node, ledger: placement.Ledger) -> dict[str, An
         "bus_id": device.bus_id,
         "model": device.model,
         "memory_bytes": device.memory_bytes,
+        "reserved_bytes": device.reserved_bytes,
+        "context_bytes": device.context_bytes,
+        "context_source": facts.context_source(device, host.inventory),
         "grantable_bytes": grantable,
         "granted_bytes": granted,
         "free_bytes": free,

@@ -10,9 +10,10 @@ from typing import NamedTuple, Optional
 from ..config import node
 from ..core import constants
 from ..core.errors import GpushareError, RequestError
-from ..core.model import Lease, Node, Share
+from ..core.model import Device, Inventory, Lease, Node, Share
 from ..core.quantity import human
 from ..core.quoting import shown
+from ..gpu import contexts
 from ..state import leases, log, shm_abi, storage, usage_reader
 from ..system import procs, rootless
 from .options import Paths
@@ -66,11 +67,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
             usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
         except shm_abi.RegionError as error:
             notes.append(str(error))
-    notes += [
-        f"slot {share.slot}: {share.clamped} was requested, policy allows less"
-        for share in lease.shares
-        if share.clamped
-    ]
+    notes += [share.clamp_note for share in lease.shares if share.clamped]
     uses = []
     for share in lease.shares:
         used = usage.used_bytes(share.slot) if usage else 0
@@ -162,6 +159,11 @@ def find(state_dir: str, text: str) -> str:
 def none() -> str:
     """The message for a terminal when there is no container to show."""
     return "you have no share of a GPU; root sees the shares of all users" if rootless.is_rootless() else NONE
+
+
+def context_source(device: Device, inventory: Inventory) -> str:
+    """How the size of a context on this device is known."""
+    return "measured" if contexts.is_measured(device, inventory) else "estimated"
 
 
 def host(paths: Paths) -> Node:

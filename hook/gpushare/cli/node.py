@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..allocation import reservation
+from ..allocation import contextmeasuring, reservation
 from ..config import node, node_diff
 from ..core.errors import GpushareError
 from ..core.model import Node
@@ -16,25 +16,32 @@ from ..core.quantity import human
 from ..gpu import charlinks
 from ..gpu.selectors import device_name
 from ..state import leases, log, shm_abi, storage
+from . import facts
 from .options import Paths, with_format
 from .output import Progress, write_json, write_line
 
 
 @click.command()
+@click.option("--measure", is_flag=True, help="Measure CUDA contexts again.")
 @with_format
 @click.pass_obj
-def refresh(paths: Paths, output: str) -> None:
+def refresh(paths: Paths, measure: bool, output: str) -> None:
     """Read the configuration and the driver now.
 
-    Reports what has changed since they were last read, and which containers were started with another driver. Without
-    this command the first container that starts after a change reads them, so that its start takes longer. Also makes
+    Measures the memory of a CUDA context on each kind of device, once for each driver. Reports what has changed since
+    they were last read, and which containers were started with another driver. Without this command the first container
+    that starts after a change reads them, so that its start takes longer, and context sizes are estimates. Also makes
     the links in /dev/char by which systemd knows NVIDIA's devices.
     """
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
     with Progress() as progress:
         progress.say("asking the driver")
-        host = node.compile_node(paths.config, paths.state_dir)
+        host = node.compile_node(
+            paths.config,
+            paths.state_dir,
+            measure=lambda host, known: contextmeasuring.measured(host, known, measure),
+        )
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     recovered = reservation.recover(paths.state_dir, host)
@@ -82,6 +89,7 @@ def _plain(host: Node) -> dict[str, Any]:
         "simulated": inventory.simulated,
         "devices": [device._asdict() for device in inventory.devices],
         "mig": [device._asdict() for device in inventory.mig],
+        "contexts": [one._asdict() for one in inventory.contexts],
     }
 
 
@@ -92,7 +100,8 @@ def _print(host: Node) -> None:
     write_line(f"driver {inventory.driver_version}{cuda} in {inventory.root}, {devices}")
     for device in (*inventory.devices, *inventory.mig):
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
-        write_line(f"  {device_name(device)}  {device.uuid}  {device.model}, {size}")
+        context = f"context {human(device.context_bytes)} {facts.context_source(device, inventory)}"
+        write_line(f"  {device_name(device)}  {device.uuid}  {device.model}, {size}, {context}")
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """Compile configuration and inventory into node.json, the only file that the start path reads for both.
 
     load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
-    compile_node(config_path, state_dir, write) -> Node     always compiles: yaml, jsonschema, NVML
+    compile_node(config_path, state_dir, write, measure) -> Node     always compiles: yaml, jsonschema, NVML
     read_node(config_path, state_dir)           -> Node | None   only if fresh
     last(state_dir)                             -> Node | None   the last compiled node, fresh or not
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
@@ -19,17 +19,17 @@ import json
 import os
 import stat
 import time
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from ..core import constants
 from ..core.errors import DeviceError, GpushareError
-from ..core.model import Config, Device, Inventory, Node, Policy, SharingRule
+from ..core.model import Config, Context, Device, Inventory, Node, Policy, SharingRule
 from ..gpu import inventory
 from ..state import audit_log
 from ..system import filelock
 from . import oci_runtime
 
-SCHEMA = 4  # increment when the meaning of node.json changes
+SCHEMA = 5  # increment when the meaning of node.json changes
 FILE = "node.json"
 _LOCK = "compile"  # a file next to it; the process that holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
@@ -74,10 +74,17 @@ def node_of(value: dict[str, Any]) -> Node:
     policy: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
     }
+    measured = tuple(Context(*one) for one in host["contexts"])
     sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
     return Node(
         Config(**{**config, "policy": Policy(**policy), "sharing": sharing}),
-        Inventory(**{**host, **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES}}),
+        Inventory(
+            **{
+                **host,
+                **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES},
+                "contexts": measured,
+            }
+        ),
     )
 
 
@@ -156,8 +163,13 @@ def load_config_only(config_path: str, state_dir: str) -> Config:
     return load_config(config_path)._replace(state_dir=state_dir)
 
 
-def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
-    """Read the configuration and query the driver. `write=False` writes no file (explain)."""
+Measure = Callable[[Node, tuple[Context, ...]], tuple[Context, ...]]
+
+
+def compile_node(config_path: str, state_dir: str, write: bool = True, measure: Optional[Measure] = None) -> Node:
+    """Read the configuration and query the driver. `write=False` writes no file (explain). `measure` measures contexts
+    that the last node.json does not have (refresh)."""
+    from ..gpu import contexts
     from ..state import rebuild
     from .config import load_config
 
@@ -169,7 +181,13 @@ def compile_node(config_path: str, state_dir: str, write: bool = True) -> Node:
     if write:
         oci_runtime.remember(config_path, state_dir, config)  # before querying the driver: a host may have no driver
     driver_identity = _driver_identity(config.driver_root)
-    node = Node(config, inventory.read_inventory(config.driver_root))
+    before = last(state_dir)
+    host = contexts.with_measured(
+        inventory.read_inventory(config.driver_root), before.inventory.contexts if before is not None else ()
+    )
+    node = Node(config, host)
+    if measure is not None:
+        node = node._replace(inventory=contexts.with_measured(host, measure(node, host.contexts)))
     if write:
         rebuild.mark_shares(state_dir)  # an upgrade compiles
         _write(state_dir, node_json(node, config_identity, driver_identity))

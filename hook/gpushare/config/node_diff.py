@@ -12,7 +12,7 @@ from ..gpu.selectors import device_name
 from .keys import effective
 
 # fields of a device to compare; the uuid identifies it
-_FIELDS = ("index", "minor", "bus_id", "model", "memory_bytes", "context_bytes")
+_FIELDS = ("index", "minor", "bus_id", "model", "memory_bytes", "reserved_bytes", "context_bytes")
 
 
 class Change(NamedTuple):

@@ -8,7 +8,8 @@ from . import constants
 
 
 class Device(NamedTuple):
-    """A GPU of the host, in PCI order, or a MIG device of one. `context_bytes` is the memory of one process's context.
+    """A GPU of the host, in PCI order, or a MIG device of one. `memory_bytes` is what programs can allocate; NVML's
+    total has `reserved_bytes` in addition. `context_bytes` is the memory of one process's context (gpu/contexts.py).
     A MIG device has its GPU's index, minor and bus id, and a uuid of its own ("MIG-...")."""
 
     index: int  # type: ignore[assignment]  # shadows tuple.index, which nothing here uses
@@ -25,6 +26,25 @@ class Device(NamedTuple):
     mig_index: int = -1  # the second number in <gpu>:<mig>
     gpu_instance: int = -1
     compute_instance: int = -1
+    reserved_bytes: int = 0
+    profile: str = ""  # of a MIG device: "1g.10gb"
+
+    @property
+    def recorded(self) -> Device:
+        """The device as lease.json has it. An older gpushare refuses a lease with fields that it does not know."""
+        return self._replace(reserved_bytes=0, profile="")
+
+
+class Context(NamedTuple):
+    """The measured size of one process's CUDA context on one kind of device. `context_bytes` 0: not measured, and
+    `why`. `mps`: the process is a client of an MPS daemon."""
+
+    model: str
+    driver: str
+    profile: str  # of a MIG device
+    mps: bool
+    context_bytes: int
+    why: str = ""
 
 
 class Inventory(NamedTuple):
@@ -37,6 +57,7 @@ class Inventory(NamedTuple):
     mig: tuple[Device, ...] = ()  # MIG devices, in the order of their GPUs
     cuda_version: str = ""  # the highest that the driver supports, "12.2"; "" when not known
     host_memory_bytes: int = 0  # MemTotal; 0 = not known
+    contexts: tuple[Context, ...] = ()  # of the kinds of devices that were measured or tried
 
 
 class Policy(NamedTuple):
@@ -146,6 +167,7 @@ class Amount(NamedTuple):
     limit_bytes: Optional[int]
     percent: Optional[float]
     text: str  # as written, for messages
+    foreign: bool = False  # another scheduler's, which may count memory that the driver reserves
     ceiling: Optional[Amount] = None  # the memory limit, if it is above the request; see request/lending.py
 
 
@@ -173,6 +195,9 @@ class Request(NamedTuple):
     shm: str = ""  # host path of its /dev/shm; "": a file system of its own
 
 
+RESERVED = "that the driver reserves"  # the end of Share.clamped, where capacity and not policy is the reason
+
+
 class Share(NamedTuple):
     """One granted device of one container. None = no limit on that resource."""
 
@@ -183,13 +208,21 @@ class Share(NamedTuple):
     soft: bool = False
     priority: int = 0
     oversubscribe: bool = False
-    clamped: str = ""  # the requested amount, where policy granted less
+    clamped: str = ""  # the requested amount, where less was granted
     page: int = 0  # number of its activity file in devices/<uuid>, see activity_files.py
     paused: bool = False  # launches are held back
     draining_bytes: int = 0  # use that is tolerated after its limit was lowered; 0 = nothing above the limit
     memory_backend: str = "shim"  # enforces the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
     virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; 0 = no host memory
+
+    @property
+    def clamp_note(self) -> str:
+        """Why it has less than was requested; "" if it has not."""
+        if not self.clamped:
+            return ""
+        why = "less is granted" if self.clamped.endswith(RESERVED) else "policy allows less"
+        return f"slot {self.slot}: {self.clamped} was requested, {why}"
 
 
 class Lease(NamedTuple):

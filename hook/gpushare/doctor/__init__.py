@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Callable, Optional
 
+from ..config import node
 from ..config.config import load_config
 from ..core.errors import DeviceError, GpushareError
 from ..engines.base import Settings
 from ..engines.host import Host
+from ..gpu import contexts
 from ..gpu.inventory import read_inventory
 from ..state import log
 from . import driver, engines, kernel, mps, shim, state
@@ -33,6 +35,9 @@ CHECKS = (
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
     Check("driver files", "the libraries of the loaded driver version exist", driver.files),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
+    Check(
+        "contexts", "shows the size of a CUDA context on each device, and whether it is measured", driver.context_sizes
+    ),
     Check(
         "device nodes",
         "/dev has the nodes of all GPUs and of UVM, and /dev/char links to them",
@@ -64,7 +69,9 @@ def probe(config_path: str, state_dir: str, settings: Settings) -> Machine:
     try:
         config = load_config(config_path)._replace(state_dir=state_dir)
         machine = machine._replace(config=config)
-        return machine._replace(inventory=read_inventory(config.driver_root))
+        last = node.last(state_dir)
+        found = read_inventory(config.driver_root)
+        return machine._replace(inventory=contexts.with_measured(found, last.inventory.contexts if last else ()))
     except DeviceError as error:
         return machine._replace(driver_error=error)
     except GpushareError as error:

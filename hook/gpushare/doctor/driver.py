@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ..core.quantity import human
-from ..gpu import charlinks, driverfiles, driverroot
+from ..gpu import charlinks, contexts, driverfiles, driverroot
 from ..gpu.drivertable import CAPABILITIES
-from ..gpu.selectors import device_name
+from ..gpu.selectors import device_name, usable_devices
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
 _USUAL = ("compute", "utility")  # capabilities of a container whose request names none
@@ -58,6 +58,19 @@ def devices(machine: Machine) -> Result:
             "run nvidia-smi, which says why",
         )
     return Result(OK, ", ".join(shown) + mig)
+
+
+def context_sizes(machine: Machine) -> Result:
+    """Show each device's context size, and why it was not measured. An estimate is no problem, only rather high."""
+    if machine.inventory is None:
+        return no_driver(machine)
+    one, texts = machine.inventory, []
+    for device in usable_devices(one):
+        found = contexts.of(device, one)
+        why = "`gpushare refresh` measures it" if found is None else found.why
+        how = "measured" if contexts.is_measured(device, one) else f"estimated ({why})"
+        texts.append(f"{device_name(device)} {human(device.context_bytes)} {how}")
+    return Result(OK, ", ".join(texts) or "no device")
 
 
 def nodes(machine: Machine) -> Result:

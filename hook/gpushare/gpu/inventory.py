@@ -26,13 +26,6 @@ from .driverroot import short_read
 if TYPE_CHECKING:  # not on the start path
     from . import nvml
 
-DEFAULT_CONTEXT_BYTES = 512 << 20
-# (prefix of the model's name, major driver version) -> bytes of a process's context, measured on that hardware with one
-# context and nothing allocated. Unknown hardware gets the default, which is more than drivers of the 535 to 580 series
-# are known to need.
-CONTEXT_BYTES: dict[tuple[str, str], int] = {
-    ("NVIDIA Simulated", "535"): 300 << 20,  # simulator, unless its marker file overrides it
-}
 NVML_DEADLINE_S = 10.0  # well below the time limit of a hook
 _PROC = "proc/driver/nvidia"
 # driver branch -> supported CUDA version, for hosts whose libcuda does not report it (release notes of CUDA)
@@ -86,21 +79,23 @@ def _information(root: str, bus_id: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in lines}
 
 
-def _device(
-    index: int, bus_id: str, version: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int
-) -> Device:
+def _device(index: int, bus_id: str, facts: dict[str, str], answer: nvml.Answer, context_bytes: int) -> Device:
     uuid, minor = facts.get("GPU UUID", ""), facts.get("Device Minor", "")
     if not uuid.startswith("GPU-") or "?" in uuid or not minor.isdigit():
         raise DeviceError(
             f"the driver has not initialised the GPU at {bus_id} (uuid {shown(uuid)})", "run nvidia-smi once as root"
         )
+    from . import contexts
+
     model = facts.get("Model", "unknown")
     gpu = answer.gpus[uuid]
     return Device(
         *(index, uuid, int(minor), bus_id, model, gpu.memory_bytes),
-        context_bytes=context_bytes or context_bytes_of(model, version),
+        context_bytes=context_bytes
+        or contexts.estimated_bytes(model, gpu.arch, contexts.multiprocessors(gpu.arch, gpu.cores)),
         brand=gpu.brand,
         arch=gpu.arch,
+        reserved_bytes=gpu.reserved_bytes,
     )
 
 
@@ -109,9 +104,11 @@ def mig_instances(root: str) -> tuple[str, ...]:
     return tuple(f"gpu{one.gpu_minor}/gi{one.gpu_instance}/ci{one.compute_instance}" for one in mig.instances(root))
 
 
-def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) -> tuple[Device, ...]:
+def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer, context_bytes: int) -> tuple[Device, ...]:
     """The MIG devices of all GPUs: listed by the kernel, named by NVML. A device that NVML does not name gets a name in
     the format of drivers before 470, and cannot be granted."""
+    from . import contexts
+
     found = []
     for device in devices:
         reported = answer.gpus[device.uuid].mig
@@ -121,18 +118,22 @@ def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer) ->
             mine = device._replace(parent=device.uuid, gpu_instance=gi, compute_instance=ci)
             one = names_of.get((gi, ci))
             if one is None:
-                mine = mine._replace(uuid=f"MIG-{device.uuid}/{gi}/{ci}", mig_index=number, memory_bytes=0)
+                mine = mine._replace(
+                    uuid=f"MIG-{device.uuid}/{gi}/{ci}", mig_index=number, memory_bytes=0, reserved_bytes=0
+                )
             else:
-                mine = mine._replace(uuid=one.uuid, mig_index=one.index, memory_bytes=one.memory_bytes)
+                mine = mine._replace(
+                    uuid=one.uuid,
+                    mig_index=one.index,
+                    memory_bytes=one.memory_bytes,
+                    reserved_bytes=one.reserved_bytes,
+                    profile=one.profile or f"{one.memory_bytes >> 20} MiB",
+                )
+                if one.multiprocessors and not context_bytes:
+                    size = contexts.estimated_bytes(device.model, device.arch, one.multiprocessors)
+                    mine = mine._replace(context_bytes=size)
             found.append(mine)
     return tuple(sorted(found, key=lambda device: (device.index, device.mig_index)))
-
-
-def context_bytes_of(model: str, version: str) -> int:
-    """Device memory of one process's context on this hardware and driver."""
-    major = version.partition(".")[0]
-    known = (size for (name, row), size in CONTEXT_BYTES.items() if model.startswith(name) and row == major)
-    return next(known, DEFAULT_CONTEXT_BYTES)
 
 
 def _marker(root: str) -> Optional[dict[str, Any]]:
@@ -190,10 +191,10 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     context = marker.get("context_bytes", 0) if marker else 0
     context_bytes = context if isinstance(context, int) and context > 0 else 0
     devices = tuple(
-        _device(index, bus, version, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
+        _device(index, bus, fact, answer, context_bytes) for index, (bus, fact) in enumerate(zip(buses, facts))
     )
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
-    mig = _mig_devices(root, devices, answer)
+    mig = _mig_devices(root, devices, answer, context_bytes)
     return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
 
 

@@ -1,6 +1,8 @@
 """Query NVIDIA's libraries about the devices when the inventory is compiled, never at a container's start.
 
     ask(nvml_library, cuda_library, deadline_s) -> Answer      empty when they do not answer in time
+    in_child(function, deadline_s)              -> its result, or None
+    memory_of(pynvml, device)                   -> Memory      what programs can allocate, reserve and free
 
 Runs in a forked child with a deadline: initialising a driver without persistence mode takes seconds, and a broken
 driver can hang for ever. Values that a driver does not support are left out of the answer.
@@ -13,7 +15,7 @@ import os
 import select
 import signal
 import time
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 # nvmlBrandType_t -> brand in NVIDIA_REQUIRE_*
 BRANDS = (
@@ -30,15 +32,28 @@ class Mig(NamedTuple):
     gpu_instance: int
     compute_instance: int
     memory_bytes: int
+    reserved_bytes: int = 0
+    multiprocessors: int = 0
+    profile: str = ""  # "1g.10gb"
 
 
 class Gpu(NamedTuple):
     """One GPU; unknown values are 0 or ""."""
 
-    memory_bytes: int = 0
+    memory_bytes: int = 0  # that programs can allocate
     brand: str = ""
     arch: str = ""
     mig: tuple[Mig, ...] = ()
+    reserved_bytes: int = 0  # that only the driver uses, in addition
+    cores: int = 0
+
+
+class Memory(NamedTuple):
+    """Memory of a GPU or MIG device, in bytes."""
+
+    allocatable: int
+    reserved: int
+    free: int
 
 
 class Answer(NamedTuple):
@@ -52,10 +67,22 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
     """Query these two libraries."""
     if not nvml_library:
         return Answer({})
+    value = in_child(lambda: {"gpus": _gpus(nvml_library), "cuda": _cuda_version(cuda_library)}, deadline_s)
+    if value is None:
+        return Answer({})
+    gpus = {uuid: Gpu(*fields) for uuid, fields in value["gpus"].items()}
+    return Answer(
+        {uuid: gpu._replace(mig=tuple(Mig(*one) for one in gpu.mig)) for uuid, gpu in gpus.items()}, value["cuda"]
+    )
+
+
+def in_child(function: Callable[[], Any], deadline_s: float) -> Any:
+    """Run `function` in a forked child and return its result, which JSON can represent. None if it fails or does not
+    end in time."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _answer(nvml_library, cuda_library, writer)
+        _answer(function, writer)
     os.close(writer)
     try:
         text = read_until(reader, time.monotonic() + deadline_s)
@@ -63,14 +90,9 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
         os.close(reader)
         end(pid)
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:  # empty or cut short
-        return Answer({})
-    gpus = {
-        uuid: Gpu(memory, brand, arch, tuple(Mig(*one) for one in mig))
-        for uuid, (memory, brand, arch, mig) in value["gpus"].items()
-    }
-    return Answer(gpus, value["cuda"])
+        return None
 
 
 def read_until(fd: int, deadline: float) -> bytes:
@@ -110,12 +132,11 @@ def detach(writer: int) -> None:
     os.closerange(4, 1 << 16)
 
 
-def _answer(nvml_library: str, cuda_library: str, writer: int) -> None:
+def _answer(function: Callable[[], Any], writer: int) -> None:
     """Run the child. Only the pipe stays open, so that a hang keeps neither a lock nor the runtime's pipes."""
     try:
         detach(writer)
-        gpus = _gpus(nvml_library)
-        text = json.dumps({"gpus": gpus, "cuda": _cuda_version(cuda_library)}).encode()
+        text = json.dumps(function()).encode()
         while text:
             text = text[os.write(3, text) :]
     except BaseException:  # any error makes the answer empty; no code of the parent may run in the child
@@ -123,25 +144,47 @@ def _answer(nvml_library: str, cuda_library: str, writer: int) -> None:
     os._exit(0)
 
 
-def _gpus(library: str) -> dict[str, Gpu]:
-    """Query each GPU through pynvml and this very library: it is loaded by its path first, and pynvml's own look-up by
-    soname then finds it."""
+def initialised(library: str) -> Any:
+    """Return pynvml over this very library: it is loaded by its path first, and pynvml's own look-up by soname then
+    finds it."""
     import ctypes
 
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     import pynvml
 
     pynvml.nvmlInit()
+    return pynvml
+
+
+def memory_of(pynvml: Any, device: Any) -> Optional[Memory]:
+    """Return a device's memory; None if the driver does not report it.
+
+    NVML's total includes memory that no program can allocate, 0.4 to 0.9 GiB on many GPUs. Version 2 of the query
+    (since driver 510) reports that part as `reserved`. An older driver does not report it, so its total counts.
+    """
+    memory = supported(pynvml.nvmlDeviceGetMemoryInfo, device, pynvml.nvmlMemory_v2)
+    if memory is not None and 0 <= memory.reserved < memory.total:
+        return Memory(int(memory.total - memory.reserved), int(memory.reserved), int(memory.free))
+    memory = supported(pynvml.nvmlDeviceGetMemoryInfo, device)
+    return None if memory is None else Memory(int(memory.total), 0, int(memory.free))
+
+
+def _gpus(library: str) -> dict[str, Gpu]:
+    """Query each GPU."""
+    pynvml = initialised(library)
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
         brand = supported(pynvml.nvmlDeviceGetBrand, gpu)
         major_minor = supported(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+        memory = memory_of(pynvml, gpu) or Memory(0, 0, 0)
         found[text_of(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
-            int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total),
+            memory.allocatable,
             BRANDS[brand] if brand is not None and 0 <= brand < len(BRANDS) else "",
             ".".join(map(str, major_minor or ())),
             _migs(pynvml, gpu),
+            memory.reserved,
+            int(supported(pynvml.nvmlDeviceGetNumGpuCores, gpu) or 0),
         )
     return found
 
@@ -153,9 +196,13 @@ def _migs(pynvml: Any, gpu: Any) -> tuple[Mig, ...]:
         mig = supported(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index)
         if mig is not None:
             gi, ci = pynvml.nvmlDeviceGetGpuInstanceId(mig), pynvml.nvmlDeviceGetComputeInstanceId(mig)
-            memory = supported(pynvml.nvmlDeviceGetMemoryInfo, mig)
+            memory = memory_of(pynvml, mig) or Memory(0, 0, 0)
             uuid = text_of(pynvml.nvmlDeviceGetUUID(mig))
-            found.append(Mig(uuid, index, int(gi), int(ci), int(memory.total) if memory else 0))
+            attributes = supported(pynvml.nvmlDeviceGetAttributes, mig)
+            processors = int(attributes.multiprocessorCount) if attributes else 0
+            # its name is that of the GPU, " MIG " and the profile
+            profile = text_of(supported(pynvml.nvmlDeviceGetName, mig) or "").partition(" MIG ")[2]
+            found.append(Mig(uuid, index, int(gi), int(ci), memory.allocatable, memory.reserved, processors, profile))
     return tuple(found)
 
 

@@ -124,12 +124,7 @@ def _queried(library: str, deadline_s: float) -> bytes:
 
 
 def _all(library: str) -> dict[str, Gpu]:
-    import ctypes
-
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # satisfies pynvml's look-up by soname
-    import pynvml
-
-    pynvml.nvmlInit()
+    pynvml = nvml.initialised(library)
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -146,7 +141,7 @@ def _all(library: str) -> dict[str, Gpu]:
 
 def _one(pynvml: Any, device: Any, is_divided: bool) -> Gpu:
     get = nvml.supported
-    memory, rates = get(pynvml.nvmlDeviceGetMemoryInfo, device), get(pynvml.nvmlDeviceGetUtilizationRates, device)
+    memory, rates = nvml.memory_of(pynvml, device), get(pynvml.nvmlDeviceGetUtilizationRates, device)
     used: dict[int, Optional[int]] = {}
     for kind in ("Compute", "Graphics", "MPSCompute") if not is_divided else ():
         query = getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses")
@@ -155,8 +150,8 @@ def _one(pynvml: Any, device: Any, is_divided: bool) -> Gpu:
             now = None if one.usedGpuMemory is None else int(one.usedGpuMemory)
             used[int(one.pid)] = now if before is None else max(before, now or 0)
     return Gpu(
-        int(memory.total) if memory else None,
-        int(memory.used) if memory else None,
+        memory.allocatable if memory else None,
+        memory.allocatable - memory.free if memory else None,
         int(rates.gpu) if rates else None,
         get(pynvml.nvmlDeviceGetTemperature, device, pynvml.NVML_TEMPERATURE_GPU),
         get(pynvml.nvmlDeviceGetPowerUsage, device),

@@ -212,8 +212,7 @@ def _no_glibc(shares: tuple[Share, ...]) -> str:
 
 def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...]:
     """Return the first notes of a plan: variables and annotations that are ignored, with their values quoted."""
-    clamped = (f"slot {one.slot}: {one.clamped} was requested, policy allows less" for one in shares if one.clamped)
-    return (*request.ignored, *clamped)
+    return (*request.ignored, *(one.clamp_note for one in shares if one.clamped))
 
 
 def make_plan(

@@ -10,7 +10,7 @@ gpushare's own prefix, so that both can run on a node:
 
     gpu.product   the model with hyphens for spaces, and "-SHARED" after it if a device has several replicas
     gpu.replicas  the number of replicas (`sharing.split_count`); 1: a share has the size that the container requests
-    gpu.memory    in MiB
+    gpu.memory    in MiB, as NVML counts: with the part that the driver reserves
     gpu.count     the number of devices
 
 If a node has different devices, NVIDIA's labels describe one of them. gpushare then writes gpu.count only, because a
@@ -56,7 +56,10 @@ def device_labels(node: Node) -> dict[str, str]:
     devices = _devices(node)
     found = {"gpu.count": str(len(devices))}
     rules = ((one, sharing.rule_of(one, node.config.sharing)) for one in devices)
-    kinds = {(one.model, one.memory_bytes // MIB, rule.split_count if rule else 1) for one, rule in rules}
+    kinds = {
+        (one.model, (one.memory_bytes + one.reserved_bytes) // MIB, rule.split_count if rule else 1)
+        for one, rule in rules
+    }
     if len(kinds) != 1:
         return found
     ((model, mib, replicas),) = kinds

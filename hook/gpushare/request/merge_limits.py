@@ -53,7 +53,8 @@ def _same(one: Limit, other: Limit, places: Sequence[Device]) -> bool:
     if one.part is not None and other.part is not None:
         return one.part[0] * other.part[1] == other.part[0] * one.part[1]
     known = [device for device in places if device.memory_bytes]  # the admission check reports a device of unknown size
-    return all(abs(_bytes(one, d) - _bytes(other, d)) * _TOLERANCE < d.memory_bytes for d in known)
+    # an amount may be of NVML's total, which has the reserved memory in addition
+    return all((abs(_bytes(one, d) - _bytes(other, d)) - d.reserved_bytes) * _TOLERANCE < d.memory_bytes for d in known)
 
 
 def _smaller(one: Limit, other: Limit, places: Sequence[Device]) -> Limit:
@@ -133,11 +134,11 @@ def _request(limit: Optional[Limit], device: Optional[Device]) -> Amount:
     if limit.part is not None and device is not None and device.memory_bytes:
         size = _bytes(limit, device)
         if size:
-            return Amount(size, None, _text(size))
+            return Amount(size, None, _text(size), foreign=True)
     if limit.part is not None:
         percent = limit.part[0] * 100 * _MICRO // limit.part[1] / _MICRO
-        return Amount(None, percent, f"{percent:.6f}".rstrip("0").rstrip(".") + "%")
-    return Amount(limit.size, None, _text(limit.size or 0))
+        return Amount(None, percent, f"{percent:.6f}".rstrip("0").rstrip(".") + "%", foreign=True)
+    return Amount(limit.size, None, _text(limit.size or 0), foreign=True)
 
 
 def merged(

@@ -86,7 +86,9 @@ _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 def to_json(lease: Lease) -> bytes:
     """Return lease.json: objects with the field names of model.py."""
-    shares = [{**share._asdict(), "device": share.device._asdict()} for share in lease.shares]
+    shares = [
+        {**share._asdict(), "device": {name: getattr(share.device, name) for name in _DEVICE}} for share in lease.shares
+    ]
     return json.dumps({**lease._asdict(), "shares": shares}).encode()
 
 

@@ -5,6 +5,7 @@
     choose(memory, compute, site)      -> Enforcers for one device; raises the reason if no backend can
     reasons(share, site)               -> text    why these backends were chosen, for explain
     require_kept(share)                           raises if a changed share could not be enforced
+    charged(device, holders, node)     -> Device  with the size that contexts have there
     ops(shares, node, folder)          -> ops     operations that they add to the plan
     change(before, after, folder)                 change the limits of a running container
     for_programs(request, node)        -> Node    for `gpushare run`
@@ -27,7 +28,7 @@ from typing import NamedTuple, Optional
 
 from ...core import constants
 from ...core.errors import DeviceError, PolicyError, RequestError
-from ...core.model import Lease, Node, Policy, Request, Share
+from ...core.model import Device, Lease, Node, Policy, Request, Share
 from ...core.ops import Op
 from ...core.quoting import shown
 from ...gpu.selectors import device_name
@@ -48,6 +49,11 @@ class Enforcers(NamedTuple):
 
     memory: str = SHIM
     compute: str = SHIM
+
+
+def charged(device: Device, enforcers: Enforcers, node: Node) -> Device:
+    """Return `device` with the size that a context has under the backend that enforces compute."""
+    return BACKENDS[enforcers.compute].charged(device, node.inventory) if enforcers.compute else device
 
 
 # Choosing

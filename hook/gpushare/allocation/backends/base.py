@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
-from ...core.model import Device, Node, Request, Share
+from ...core.model import Device, Inventory, Node, Request, Share
 from ...core.ops import Op
 from ...state.ledger import Ledger
 
@@ -50,6 +50,7 @@ class Backend(NamedTuple):
     ops: Callable[[tuple[Share, ...], Node, str], Sequence[Op]] = _no_ops  # (its shares, node, containers/<id>)
     change: Callable[[Sequence[Share], Sequence[Share], str], None] = _no_change  # (before, after, containers/<id>)
     grant: Callable[[Sequence[Share], str, int], tuple[int, int, int]] = _no_grant  # (its shares, state directory, uid)
+    charged: Callable[[Device, Inventory], Device] = lambda device, inventory: device  # with its size of contexts
     alone: str = ""  # why it cannot enforce compute on a device where another backend does; "": it can
     in_cgroup: bool = False  # whether it needs a cgroup that belongs to the container alone
     optional: bool = True  # whether it does something for a container even without a limit

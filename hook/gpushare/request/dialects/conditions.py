@@ -129,8 +129,9 @@ def _unmet(condition: Condition, device: Device) -> str:
     """Return why the device does not meet the condition; "" if it does, or if the condition is `free`."""
     if condition.name == "model" and not is_model(condition.value, device.model):
         return f"model {shown(device.model)}"
-    if condition.name == "memory" and device.memory_bytes < condition.value:
-        return f"has {human(device.memory_bytes)}" if device.memory_bytes else "of unknown size"
+    whole = device.memory_bytes + device.reserved_bytes  # as NVML and data sheets count
+    if condition.name == "memory" and whole < condition.value:
+        return f"has {human(whole)}" if whole else "of unknown size"
     if condition.name == "mig" and bool(device.parent) != condition.value:
         return "a MIG device" if device.parent else "a whole GPU"
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
-from ....core.model import Node, Share
+from ....core.model import Device, Inventory, Node, Share
 from ....core.ops import Op
 from ....system import rootless
 from ..base import COMPUTE, Backend, Site
@@ -58,6 +58,12 @@ def _grant(shares: Sequence[Share], state_dir: str, uid: int) -> tuple[int, int,
     return state.grant_of(shares, state_dir, uid)
 
 
+def _charged(device: Device, inventory: Inventory) -> Device:
+    from ....gpu import contexts
+
+    return contexts.under_mps(device, inventory)
+
+
 BACKEND = Backend(
     name="mps",
     enforces=(COMPUTE,),
@@ -67,6 +73,7 @@ BACKEND = Backend(
     ops=_ops,
     change=_change,
     grant=_grant,
+    charged=_charged,
     enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
     "multiprocessors, at the same time as others. The container's memory over all processes stays with "
     "the shim.",

@@ -84,6 +84,9 @@ def _start(host: Node, device: Device, settings: DaemonSettings, folder: str, pr
     control = control._replace(protocol=mps_control.protocol_in(extra, {}))
     found = mps.state(device.uuid, host.config.state_dir)
     if not found.problem:
+        whole = device.memory_bytes + device.reserved_bytes  # the default of versions that counted NVML's total
+        if (found.memory_bytes, settings.memory_bytes) == (whole, device.memory_bytes):
+            settings = settings._replace(memory_bytes=whole)
         _require_same(found, host, settings, program, device.uuid)
         if mps_control.listening(control.pipe) is None:
             stop_it = f"`gpushare mps stop --device {device.uuid}`, then start"

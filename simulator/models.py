@@ -1,0 +1,69 @@
+"""The GPUs that the simulator can imitate: memory, reserved memory, context size, multiprocessors.
+
+`memory` below is what programs can allocate: NVML's total (version 1, which nvidia-smi prints) without `reserved`.
+`source` says where each model's numbers come from. cuDeviceTotalMem and PyTorch's "total capacity" are `memory`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MIB = 1 << 20
+
+
+class Model(NamedTuple):
+    """Sizes in MiB; `cores` and `threads` are per multiprocessor (CUDA C++ Programming Guide, compute capabilities)."""
+
+    total_mib: int
+    reserved_mib: int
+    context_mib: int
+    multiprocessors: int
+    capability: tuple[int, int]
+    cores: int
+    threads: int
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        return (self.total_mib - self.reserved_mib) * MIB
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.reserved_mib * MIB
+
+    @property
+    def context_bytes(self) -> int:
+        return self.context_mib * MIB
+
+
+DEFAULT = "NVIDIA Simulated A16"
+H100_MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+# The context sizes marked as assumed follow the reported ones: 2 KiB for each resident thread, and 8 MiB.
+MODELS = {
+    DEFAULT: Model(16 * 1024 + 384, 384, 300, 48, (8, 6), 128, 2048, "no real card; reserved memory as on the A16"),
+    "NVIDIA A16": Model(
+        *(15356, 384, 38, 10, (8, 6), 128, 1536),
+        "reported: 15356 MiB, of which 14728 used and 245 free (vLLM on four GPUs); context assumed",
+    ),
+    "NVIDIA GeForce RTX 4060 Ti": Model(
+        *(16380, 390, 107, 34, (8, 9), 128, 1536),
+        "context reported in llama.cpp pull request 23604; reserved memory assumed, as on the RTX A4000",
+    ),
+    "NVIDIA H100 80GB HBM3": Model(
+        *(81559, 469, 536, 132, (9, 0), 128, 2048),
+        "nvidia-smi: 81559 MiB, PyTorch: 79.19 GiB; context assumed",
+    ),
+    "NVIDIA H200": Model(
+        *(143771, 606, 536, 132, (9, 0), 128, 2048),
+        "nvidia-smi: 143771 MiB (Mooncake pull request 2307), PyTorch: 139.81 GiB; context assumed",
+    ),
+    H100_MIG: Model(
+        *(9984, 13, 72, 16, (9, 0), 128, 2048),
+        "NVIDIA's MIG guide: 9.75 GiB, 16 multiprocessors; 13 MiB are used in an idle instance (nvitop pull request 8)",
+    ),
+}  # fmt: skip
+
+
+def model_of(name: str) -> Model:
+    """Return the model with that name; any other name is a card like the default one."""
+    return MODELS.get(name, MODELS[DEFAULT])
