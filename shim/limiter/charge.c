@@ -102,6 +102,73 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     }
 }
 
+/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it, unless
+ * nothing tells when the other context lost the device. Return which kind it was. */
+static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
+                                   uint64_t at) {
+    enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
+    struct gs_switch_cost *cost = &t->cost[kind];
+    /* A context that had used up its slice was preempted by the launch. */
+    uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
+    int64_t took = (int64_t)(at - from);
+    if (!c->over && c->before_ns) {
+        uint64_t most = c->cut ? 2 * CUT_EDGE : c->vague ? 3 * MS : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
+        bool late = took > (int64_t)(2 * t->cost[GS_PREEMPTION].ns + most);
+        t->lasting += late ? t->lasting < 2 * SURELY_WHOLE : -(t->lasting > 0);
+    }
+    if (EXP || !c->before_ns || !(c->over || c->cut) ||
+        took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
+        return kind;
+    if (c->over)
+        gs_throttle_scatter(t, c->container, took);
+    uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
+    uint32_t step = found / (cost->finds < FINDS ? 16 : cost->finds) + 1;
+    cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
+    cost->finds += cost->finds < SURE_FINDS;
+    return kind;
+}
+
+/* Return the cost of switching to an interval that began after the device was idle or used by
+ * another context. */
+static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
+                             const struct company *c, bool reported) {
+    enum gs_switch kind = GS_PREEMPTION;
+    if (reported && !segment->waited)
+        kind = learn_switch(t, c, segment->opened_ns, segment->start_ns);
+    else if (reported)
+        kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
+    uint64_t cost_ns = t->cost[kind].ns;
+    /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
+     * times the wait, so that a quick switch is still charged the mean cost. */
+    uint64_t since = max64(segment->opened_ns, segment->before_ns);
+    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
+    t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
+    if (!reported && segment->idle)
+        t->hidden += waited < cost_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
+    DBG(reported ? 2+kind : 0, 1);
+    DBG(reported ? 6 : 1, !reported ? min64(cost_ns, waited): waited < cost_ns / 5 ? 0 : (int64_t)min64(cost_ns, 4 * waited));
+    DBG(reported ? 5 : 4, waited);
+    return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
+}
+
+/* Return the cost of the switches back to this context after preemptions within the interval. */
+static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *segment,
+                             const struct gs_peer *peer, unsigned n) {
+    const struct gs_activity *own = &t->page->buffer[atomic_load(&t->page->index) & 1];
+    uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
+    int64_t sum = 0;
+    for (uint32_t i = 0; i + 1 < count && turns; i++) {
+        const struct gs_run *run = &own->run[(own->last + GS_RUNS - i) % GS_RUNS],
+                            *last = &own->run[(own->last + GS_RUNS - i - 1) % GS_RUNS];
+        if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
+            continue;
+        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
+        sum += t->cost[learn_switch(t, &c, last->end_ns, run->start_ns)].ns;
+        turns--;
+    }
+    return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
+}
+
 /* The launches ran one after another, and the interval is so short that most such intervals overlap
  * no other context. */
 static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
@@ -113,8 +180,8 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
  * context, for one slice of its own. */
 static int64_t unreported_use(struct gs_throttle *t, const struct gs_segment *segment,
                               int64_t own) {
-    int64_t over = own - segment->work_ns - t->switch_ns, visit = 2 * (int64_t)t->slice_ns * 5 / 4;
-    if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->switch_ns ||
+    int64_t over = own - segment->work_ns - t->cost[GS_PREEMPTION].ns, visit = 2 * (int64_t)t->slice_ns * 5 / 4;
+    if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->cost[GS_PREEMPTION].ns ||
         own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
         ++t->straddled >= STREAK)
         return 0;
@@ -176,7 +243,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
                                 segment->start_event >= 0);
     /* A late marker has waited for other contexts; work that was done long before it has not. */
     if (!sure)
-        most = expected_with_markers(t, segment) + t->switch_ns;
+        most = expected_with_markers(t, segment) + t->cost[GS_PREEMPTION].ns;
     own = own < most ? own : most;
     if (unreported)
         return own < most - unreported ? own : most - unreported;
@@ -191,7 +258,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     if (sure && (streak || segment->probe ||
                  (!brief && (!gs_throttle_even(segment->function[0]) || is_long))))
         update_predictors(t, segment, own, is_long || streak || segment->probe ? 0.99f : 0.3f);
-    own += by_probes ? segment->turns * (int64_t)t->switch_ns : 0;
+    own += by_probes ? switches_back(t, segment, peer, n) : 0;
     return by_probes && own > took ? took : own;
 }
 
@@ -240,35 +307,6 @@ static void record_use(struct gs_bucket *bucket, const struct gs_segment *segmen
             next = was >> 40 == (window & (UINT64_MAX >> 40)) ? was + part : window << 40 | part;
         } while (!atomic_compare_exchange_weak(cell, &was, next));
     }
-}
-
-/* Return the cost of switching to an interval that began after the device was idle or used by
- * another context. If the interval was waiting when the other contexts ran out of work, the time
- * from then, or from its launch, until its start is also a measurement of the switch cost. */
-#define ODD_ALL 65536 /* scale of `odd`: the share of implausibly short measurements */
-static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
-                             const struct company *c, bool reported) {
-    uint64_t from = max64(segment->opened_ns, c->before_ns);
-    int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
-    t->told_switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
-    if (reported && c->over && !segment->waited && from < segment->start_ns &&
-        took < (int64_t)MOST_SWITCH) {
-        int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : t->finds);
-        t->odd += took < (int64_t)EDGE / 2 ? (ODD_ALL - t->odd) / 64 : -(t->odd / 64);
-        if (t->odd > ODD_ALL / 16)
-            gs_throttle_find_again(t);
-        /* Converges to the median. */
-        t->found_ns = (uint32_t)(found + (took > found ? step : -step));
-        t->finds += t->finds < SURE_FINDS;
-    }
-    /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
-     * times the wait, so that a quick switch is still charged the mean cost. */
-    uint64_t since = max64(segment->opened_ns, segment->before_ns);
-    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
-    if (!reported && segment->idle)
-        t->hidden += waited < t->switch_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
-    return waited < t->switch_ns / (reported ? 5 : 2) ? 0
-                                                      : (int64_t)min64(t->switch_ns, 4 * waited);
 }
 
 /* While the host records many markers, it launches nothing, and the device soon completes launches

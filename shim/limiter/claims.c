@@ -2,9 +2,12 @@
  * activity files, which containers can only read. Reports of a container that claims more than its
  * grant are ignored. The device time that reports of all other containers together take away from
  * this context's charge is bounded in the same way. */
+#include <string.h>
+
 #include "throttle_parts.h"
 
 #define GIVEN (200 * (int64_t)MS) /* tolerated excess of all other containers together */
+#define SCATTER (1 << 20)
 #define CLAIM (100 * (int64_t)MS) /* tolerated excess of one: long kernels, bursts, delays */
 
 /* Return the device time that a grant of `ppm` gives in `ns`, plus one part in `slack` for
@@ -37,9 +40,22 @@ static uint64_t reported_ns(const struct gs_activity *a, uint64_t longest, uint6
     return min64(sum, to - from);
 }
 
-void gs_throttle_find_again(struct gs_throttle *t) {
-    t->finds = t->found_ns = 0;
-    t->switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
+static void judge(struct gs_throttle *t, struct gs_claim *claim) {
+    bool over_granted = claim->excess_ns > (claim->lies ? 0 : CLAIM);
+    if (over_granted && !claim->lies) /* they were learned with the help of these reports */
+        memset(t->cost, 0, sizeof(t->cost));
+    claim->lies = over_granted;
+}
+
+void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took_ns) {
+    struct gs_claim *claim = &t->claim[container % GS_MAX_PEERS];
+    claim->early += ((took_ns < 0 ? SCATTER : 0) - claim->early) / 64;
+    claim->late += ((took_ns > 3 * (int64_t)EDGE ? SCATTER : 0) - claim->late) / 64;
+    if (claim->early < SCATTER / 16 || claim->late < SCATTER / 16)
+        return;
+    claim->early = claim->late = 0;
+    claim->excess_ns = 10 * CLAIM;
+    judge(t, claim);
 }
 
 void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to) {
@@ -61,12 +77,7 @@ void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigne
             claim->excess_ns = claim->excess_ns > 0 ? claim->excess_ns : 0;
             claim->at_ns = to;
         }
-        bool over_granted = claim->excess_ns > (claim->lies ? 0 : CLAIM);
-        /* The switch cost was learned with the help of these reports. */
-        if (over_granted && !claim->lies) {
-            gs_throttle_find_again(t);
-        }
-        claim->lies = over_granted;
+        judge(t, claim);
         claim->excess_ns = (int64_t)min64((uint64_t)claim->excess_ns, 10 * CLAIM);
     }
 }

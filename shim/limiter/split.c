@@ -13,8 +13,10 @@ struct stamp {
     unsigned owner;        /* peer, or ME */
     int64_t before, after; /* own time to its last and to its next stamp; 0: no work there */
     bool fresh;            /* it had been idle, so its slice began here */
+    uint64_t until_ns;     /* it reports that it had the device until then; 0: it does not */
 };
 #define ME UINT32_MAX
+#define CUT UINT64_MAX /* as until_ns: it was preempted here, or later within a kernel */
 
 struct stamps {
     struct stamp stamp[MAX_STAMPS];
@@ -22,13 +24,13 @@ struct stamps {
 };
 
 static void add(struct stamps *s, uint64_t at, unsigned owner, int64_t before, int64_t after,
-                bool fresh) {
+                bool fresh, uint64_t until_ns) {
     unsigned i = s->n;
     if (i == MAX_STAMPS)
         return;
     for (; i && s->stamp[i - 1].at > at; i--)
         s->stamp[i] = s->stamp[i - 1];
-    s->stamp[i] = (struct stamp){at, owner, before, after, fresh};
+    s->stamp[i] = (struct stamp){at, owner, before, after, fresh, until_ns};
     s->n++;
 }
 
@@ -50,17 +52,20 @@ static void add_peer(struct stamps *s, const struct gs_activity *a, unsigned pee
     bool open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
     int64_t next = open ? (int64_t)(a->expects_ns < INT64_MAX ? a->expects_ns : 0) : 0;
+    uint64_t until_ns = 0;
     if (open && a->busy_from_ns > start && a->busy_from_ns < end && a->busy_from_ns > a->horizon_ns)
-        add(s, a->busy_from_ns, peer, 0, next, true);
+        add(s, a->busy_from_ns, peer, 0, next, true, 0);
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = newest(a, i);
         if (run->end_ns <= start || run->end_ns < run->start_ns)
             break;
         bool first = i + 1 == n || newest(a, i + 1)->end_ns != run->start_ns;
         if (run->end_ns < end)
-            add(s, run->end_ns, peer, own_of(run), next_start == run->end_ns ? next : 0, false);
+            add(s, run->end_ns, peer, own_of(run), next_start == run->end_ns ? next : 0, false,
+                run->run_ns >= GS_CUT_OFF_SOMEWHERE ? CUT : next_start == run->end_ns ? until_ns : 0);
+        until_ns = run->run_ns >= GS_CUT_OFF_SOMEWHERE ? 0 : solid(run) ? run->end_ns : 0;
         if (first && run->start_ns > start && run->start_ns < end)
-            add(s, run->start_ns, peer, 0, own_of(run), true);
+            add(s, run->start_ns, peer, 0, own_of(run), true, until_ns);
         next_start = run->start_ns;
         next = own_of(run);
     }
@@ -111,10 +116,15 @@ struct turn {
     double ns, variance; /* before that */
 };
 
+/* What the switch from the context of stamp `a` cost. */
+static double cost_of(const struct gs_throttle *t, const struct stamp *a) {
+    return t->cost[a->after > 0 ? GS_PREEMPTION : GS_HANDOVER].ns;
+}
+
 /* When the context of stamp `a` gave the device to that of `b`: so long after `a`. */
 static struct side change(const struct gs_throttle *t, const struct stamp *a,
                           const struct stamp *b) {
-    double gap = (double)(b->at - a->at), most = gap - t->switch_ns;
+    double gap = (double)(b->at - a->at), most = gap - cost_of(t, a);
     struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
     double both = first.variance + last.variance, rest = most - first.ns - last.ns;
     double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
@@ -140,13 +150,22 @@ static double excess(const struct gs_throttle *t, const struct turn *turn, const
 /* My part of the time from stamp `a` to the next stamp `b`. */
 static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                    const struct stamp *a, const struct stamp *b, bool lasting, struct turn *turn) {
-    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
+    double gap = (double)(b->at - a->at), switch_ns = cost_of(t, a);
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
     struct turn seen = *turn;
     unsigned present = 0;
     double turns = 0; /* of contexts that can hold a slice without a stamp */
     if (!same)
         turn->owner = ME;
+    bool whole_kernels = t->lasting >= SURELY_WHOLE;
+    bool worked = a->after > 0 || a->until_ns == CUT;
+    if (same && a->owner != ME && a->until_ns != CUT && a->until_ns + EDGE >= b->at)
+        return 0;
+    if (!same && (whole_kernels ? worked && (b->fresh || b->before >= QUANTUM)
+                                : a->until_ns != CUT && a->until_ns + EDGE >= b->at)) {
+        double cost = gap < t->cost[GS_PREEMPTION].ns ? gap : t->cost[GS_PREEMPTION].ns;
+        return a->owner == ME ? gap - cost : b->owner == ME ? cost : 0;
+    }
     bool free = !mine && a->after == 0 && b->fresh; /* nobody else is known to have it */
     if (b->at - a->at > whole(t) || free) {
         for (unsigned i = 0; i < n; i++) {
@@ -195,7 +214,7 @@ static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsi
     }
     /* Those at the ends have more turns in between, if their work is long and all others have had
      * theirs. */
-    double others = turns * (t->slice_ns + switch_ns), more = 0;
+    double others = turns * (t->slice_ns + t->cost[GS_PREEMPTION].ns), more = 0;
     turn->owner = ME;
     if (lasts)
         more = (rest - (same ? others : others / 2)) / (turns + lasts);
@@ -219,7 +238,8 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
         add_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
-    struct stamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
+    struct stamp last = {start, ME, 0, length, fresh, 0},
+                 stop = {end, ME, length, 0, false, 0};
     for (unsigned i = 0; i <= s.n; i++) {
         const struct stamp *next = i < s.n ? &s.stamp[i] : &stop;
         own += part(t, peer, n, &last, next, gs_throttle_lasts(t, length), &turn);

@@ -99,7 +99,8 @@ struct gs_throttle_stream {
 struct gs_claim {
     uint64_t at_ns;
     int64_t excess_ns;
-    bool lies; /* ignored until the excess is 0 again */
+    int32_t early, late; /* how many of its timestamps are after and long before a switch: claims.c */
+    bool lies;           /* ignored until the excess is 0 again */
 };
 
 #define GS_SEGMENTS 32u
@@ -131,6 +132,14 @@ struct gs_segment {
     int64_t away_ns;      /* their total duration */
 };
 
+/* Switches differ in whether the context that had the device before still has work. */
+enum gs_switch { GS_HANDOVER, GS_PREEMPTION, GS_SWITCHES };
+
+/* What a switch costs: the mean that all containers measured, `found_ns` of it by this context. */
+struct gs_switch_cost {
+    uint32_t found_ns, finds, ns;
+};
+
 struct gs_throttle {
     /* Read by every launch; first, so that the address needs no register of its own. */
     _Atomic int64_t allowance_ns; /* expected work that is paid and not launched yet */
@@ -141,11 +150,9 @@ struct gs_throttle {
     struct gs_bucket *bucket;
     struct gs_page *page;
     uint32_t container;
-    uint32_t switch_ns; /* switch cost: configured, then the mean that all containers measured */
-    uint32_t told_switch_ns;
-    uint32_t found_ns; /* measured by this context, in `finds` probes */
-    uint32_t finds;
-    int32_t odd;
+    uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
+    struct gs_switch_cost cost[GS_SWITCHES];
+    int32_t lasting; /* how often preemptions wait for the end of a kernel */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* no event is recorded or queried */
@@ -182,9 +189,16 @@ struct gs_throttle {
     uint64_t look_ns, sign_ns,
         sight_ns;     /* time of the probe; last sign of this context; since when without a gap */
     uint64_t late_ns; /* completion of the last late probe */
+    uint32_t waits;   /* launches that waited for another context since then */
     uint32_t tied;    /* late probes that completed together with work of this context */
     bool tiny;        /* launches in many streams, so short that the device idles between them */
     uint32_t alert;   /* remaining probes in quick succession */
+#ifdef DEBUG
+    long dbg[8];
+#define DBG(i,v) (t->dbg[i] += (long)(v))
+#else
+#define DBG(i,v) ((void)0)
+#endif
     uint64_t told_ns; /* device use is published up to here */
 };
 

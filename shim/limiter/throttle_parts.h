@@ -31,7 +31,13 @@
 #define MAX_PEERS 64u
 #define FINDS 64u              /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u        /* until here all measurements have the same weight */
-#define MOST_SWITCH (500 * US) /* a longer wait was more than a switch */
+#ifndef EXP
+#define EXP 0
+#endif
+#define PROMPT_MOST 6u /* launches that had to wait without one late probe event */
+#define SURELY_WHOLE 4
+#define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
+#define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */
 
 /* Store a variable that launch/admit.c also reads without the lock. */
@@ -39,6 +45,7 @@
 
 /* run_ns of a run that was preempted: the context had the device throughout, and more work. */
 #define GS_CUT_OFF UINT64_MAX
+#define GS_CUT_OFF_SOMEWHERE (UINT64_MAX - 1) /* the same, but when is not known well */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
@@ -59,7 +66,10 @@ struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
     uint32_t contexts;  /* contexts of peers that had work in the period */
     bool claimed;       /* a peer reports work, credible or not */
+    uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
+    bool cut;           /* it was preempted then */
+    bool vague;         /* or some time around then */
     bool ran;           /* a peer's context is known to have run */
     bool inside;        /* a peer was on the device within the period */
     bool outranked;     /* another container with the same or a higher priority */
@@ -74,10 +84,11 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
 
 /* ---- claims.c: peers cannot have used more than their grants ------------------------ */
 
-/* Discard the measured switch cost; use the configured one until it is measured again. */
-void gs_throttle_find_again(struct gs_throttle *t);
 /* Compare what all peers report of the time up to `to` with what the host granted. */
 void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to);
+/* A hand-over from this container seems to have taken `took_ns`. Clocks differ by EDGE at most, so
+ * what is negative for one switch is not long for another, unless its timestamps are invented. */
+void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took_ns);
 /* Copy the peers that do not report more than they can have used. */
 unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                               struct gs_peer *out);

@@ -26,6 +26,9 @@ def company(cell: Cell) -> str:
     """Return the table row of a cell."""
     if len(cell.tenants) == 1:
         return "alone"
+    if cell.world:
+        whole = cell.world["whole_kernels"]
+        return f"other slices and switch costs, {'no preemption' if whole else 'preemption'} inside kernels"
     if "/" in cell.name and "beside" not in cell.name and "unequal" not in cell.name:
         full = sum(tenant.limit for tenant in cell.tenants) >= 100
         return "2 to 8 containers, all of the device" if full else "2 to 8 containers, less than all of it"

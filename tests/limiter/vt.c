@@ -4,8 +4,10 @@
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic|oracle) mode (hard|soft) weight priority lie (lies.c) join leave kill (ms)
- * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us bubble_ns
- * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices
+ * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us
+ * (when the previous context has no more work) preempt_us (when it has; 0: the same) whole_kernels
+ * (1: no preemption within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us skew_us (of clocks) told_switch_us
+ * told_slice_us stall lost (of a thread's launches) devices
  * (process i of a container is on device i % devices; the ledger is of the first, but `done` of
  * all) corpus (a file: the activity of lie=corpus) burst_ms (the oracle's) one_queue (1: probe
  * events are behind the program's work, as when all streams share a queue of the device) */
@@ -205,7 +207,8 @@ static void print(const struct world *world) {
 
 int main(int argc, char **argv) {
     struct world *world = zeroed(sizeof(*world));
-    double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
+    double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, preempt_us = 0, bubble_ns = 1000, told = 125, told_slice_us = 2000,
+           whole_kernels = 0, prompt_probes = 0;
     world->jitter_us = 60;
     world->skew_us = 10;
     world->stall = 0.002;
@@ -218,9 +221,13 @@ int main(int argc, char **argv) {
                  {"ms", &ms},
                  {"slice_us", &slice_us},
                  {"switch_us", &switch_us},
+                 {"preempt_us", &preempt_us},
+                 {"whole_kernels", &whole_kernels},
+                 {"prompt_probes", &prompt_probes},
                  {"bubble_ns", &bubble_ns},
                  {"jitter_us", &world->jitter_us},
                  {"told_switch_us", &told},
+                 {"told_slice_us", &told_slice_us},
                  {"devices", &world->devices},
                  {"skew_us", &world->skew_us},
                  {"stall", &world->stall},
@@ -247,8 +254,10 @@ int main(int argc, char **argv) {
     for (struct gpu *gpu = world->gpu; gpu < world->gpu + DEVICES; gpu++) {
         gpu->signals = &world->signals;
         gpu->slice_ns = (uint64_t)(slice_us * 1000);
-        gpu->switch_low_ns = (uint64_t)(switch_us * 400);
-        gpu->switch_high_ns = (uint64_t)(switch_us * 1600);
+        gpu->handover_ns = switch_us * 1000;
+        gpu->preempt_ns = (preempt_us > 0 ? preempt_us : switch_us) * 1000;
+        gpu->whole_kernels = whole_kernels != 0;
+        gpu->prompt_probes = prompt_probes != 0;
         gpu->bubble_ns = (uint64_t)bubble_ns;
         gpu->slice_noise = 0.2;
         gpu->rng.state = (uint64_t)seed;
@@ -263,10 +272,28 @@ int main(int argc, char **argv) {
         for (int k = 0; k < world->tenant[i].processes; k++)
             add_host(world, i, k, (uint64_t)seed);
     }
-    for (int i = 0; i < world->hosts; i++)
+    for (int i = 0; i < world->hosts; i++) {
         world->host[i]->throttle.switch_ns = (uint32_t)(told * 1000);
+        world->host[i]->throttle.slice_ns = (uint32_t)(told_slice_us * 1000);
+    }
+#if EXP
+    for (int i = 0; i < world->hosts; i++) {
+        world->host[i]->throttle.cost[0] = (struct gs_switch_cost){(uint32_t)world->gpu[0].handover_ns, 256, (uint32_t)world->gpu[0].handover_ns};
+        world->host[i]->throttle.cost[1] = (struct gs_switch_cost){(uint32_t)world->gpu[0].preempt_ns, 256, (uint32_t)world->gpu[0].preempt_ns};
+    }
+#endif
     if (world->hosts)
         simulate(world);
+#ifdef DEBUG
+    for (int i = 0; i < world->hosts; i++) {
+        struct gs_throttle *t = &world->host[i]->throttle;
+        fprintf(stderr, "h %u found %u (%u) p %u found %u (%u) hidden %u ctx %u pred %.1f %.1f dbg", t->cost[0].ns, t->cost[0].found_ns, t->cost[0].finds, t->cost[1].ns, t->cost[1].found_ns, t->cost[1].finds, t->hidden,t->contexts, (double)t->known_ns/1e6, (double)t->surplus_ns/1e6);
+        for (int k=0;k<8;k++) fprintf(stderr, " %ld", t->dbg[k]);
+        fprintf(stderr, " f");
+        for (int k=0;k<3;k++) fprintf(stderr, " %.1f", (double)world->host[i]->predictor[k].ns/1e3);
+        fprintf(stderr, "\n");
+    }
+#endif
     print(world);
     while (n_kept)
         free(kept[--n_kept]);
