@@ -102,8 +102,8 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     }
 }
 
-/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it, unless
- * nothing tells when the other context lost the device. Return which kind it was. */
+/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it,
+ * unless nothing tells when the other context lost the device. Return which kind it was. */
 static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
                                    uint64_t at) {
     enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
@@ -112,11 +112,13 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
     int64_t took = (int64_t)(at - from);
     if (!c->over && c->before_ns) {
-        uint64_t most = c->cut ? 2 * CUT_EDGE : c->vague ? 3 * MS : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
+        uint64_t most = c->cut     ? 2 * CUT_EDGE
+                        : c->vague ? 3 * MS
+                                   : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
         bool late = took > (int64_t)(2 * t->cost[GS_PREEMPTION].ns + most);
-        t->lasting += late ? t->lasting < 2 * SURELY_WHOLE : -(t->lasting > 0);
+        t->whole += late ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
     }
-    if (EXP || !c->before_ns || !(c->over || c->cut) ||
+    if (!c->before_ns || !(c->over || c->cut) ||
         took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
@@ -145,9 +147,6 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
     t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
     if (!reported && segment->idle)
         t->hidden += waited < cost_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
-    DBG(reported ? 2+kind : 0, 1);
-    DBG(reported ? 6 : 1, !reported ? min64(cost_ns, waited): waited < cost_ns / 5 ? 0 : (int64_t)min64(cost_ns, 4 * waited));
-    DBG(reported ? 5 : 4, waited);
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 
@@ -180,7 +179,8 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
  * context, for one slice of its own. */
 static int64_t unreported_use(struct gs_throttle *t, const struct gs_segment *segment,
                               int64_t own) {
-    int64_t over = own - segment->work_ns - t->cost[GS_PREEMPTION].ns, visit = 2 * (int64_t)t->slice_ns * 5 / 4;
+    int64_t over = own - segment->work_ns - t->cost[GS_PREEMPTION].ns,
+            visit = 2 * (int64_t)t->slice_ns * 5 / 4;
     if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->cost[GS_PREEMPTION].ns ||
         own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
         ++t->straddled >= STREAK)

@@ -41,10 +41,10 @@ static uint64_t reported_ns(const struct gs_activity *a, uint64_t longest, uint6
 }
 
 static void judge(struct gs_throttle *t, struct gs_claim *claim) {
-    bool over_granted = claim->excess_ns > (claim->lies ? 0 : CLAIM);
-    if (over_granted && !claim->lies) /* they were learned with the help of these reports */
+    bool over_granted = claim->excess_ns > (claim->ignored ? 0 : CLAIM);
+    if (over_granted && !claim->ignored) /* they were learned with the help of these reports */
         memset(t->cost, 0, sizeof(t->cost));
-    claim->lies = over_granted;
+    claim->ignored = over_granted;
 }
 
 void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took_ns) {
@@ -86,7 +86,8 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
                               struct gs_peer *out) {
     unsigned kept = 0;
     for (unsigned i = 0; i < n; i++)
-        if (peer[i].container == t->container || !t->claim[peer[i].container % GS_MAX_PEERS].lies)
+        if (peer[i].container == t->container ||
+            !t->claim[peer[i].container % GS_MAX_PEERS].ignored)
             out[kept++] = peer[i];
     return kept;
 }

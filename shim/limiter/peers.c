@@ -26,7 +26,8 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
             update_last_timestamp(c, run->start_ns, start, false, false, false);
-        update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut, run->run_ns == GS_CUT_OFF, cut);
+        update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
+                              run->run_ns == GS_CUT_OFF, cut);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)

@@ -93,5 +93,6 @@ void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
     note_own_activity(t, segment->end_ns);
-    segment->sighted = !share_a_queue(t, segment) && t->waits < PROMPT_MOST && !t->tiny && t->sight_ns <= segment->start_ns;
+    segment->sighted = !share_a_queue(t, segment) && t->waits < PROMPT_MOST && !t->tiny &&
+                       t->sight_ns <= segment->start_ns;
 }

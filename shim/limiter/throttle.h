@@ -99,8 +99,8 @@ struct gs_throttle_stream {
 struct gs_claim {
     uint64_t at_ns;
     int64_t excess_ns;
-    int32_t early, late; /* how many of its timestamps are after and long before a switch: claims.c */
-    bool lies;           /* ignored until the excess is 0 again */
+    int32_t early, late; /* shares of hand-overs from it that took less than nothing, and long */
+    bool ignored;        /* until the excess is 0 again */
 };
 
 #define GS_SEGMENTS 32u
@@ -152,7 +152,7 @@ struct gs_throttle {
     uint32_t container;
     uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
     struct gs_switch_cost cost[GS_SWITCHES];
-    int32_t lasting; /* how often preemptions wait for the end of a kernel */
+    uint32_t whole; /* preemptions that waited for the end of a kernel, less the others */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* no event is recorded or queried */
@@ -193,12 +193,6 @@ struct gs_throttle {
     uint32_t tied;    /* late probes that completed together with work of this context */
     bool tiny;        /* launches in many streams, so short that the device idles between them */
     uint32_t alert;   /* remaining probes in quick succession */
-#ifdef DEBUG
-    long dbg[8];
-#define DBG(i,v) (t->dbg[i] += (long)(v))
-#else
-#define DBG(i,v) ((void)0)
-#endif
     uint64_t told_ns; /* device use is published up to here */
 };
 

@@ -316,8 +316,8 @@ def test_run_is_deterministic() -> None:
         [Tenant(30, "lognormal", "streams", 4), Tenant(60, "bimodal", "graph", 2, "kill=300")],
         [
             Tenant(20, "20ms", "pause"),
-            Tenant(20, "5us", "sync", more="lie=garbage"),
-            Tenant(10, "1ms", more="lie=busy"),
+            Tenant(20, "5us", "sync", more="spoof=garbage"),
+            Tenant(10, "1ms", more="spoof=busy"),
         ],
         [Tenant(5, program="pair", processes=2), Tenant(30, "50us", more="mode=soft,weight=3,change=10,at=200")],
     ],
