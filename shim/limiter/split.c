@@ -13,9 +13,8 @@ struct timestamp {
     unsigned owner; /* index of the peer, or ME */
     /* Own device time to the context's previous and next timestamp; 0: it had no work there. */
     int64_t before, after;
-    bool fresh;        /* the context was switched in here: it was idle or preempted before */
-    bool cut;          /* it was preempted here; without preemption inside kernels, later */
-    uint64_t until_ns; /* it reports that it was on the device until then */
+    bool fresh; /* the context was switched in here: it was idle or preempted before */
+    bool cut;   /* it was preempted here; without preemption inside kernels, later */
 };
 #define ME UINT32_MAX
 
@@ -50,7 +49,7 @@ static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsig
                         uint64_t start, uint64_t end) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
-    uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0, until_ns = 0;
+    uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
     int64_t next = open ? (int64_t)(a->expects_ns < INT64_MAX ? a->expects_ns : 0) : 0;
     if (open && a->busy_from_ns > start && a->busy_from_ns < end && a->busy_from_ns > a->horizon_ns)
         insert(s, (struct timestamp){a->busy_from_ns, peer, 0, next, .fresh = true});
@@ -62,11 +61,9 @@ static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsig
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE, follows = next_start == run->end_ns;
         if (run->end_ns < end)
             insert(s, (struct timestamp){run->end_ns, peer, own_ns(run), follows ? next : 0,
-                                         .cut = cut, .until_ns = follows ? until_ns : 0});
-        until_ns = ran_throughout(run) && !cut ? run->end_ns : 0;
+                                         .cut = cut});
         if (first && run->start_ns > start && run->start_ns < end)
-            insert(s, (struct timestamp){run->start_ns, peer, 0, own_ns(run), .fresh = true,
-                                         .until_ns = until_ns});
+            insert(s, (struct timestamp){run->start_ns, peer, 0, own_ns(run), .fresh = true});
         next_start = run->start_ns;
         next = own_ns(run);
     }
@@ -137,9 +134,8 @@ static double switched_out(const struct gs_throttle *t, const struct timestamp *
  * marker of the kernel that it ran last. */
 static bool ran_until(const struct gs_throttle *t, const struct timestamp *a,
                       const struct timestamp *b) {
-    if (a->owner != b->owner && t->whole >= SURELY_WHOLE)
-        return (a->after > 0 || a->cut) && (b->fresh || b->before >= QUANTUM);
-    return a->owner != ME && a->until_ns + EDGE >= b->at;
+    return a->owner != b->owner && t->whole >= SURELY_WHOLE && (a->after > 0 || a->cut) &&
+           (b->fresh || b->before >= QUANTUM);
 }
 
 /* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
