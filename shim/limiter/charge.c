@@ -174,21 +174,6 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
 }
 
-/* Return the part of `own` that a context without activity reports used. Such a context is detected
- * by launches that waited although no context reported work. It runs once per slice of this
- * context, for one slice of its own. */
-static int64_t unreported_use(struct gs_throttle *t, const struct gs_segment *segment,
-                              int64_t own) {
-    int64_t over = own - segment->work_ns - t->cost[GS_PREEMPTION].ns,
-            visit = 2 * (int64_t)t->slice_ns * 5 / 4;
-    if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->cost[GS_PREEMPTION].ns ||
-        own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
-        ++t->straddled >= STREAK)
-        return 0;
-    t->since_hidden_ns = 0;
-    return over < visit ? over : visit;
-}
-
 /* Probe events show how long this context ran, whatever other contexts report. A context that
  * reports nothing is detected by launches that had to wait. A visit of another context may be too
  * short for a probe event to detect. */
@@ -218,9 +203,6 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     bool by_probes = is_covered_by_probes(t, segment, c);
     if (by_probes)
         hit = segment->turns > 0;
-    int64_t unreported = begun || by_probes ? 0 : unreported_use(t, segment, most);
-    if (unreported && !hit)
-        return most - unreported;
     if (!hit || begun) {
         if (c->contexts) {
             double slice = (double)took / t->slice_ns;
@@ -245,8 +227,6 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     if (!sure)
         most = expected_with_markers(t, segment) + t->cost[GS_PREEMPTION].ns;
     own = own < most ? own : most;
-    if (unreported)
-        return own < most - unreported ? own : most - unreported;
     if (sure)
         gs_throttle_spread(segment, own, 0.5f);
     /* The duration of brief intervals is known without the reports of other contexts. Such a report
@@ -262,27 +242,17 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     return by_probes && own > took ? took : own;
 }
 
-/* Over several slices the sum of `own` must be at least the sum of `least`; a single interval may
- * be below it. */
-static int64_t raise_to_least(int64_t *surplus_ns, int64_t own, int64_t least, int64_t most_ns) {
-    int64_t surplus = *surplus_ns + own - least, more = 0;
-    if (surplus < -most_ns)
-        more = -most_ns - surplus;
-    surplus += more;
-    *surplus_ns = surplus < most_ns ? surplus : most_ns;
-    return own + more;
-}
-
-/* Apply the lower bounds that hold whatever other contexts report: busy / contexts; the duration
- * that brief launches took when no other context can have run between them; and the time that
- * cannot have been granted to other containers. */
+/* Apply the lower bounds that hold whatever other contexts report: over several slices, busy /
+ * contexts; and the time that cannot have been granted to other containers. */
 static int64_t apply_lower_bounds(struct gs_throttle *t, const struct gs_segment *segment,
                                   int64_t own, uint32_t contexts, uint64_t now) {
     bool sure;
-    int64_t busy = gs_throttle_busy(t, segment, &sure), work = segment->work_ns;
-    own = raise_to_least(&t->surplus_ns, own > 0 ? own : 0, busy / contexts, SURPLUS);
-    if (is_brief(t, segment))
-        own = raise_to_least(&t->known_ns, own, (work < busy ? work : busy) * 15 / 16, SURPLUS / 4);
+    int64_t busy = gs_throttle_busy(t, segment, &sure);
+    own = own > 0 ? own : 0;
+    int64_t surplus = t->surplus_ns + own - busy / contexts;
+    own += surplus < -SURPLUS ? -SURPLUS - surplus : 0;
+    surplus = surplus < -SURPLUS ? -SURPLUS : surplus;
+    t->surplus_ns = surplus < SURPLUS ? surplus : SURPLUS;
     return gs_throttle_granted(t, own, busy, now);
 }
 
@@ -339,7 +309,6 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     if (segment->turns && is_covered_by_probes(t, segment, &c) && contexts < 2)
         contexts = 2;
     own = apply_lower_bounds(t, segment, own, contexts, now);
-    t->since_hidden_ns = segment->start_event >= 0 ? own : t->since_hidden_ns + own;
     /* Or a peer's next timestamp is still missing. */
     bool reported = c.before_ns > segment->before_ns ||
                     gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;

@@ -171,15 +171,12 @@ struct gs_throttle {
     struct gs_claim claim[GS_MAX_PEERS];
     uint64_t given_at_ns, heard_ns; /* claims.c */
     int64_t given_ns;
-    int64_t
-        since_hidden_ns;    /* charged since a container without activity reports used the device */
-    uint32_t hidden;        /* launches on a device that should be idle and was busy */
-    uint64_t slice_from_ns; /* start of the current slice of this context */
-    int64_t surplus_ns;     /* charged in excess of busy / contexts, bounded */
-    int64_t known_ns;       /* measured in excess of the expectation */
-    uint32_t straddled;     /* consecutive intervals with preemptions */
-    uint32_t sparse;        /* launches that will be marked one by one */
-    uint32_t markers;       /* of the last interval */
+    uint32_t hidden;               /* launches on a device that should be idle and was busy */
+    uint64_t slice_from_ns;        /* start of the current slice of this context */
+    int64_t surplus_ns;            /* charged in excess of busy / contexts, bounded */
+    uint32_t straddled;            /* consecutive intervals with preemptions */
+    uint32_t sparse;               /* launches that will be marked one by one */
+    uint32_t markers;              /* of the last interval */
     int64_t ignore_ns, backoff_ns; /* doubtful time until the next probe, and after it */
     bool doubtful;                 /* the last interval may have had idle time */
     uint32_t random;
