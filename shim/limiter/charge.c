@@ -124,7 +124,7 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
-    uint32_t step = found / (cost->finds < FINDS ? 16 : cost->finds) + 1;
+    uint32_t step = found / (cost->finds < FINDS ? 32 : cost->finds) + 1;
     cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
     cost->finds += cost->finds < SURE_FINDS;
     return kind;

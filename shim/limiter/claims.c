@@ -51,7 +51,7 @@ void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took
     struct gs_claim *claim = &t->claim[container % GS_MAX_PEERS];
     claim->early += ((took_ns < 0 ? SCATTER : 0) - claim->early) / 64;
     claim->late += ((took_ns > 3 * (int64_t)EDGE ? SCATTER : 0) - claim->late) / 64;
-    if (claim->early < SCATTER / 16 || claim->late < SCATTER / 16)
+    if (claim->early < SCATTER / 32 || claim->late < SCATTER / 32)
         return;
     claim->early = claim->late = 0;
     claim->excess_ns = 10 * CLAIM;
