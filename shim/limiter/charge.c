@@ -145,8 +145,6 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
     uint64_t since = max64(segment->opened_ns, segment->before_ns);
     uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
     t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
-    if (!reported && segment->idle)
-        t->hidden += waited < cost_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 
@@ -174,13 +172,10 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
 }
 
-/* Probe events show how long this context ran, whatever other contexts report. A context that
- * reports nothing is detected by launches that had to wait. A visit of another context may be too
- * short for a probe event to detect. */
-static bool is_covered_by_probes(const struct gs_throttle *t, const struct gs_segment *segment,
-                                 const struct company *c) {
-    return segment->sighted && (c->claimed || t->hidden >= HIDDEN_ALL / 8) &&
-           (segment->turns || !c->inside);
+/* Probe events show how long this context ran, whatever other contexts report. A visit of another
+ * context may be too short for a probe event to detect. */
+static bool is_covered_by_probes(const struct gs_segment *segment, const struct company *c) {
+    return segment->sighted && (segment->turns || !c->inside);
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -200,7 +195,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = is_covered_by_probes(t, segment, c);
+    bool by_probes = is_covered_by_probes(segment, c);
     if (by_probes)
         hit = segment->turns > 0;
     if (!hit || begun) {
@@ -242,10 +237,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     return by_probes && own > took ? took : own;
 }
 
-/* Apply the lower bounds that hold whatever other contexts report: over several slices, busy /
- * contexts; and the time that cannot have been granted to other containers. */
-static int64_t apply_lower_bounds(struct gs_throttle *t, const struct gs_segment *segment,
-                                  int64_t own, uint32_t contexts, uint64_t now) {
+/* Apply a lower bound whatever other contexts report: busy / contexts, over several slices. */
+static int64_t apply_lower_bound(struct gs_throttle *t, const struct gs_segment *segment,
+                                 int64_t own, uint32_t contexts) {
     bool sure;
     int64_t busy = gs_throttle_busy(t, segment, &sure);
     own = own > 0 ? own : 0;
@@ -253,7 +247,7 @@ static int64_t apply_lower_bounds(struct gs_throttle *t, const struct gs_segment
     own += surplus < -SURPLUS ? -SURPLUS - surplus : 0;
     surplus = surplus < -SURPLUS ? -SURPLUS : surplus;
     t->surplus_ns = surplus < SURPLUS ? surplus : SURPLUS;
-    return gs_throttle_granted(t, own, busy, now);
+    return own;
 }
 
 /* Add the charge to the windows in which the interval ran, for `list`, `inspect` and NVML. Skip a
@@ -295,8 +289,6 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     struct gs_peer peer[MAX_PEERS];
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
-    c.claimed = c.contexts ||
-                gs_throttle_company(t, all, n_all, segment->start_ns, segment->end_ns).contexts;
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
     if (c.wait && !(segment->sighted && segment->turns) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
@@ -306,9 +298,9 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     own -= idle_while_marking(segment) < own / 32 ? idle_while_marking(segment) : own / 32;
     add_single_launch(t, segment, own);
     uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
-    if (segment->turns && is_covered_by_probes(t, segment, &c) && contexts < 2)
+    if (segment->turns && is_covered_by_probes(segment, &c) && contexts < 2)
         contexts = 2;
-    own = apply_lower_bounds(t, segment, own, contexts, now);
+    own = apply_lower_bound(t, segment, own, contexts);
     /* Or a peer's next timestamp is still missing. */
     bool reported = c.before_ns > segment->before_ns ||
                     gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;

@@ -169,9 +169,7 @@ struct gs_throttle {
     uint32_t others_ppm; /* granted to other containers */
     uint32_t contexts;   /* with work on the device, including this one, at the last check */
     struct gs_claim claim[GS_MAX_PEERS];
-    uint64_t given_at_ns, heard_ns; /* claims.c */
-    int64_t given_ns;
-    uint32_t hidden;               /* launches on a device that should be idle and was busy */
+    uint64_t heard_ns;             /* claims.c */
     uint64_t slice_from_ns;        /* start of the current slice of this context */
     int64_t surplus_ns;            /* charged in excess of busy / contexts, bounded */
     uint32_t straddled;            /* consecutive intervals with preemptions */

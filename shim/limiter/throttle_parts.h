@@ -15,10 +15,9 @@
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
 #define POLL (200 * US)             /* between two checks of a waiting launch */
 #define TINY (10 * (int64_t)US)     /* launches that take less: the device waits for the host */
-#define HIDDEN_ALL 1024u
-#define STUCK (100 * MS) /* nothing completes for so long: possibly a deadlock */
-#define DEFER (6 * MS)   /* a charge waits so long for the reports of peers */
-#define PROBE (2 * MS)   /* further unknown launches wait for an unknown launch that takes longer */
+#define STUCK (100 * MS)            /* nothing completes for so long: possibly a deadlock */
+#define DEFER (6 * MS)              /* a charge waits so long for the reports of peers */
+#define PROBE (2 * MS) /* further unknown launches wait for an unknown launch that takes longer */
 #define ORPHAN (1000 * MS)          /* charge for an unknown launch of a process that died */
 #define TAIL (100 * (int64_t)US)    /* alone on the device, no marker before a sync on less work */
 #define EXTEND (8 * MS)             /* activity is published again so long before it expires */
@@ -62,7 +61,6 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
     uint32_t contexts;  /* contexts of peers that had work in the period */
-    bool claimed;       /* a peer reports work, credible or not */
     uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
     bool cut;           /* it was preempted then */
@@ -89,9 +87,6 @@ void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took
 /* Copy the peers that do not report more than they can have used. */
 unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                               struct gs_peer *out);
-/* Return `own` of a period of `busy` ns, raised so that all peers together never used more than
- * their grants. */
-int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
 
 /* ---- probe.c: probe events --------------------------------------------------------- */
 

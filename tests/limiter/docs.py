@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 
+from tests.limiter.ablation import COLUMNS
+from tests.limiter.ablation import TABLE as ABLATIONS
 from tests.limiter.cells import TREE
 from tests.limiter.matrix import FIGURES, Cell, cells, misses
 
@@ -52,6 +54,9 @@ def table() -> str:
         f"| `{key}` | {middle:g} | {worst:g} |" for key, (middle, worst) in json.loads(FIGURES.read_text()).items()
     ]
     held = len(cells()) - len(missed)
+    lines += ["", "| without | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for part, values in json.loads(ABLATIONS.read_text()).items():
+        lines.append(f"| {part} | " + " | ".join(f"{value:+.1f}" for value in values) + " |")
     return "\n".join(lines) + f"\n\n{held} of {len(cells())} cells are held with each of three seeds.\n"
 
 

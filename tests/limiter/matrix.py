@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.limiter import reaction
 from tests.limiter.cells import KERNELS, LIMITS, PROGRAMS, Tenant, jain, parallel, simulate
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
     name: str
     tenants: tuple[Tenant, ...]
     referenced: bool = False
-    world: Mapping[str, int] = {}
+    world: Mapping[str, Any] = {}
 
 
 class Error(NamedTuple):
@@ -66,11 +66,11 @@ class Error(NamedTuple):
 
 
 def switch_cells() -> list[Cell]:
-    """Return 30 % beside 70 %, for all costs of a hand-over and of a preemption that are at most a quarter of the slice.
+    """Return 30 % beside 70 %, for all pairs of switch costs of at most a quarter of the slice.
 
-    Each pair of costs has two workloads, with and without preemption inside kernels.
+    Each pair has two workloads, with and without preemption inside kernels.
     """
-    found = []
+    found: list[Cell] = []
     workloads = list(itertools.product(KERNELS, ("stream", "sync")))
     for slice_us in SLICE_US:
         pairs = itertools.product([us for us in SWITCH_US if us <= slice_us / 4], repeat=2)

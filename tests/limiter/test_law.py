@@ -323,7 +323,7 @@ def test_run_is_deterministic() -> None:
     ],
 )
 def test_sanitizers_find_nothing(tenants: list[Tenant]) -> None:
-    assert simulate(tenants, program="vt-asan", ms=1000) == simulate(tenants, ms=1000)
+    assert simulate(tenants, program=TREE / "build/throttle/vt-asan", ms=1000) == simulate(tenants, ms=1000)
 
 
 def test_unblocked_launch_takes_few_instructions_and_no_clock(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ The honest containers keep their shares, and the false activity gains nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -46,7 +46,7 @@ COMPANIES = (
 )
 
 
-def run(company: Company, spoof: str, **world: str) -> list[Ledger]:
+def run(company: Company, spoof: str, **world: Any) -> list[Ledger]:
     more = f"spoof={spoof}" + ("" if company.works else ",join=1000000")
     tenants = [Tenant(limit, company.kernel, company.program) for limit in company.limits]
     tenants[-1] = tenants[-1]._replace(more=more)
@@ -77,7 +77,8 @@ def test_claimed_weights_are_ignored() -> None:
     """The page claims weight 999999 and high priority 32 times."""
     for honest, fake in ((1, 1), (1, 3)):
         ledgers = simulate(
-            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},spoof=crowd")], ms=4500
+            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},spoof=crowd")],
+            ms=4500,
         )
         assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + fake), abs=POINTS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.limiter.cells import Tenant, simulate
@@ -20,7 +22,7 @@ COSTS = [
 @pytest.mark.parametrize("world", COSTS, ids=str)
 @pytest.mark.parametrize("kernel", ["5us", "50us", "1ms", "lognormal", "bimodal"])
 @pytest.mark.parametrize("program", ["stream", "sync"])
-def test_both_switch_costs_are_learned(kernel: str, program: str, world: dict[str, int]) -> None:
+def test_both_switch_costs_are_learned(kernel: str, program: str, world: dict[str, Any]) -> None:
     """The configured cost is 125 us, and the configured slice 2 ms."""
     cell = Cell("", (Tenant(30, kernel, program), Tenant(70, kernel, program)), program == "sync", world)
     ledgers = simulate(cell.tenants, ms=RUN_MS, seed=1, **world)
