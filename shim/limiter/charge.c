@@ -237,19 +237,6 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     return by_probes && own > took ? took : own;
 }
 
-/* Apply a lower bound whatever other contexts report: busy / contexts, over several slices. */
-static int64_t apply_lower_bound(struct gs_throttle *t, const struct gs_segment *segment,
-                                 int64_t own, uint32_t contexts) {
-    bool sure;
-    int64_t busy = gs_throttle_busy(t, segment, &sure);
-    own = own > 0 ? own : 0;
-    int64_t surplus = t->surplus_ns + own - busy / contexts;
-    own += surplus < -SURPLUS ? -SURPLUS - surplus : 0;
-    surplus = surplus < -SURPLUS ? -SURPLUS : surplus;
-    t->surplus_ns = surplus < SURPLUS ? surplus : SURPLUS;
-    return own;
-}
-
 /* Add the charge to the windows in which the interval ran, for `list`, `inspect` and NVML. Skip a
  * window whose cell already belongs to a later window. */
 static void record_use(struct gs_bucket *bucket, const struct gs_segment *segment, int64_t own) {
@@ -297,10 +284,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     int64_t own = own_time(t, segment, peer, n, &c);
     own -= idle_while_marking(segment) < own / 32 ? idle_while_marking(segment) : own / 32;
     add_single_launch(t, segment, own);
-    uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
-    if (segment->turns && is_covered_by_probes(segment, &c) && contexts < 2)
-        contexts = 2;
-    own = apply_lower_bound(t, segment, own, contexts);
+    own = own > 0 ? own : 0;
     /* Or a peer's next timestamp is still missing. */
     bool reported = c.before_ns > segment->before_ns ||
                     gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;

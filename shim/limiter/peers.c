@@ -1,5 +1,4 @@
-/* Evaluate the activity that other contexts on the device report. It is trusted only within the
- * bounds of apply_lower_bound() in charge.c. */
+/* Evaluate the activity that other contexts on the device report, as far as claims.c accepts it. */
 #include "throttle_parts.h"
 
 /* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */

@@ -171,7 +171,6 @@ struct gs_throttle {
     struct gs_claim claim[GS_MAX_PEERS];
     uint64_t heard_ns;             /* claims.c */
     uint64_t slice_from_ns;        /* start of the current slice of this context */
-    int64_t surplus_ns;            /* charged in excess of busy / contexts, bounded */
     uint32_t straddled;            /* consecutive intervals with preemptions */
     uint32_t sparse;               /* launches that will be marked one by one */
     uint32_t markers;              /* of the last interval */

@@ -21,7 +21,6 @@
 #define ORPHAN (1000 * MS)          /* charge for an unknown launch of a process that died */
 #define TAIL (100 * (int64_t)US)    /* alone on the device, no marker before a sync on less work */
 #define EXTEND (8 * MS)             /* activity is published again so long before it expires */
-#define SURPLUS (32 * (int64_t)MS)  /* bound of the time charged below busy / contexts */
 #define SPARSE 16u                  /* launches that are marked one by one */
 #define DOUBTFUL (64 * (int64_t)MS) /* doubtful time until launches are marked one by one again */
 #define STREAK 16u                  /* preempted intervals in a row until they are learned from */

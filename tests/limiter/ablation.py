@@ -30,7 +30,6 @@ class Edit(NamedTuple):
 
 
 CLAIMS, TRUST = "shim/limiter/claims.c", "shim/limiter/trust.c"
-GRANTED = Edit(CLAIMS, "    int64_t more = t->given_ns", "    return own;\n")
 PARTS: dict[str, list[Edit]] = {
     "probe events": [
         Edit(
@@ -39,8 +38,7 @@ PARTS: dict[str, list[Edit]] = {
             "    if (stream == GS_LOOKS) return -1;\n",
         )
     ],
-    "grants against reports": [Edit(CLAIMS, "    t->heard_ns = to;", "    return;\n"), GRANTED],
-    "grants of all together": [GRANTED],
+    "grants against reports": [Edit(CLAIMS, "    t->heard_ns = to;", "    return;\n")],
     "contradictory timestamps": [Edit(CLAIMS, "    claim->early = claim->late = 0;", "    return;\n")],
     "unexpected durations": [
         Edit(TRUST, "    if (most > DARING * ns)", "    return quantum > ns ? quantum : ns;\n"),
