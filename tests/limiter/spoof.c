@@ -4,7 +4,7 @@
 #include "vt.h"
 
 const char *const spoof_name[SPOOFS] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
-                                    "future", "past", "negative", "slow",    "corpus"};
+                                        "future", "past", "negative", "slow",    "corpus"};
 
 /* Fills in short runs up to `to`, each in a period of `length` with `run` of its own. */
 static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t run) {
@@ -29,7 +29,8 @@ static uint64_t corpus_word(struct world *world, uint64_t now) {
     return byte[0] < 224 ? now + (uint64_t)near : (uint64_t)near;
 }
 
-static void spoof_activity(struct world *world, struct gs_activity *a, enum spoof kind, uint64_t now) {
+static void spoof_activity(struct world *world, struct gs_activity *a, enum spoof kind,
+                           uint64_t now) {
     memset(a, kind == SPOOF_GARBAGE ? 0xa5 : 0, sizeof(*a));
     switch (kind) {
     case SPOOF_BUSY:
