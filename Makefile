@@ -202,7 +202,7 @@ build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
 docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@
 
-docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json
+docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json tests/limiter/ablation.json
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.limiter.docs
 
 docs/attacks.md: tests/security/docs.py tests/security/table.py

@@ -193,7 +193,7 @@ struct gs_activity {
     uint32_t last; /* run[last] is the newest of n */
     uint32_t n;
     uint64_t expects_ns; /* expected device time from the horizon until the next timestamp */
-    uint64_t switch_ns;  /* the switch cost that it measured */
+    uint64_t switch_ns;  /* switch costs that it measured: hand-over; preemption in the high half */
     uint64_t owes_ns;    /* upper bound of the charge if its process dies before completion */
     struct gs_run run[GS_RUNS];
 };

@@ -102,33 +102,80 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     }
 }
 
+/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it,
+ * unless nothing tells when the other context lost the device. Return which kind it was. */
+static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
+                                   uint64_t at) {
+    enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
+    struct gs_switch_cost *cost = &t->cost[kind];
+    /* A context that had used up its slice was preempted by the launch. */
+    uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
+    int64_t took = (int64_t)(at - from);
+    if (!c->over && c->before_ns) {
+        uint64_t most = c->cut     ? 2 * CUT_EDGE
+                        : c->vague ? 3 * MS
+                                   : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
+        bool late = took > (int64_t)(2 * t->cost[GS_PREEMPTION].ns + most);
+        t->whole += late ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
+    }
+    if (!c->before_ns || !(c->over || c->cut) ||
+        took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
+        return kind;
+    if (c->over)
+        gs_throttle_scatter(t, c->container, took);
+    uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
+    uint32_t step = found / (cost->finds < FINDS ? 32 : cost->finds) + 1;
+    cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
+    cost->finds += cost->finds < SURE_FINDS;
+    return kind;
+}
+
+/* Return the cost of switching to an interval that began after the device was idle or used by
+ * another context. */
+static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
+                             const struct company *c, bool reported) {
+    enum gs_switch kind = GS_PREEMPTION;
+    if (reported && !segment->waited)
+        kind = learn_switch(t, c, segment->opened_ns, segment->start_ns);
+    else if (reported)
+        kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
+    uint64_t cost_ns = t->cost[kind].ns;
+    /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
+     * times the wait, so that a quick switch is still charged the mean cost. */
+    uint64_t since = max64(segment->opened_ns, segment->before_ns);
+    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
+    t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
+    return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
+}
+
+/* Return the cost of the switches back to this context after preemptions within the interval. */
+static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *segment,
+                             const struct gs_peer *peer, unsigned n) {
+    const struct gs_activity *own = &t->page->buffer[atomic_load(&t->page->index) & 1];
+    uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
+    int64_t sum = 0;
+    for (uint32_t i = 0; i + 1 < count && turns; i++) {
+        const struct gs_run *run = &own->run[(own->last + GS_RUNS - i) % GS_RUNS],
+                            *last = &own->run[(own->last + GS_RUNS - i - 1) % GS_RUNS];
+        if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
+            continue;
+        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
+        sum += t->cost[learn_switch(t, &c, last->end_ns, run->start_ns)].ns;
+        turns--;
+    }
+    return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
+}
+
 /* The launches ran one after another, and the interval is so short that most such intervals overlap
  * no other context. */
 static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
 }
 
-/* Return the part of `own` that a context without activity reports used. Such a context is detected
- * by launches that waited although no context reported work. It runs once per slice of this
- * context, for one slice of its own. */
-static int64_t unreported_use(struct gs_throttle *t, const struct gs_segment *segment,
-                              int64_t own) {
-    int64_t over = own - segment->work_ns - t->switch_ns, visit = 2 * (int64_t)t->slice_ns * 5 / 4;
-    if (t->hidden < HIDDEN_ALL / 2 || !is_brief(t, segment) || over < t->switch_ns ||
-        own < (int64_t)whole(t) || t->since_hidden_ns < (int64_t)whole(t) ||
-        ++t->straddled >= STREAK)
-        return 0;
-    t->since_hidden_ns = 0;
-    return over < visit ? over : visit;
-}
-
-/* Probe events show how long this context ran, whatever other contexts report. A context that
- * reports nothing is detected by launches that had to wait. A visit of another context may be too
- * short for a probe event to detect. */
-static bool is_covered_by_probes(const struct gs_throttle *t, const struct gs_segment *segment,
-                                 const struct company *c) {
-    return segment->sighted && (c->claimed || t->hidden >= HIDDEN_ALL / 8) &&
-           (segment->turns || !c->inside);
+/* Probe events show how long this context ran, whatever other contexts report. A visit of another
+ * context may be too short for a probe event to detect. */
+static bool is_covered_by_probes(const struct gs_segment *segment, const struct company *c) {
+    return segment->sighted && (segment->turns || !c->inside);
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -148,12 +195,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = is_covered_by_probes(t, segment, c);
+    bool by_probes = is_covered_by_probes(segment, c);
     if (by_probes)
         hit = segment->turns > 0;
-    int64_t unreported = begun || by_probes ? 0 : unreported_use(t, segment, most);
-    if (unreported && !hit)
-        return most - unreported;
     if (!hit || begun) {
         if (c->contexts) {
             double slice = (double)took / t->slice_ns;
@@ -176,10 +220,8 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
                                 segment->start_event >= 0);
     /* A late marker has waited for other contexts; work that was done long before it has not. */
     if (!sure)
-        most = expected_with_markers(t, segment) + t->switch_ns;
+        most = expected_with_markers(t, segment) + t->cost[GS_PREEMPTION].ns;
     own = own < most ? own : most;
-    if (unreported)
-        return own < most - unreported ? own : most - unreported;
     if (sure)
         gs_throttle_spread(segment, own, 0.5f);
     /* The duration of brief intervals is known without the reports of other contexts. Such a report
@@ -191,32 +233,8 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     if (sure && (streak || segment->probe ||
                  (!brief && (!gs_throttle_even(segment->function[0]) || is_long))))
         update_predictors(t, segment, own, is_long || streak || segment->probe ? 0.99f : 0.3f);
-    own += by_probes ? segment->turns * (int64_t)t->switch_ns : 0;
+    own += by_probes ? switches_back(t, segment, peer, n) : 0;
     return by_probes && own > took ? took : own;
-}
-
-/* Over several slices the sum of `own` must be at least the sum of `least`; a single interval may
- * be below it. */
-static int64_t raise_to_least(int64_t *surplus_ns, int64_t own, int64_t least, int64_t most_ns) {
-    int64_t surplus = *surplus_ns + own - least, more = 0;
-    if (surplus < -most_ns)
-        more = -most_ns - surplus;
-    surplus += more;
-    *surplus_ns = surplus < most_ns ? surplus : most_ns;
-    return own + more;
-}
-
-/* Apply the lower bounds that hold whatever other contexts report: busy / contexts; the duration
- * that brief launches took when no other context can have run between them; and the time that
- * cannot have been granted to other containers. */
-static int64_t apply_lower_bounds(struct gs_throttle *t, const struct gs_segment *segment,
-                                  int64_t own, uint32_t contexts, uint64_t now) {
-    bool sure;
-    int64_t busy = gs_throttle_busy(t, segment, &sure), work = segment->work_ns;
-    own = raise_to_least(&t->surplus_ns, own > 0 ? own : 0, busy / contexts, SURPLUS);
-    if (is_brief(t, segment))
-        own = raise_to_least(&t->known_ns, own, (work < busy ? work : busy) * 15 / 16, SURPLUS / 4);
-    return gs_throttle_granted(t, own, busy, now);
 }
 
 /* Add the charge to the windows in which the interval ran, for `list`, `inspect` and NVML. Skip a
@@ -242,35 +260,6 @@ static void record_use(struct gs_bucket *bucket, const struct gs_segment *segmen
     }
 }
 
-/* Return the cost of switching to an interval that began after the device was idle or used by
- * another context. If the interval was waiting when the other contexts ran out of work, the time
- * from then, or from its launch, until its start is also a measurement of the switch cost. */
-#define ODD_ALL 65536 /* scale of `odd`: the share of implausibly short measurements */
-static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
-                             const struct company *c, bool reported) {
-    uint64_t from = max64(segment->opened_ns, c->before_ns);
-    int64_t took = (int64_t)(segment->start_ns - from), found = t->found_ns;
-    t->told_switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
-    if (reported && c->over && !segment->waited && from < segment->start_ns &&
-        took < (int64_t)MOST_SWITCH) {
-        int64_t step = (found = found ? found : t->switch_ns) / (t->finds < FINDS ? 16 : t->finds);
-        t->odd += took < (int64_t)EDGE / 2 ? (ODD_ALL - t->odd) / 64 : -(t->odd / 64);
-        if (t->odd > ODD_ALL / 16)
-            gs_throttle_find_again(t);
-        /* Converges to the median. */
-        t->found_ns = (uint32_t)(found + (took > found ? step : -step));
-        t->finds += t->finds < SURE_FINDS;
-    }
-    /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
-     * times the wait, so that a quick switch is still charged the mean cost. */
-    uint64_t since = max64(segment->opened_ns, segment->before_ns);
-    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
-    if (!reported && segment->idle)
-        t->hidden += waited < t->switch_ns / 2 ? -(t->hidden / 16) : (HIDDEN_ALL - t->hidden) / 16;
-    return waited < t->switch_ns / (reported ? 5 : 2) ? 0
-                                                      : (int64_t)min64(t->switch_ns, 4 * waited);
-}
-
 /* While the host records many markers, it launches nothing, and the device soon completes launches
  * that are shorter than that. It is then idle except for the markers themselves, unless it still
  * had a backlog. */
@@ -287,8 +276,6 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     struct gs_peer peer[MAX_PEERS];
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
-    c.claimed = c.contexts ||
-                gs_throttle_company(t, all, n_all, segment->start_ns, segment->end_ns).contexts;
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
     if (c.wait && !(segment->sighted && segment->turns) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
@@ -297,11 +284,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     int64_t own = own_time(t, segment, peer, n, &c);
     own -= idle_while_marking(segment) < own / 32 ? idle_while_marking(segment) : own / 32;
     add_single_launch(t, segment, own);
-    uint32_t contexts = c.contexts + 1 > t->contexts ? c.contexts + 1 : t->contexts;
-    if (segment->turns && is_covered_by_probes(t, segment, &c) && contexts < 2)
-        contexts = 2;
-    own = apply_lower_bounds(t, segment, own, contexts, now);
-    t->since_hidden_ns = segment->start_event >= 0 ? own : t->since_hidden_ns + own;
+    own = own > 0 ? own : 0;
     /* Or a peer's next timestamp is still missing. */
     bool reported = c.before_ns > segment->before_ns ||
                     gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;

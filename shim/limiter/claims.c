@@ -1,16 +1,17 @@
 /* Check what peers report against what the host granted. The grants are in the index of the
  * activity files, which containers can only read. Reports of a container that claims more than its
- * grant are ignored. The device time that reports of all other containers together take away from
- * this context's charge is bounded in the same way. */
+ * grant are ignored. */
+#include <string.h>
+
 #include "throttle_parts.h"
 
-#define GIVEN (200 * (int64_t)MS) /* tolerated excess of all other containers together */
+#define SCATTER (1 << 20)
 #define CLAIM (100 * (int64_t)MS) /* tolerated excess of one: long kernels, bursts, delays */
 
-/* Return the device time that a grant of `ppm` gives in `ns`, plus one part in `slack` for
- * measurement errors, but never more than `ns`. */
-static int64_t granted_ns(uint64_t ppm, uint64_t ns, uint64_t slack) {
-    return (int64_t)((double)ns * (double)min64(ppm + ppm / slack, 1000000) / 1e6);
+/* Return the device time that a grant of `ppm` gives in `ns`, plus a third for measurement errors,
+ * but never more than `ns`. */
+static int64_t granted_ns(uint64_t ppm, uint64_t ns) {
+    return (int64_t)((double)ns * (double)min64(ppm + ppm / 3, 1000000) / 1e6);
 }
 
 /* Return the device time that a peer reports between `from` and `to`. For the time before its
@@ -37,9 +38,22 @@ static uint64_t reported_ns(const struct gs_activity *a, uint64_t longest, uint6
     return min64(sum, to - from);
 }
 
-void gs_throttle_find_again(struct gs_throttle *t) {
-    t->finds = t->found_ns = 0;
-    t->switch_ns = t->told_switch_ns ? t->told_switch_ns : t->switch_ns;
+static void judge(struct gs_throttle *t, struct gs_claim *claim) {
+    bool over_granted = claim->excess_ns > (claim->ignored ? 0 : CLAIM);
+    if (over_granted && !claim->ignored) /* they were learned with the help of these reports */
+        memset(t->cost, 0, sizeof(t->cost));
+    claim->ignored = over_granted;
+}
+
+void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took_ns) {
+    struct gs_claim *claim = &t->claim[container % GS_MAX_PEERS];
+    claim->early += ((took_ns < 0 ? SCATTER : 0) - claim->early) / 64;
+    claim->late += ((took_ns > 3 * (int64_t)EDGE ? SCATTER : 0) - claim->late) / 64;
+    if (claim->early < SCATTER / 32 || claim->late < SCATTER / 32)
+        return;
+    claim->early = claim->late = 0;
+    claim->excess_ns = 10 * CLAIM;
+    judge(t, claim);
 }
 
 void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to) {
@@ -57,16 +71,11 @@ void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigne
         claim->excess_ns += (int64_t)reported_ns(peer[i].activity, whole(t), from, to);
         if (claim->at_ns < to) {
             claim->excess_ns -=
-                granted_ns(ppm, to - max64(claim->at_ns, from - min64(from, CLAIM)), 3);
+                granted_ns(ppm, to - max64(claim->at_ns, from - min64(from, CLAIM)));
             claim->excess_ns = claim->excess_ns > 0 ? claim->excess_ns : 0;
             claim->at_ns = to;
         }
-        bool over_granted = claim->excess_ns > (claim->lies ? 0 : CLAIM);
-        /* The switch cost was learned with the help of these reports. */
-        if (over_granted && !claim->lies) {
-            gs_throttle_find_again(t);
-        }
-        claim->lies = over_granted;
+        judge(t, claim);
         claim->excess_ns = (int64_t)min64((uint64_t)claim->excess_ns, 10 * CLAIM);
     }
 }
@@ -75,19 +84,8 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
                               struct gs_peer *out) {
     unsigned kept = 0;
     for (unsigned i = 0; i < n; i++)
-        if (peer[i].container == t->container || !t->claim[peer[i].container % GS_MAX_PEERS].lies)
+        if (peer[i].container == t->container ||
+            !t->claim[peer[i].container % GS_MAX_PEERS].ignored)
             out[kept++] = peer[i];
     return kept;
-}
-
-int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now) {
-    t->given_ns -= granted_ns(t->others_ppm, now - min64(now, t->given_at_ns), 8);
-    t->given_ns = t->given_ns > 0 ? t->given_ns : 0;
-    t->given_at_ns = now;
-    t->given_ns += busy > own ? busy - own : 0;
-    int64_t more = t->given_ns - GIVEN - 2 * busy;
-    if (more <= 0)
-        return own;
-    t->given_ns -= more;
-    return own + more;
 }

@@ -75,7 +75,10 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
                                 : (uint64_t)gs_throttle_when_hit(
                                       next, next == &t->open ? next->hint_ns : next->work_ns);
     a->owes_ns = (uint64_t)owed_ns(t);
-    a->switch_ns = t->finds < FINDS ? 0 : t->found_ns;
+    a->switch_ns = 0;
+    for (unsigned i = 0; i < GS_SWITCHES; i++)
+        if (t->cost[i].finds >= FINDS)
+            a->switch_ns |= (uint64_t)t->cost[i].found_ns << 32 * i;
     a->weight = t->limit.weight;
     a->priority = t->limit.priority;
     if (run && run->end_ns > run->start_ns)

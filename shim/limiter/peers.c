@@ -1,13 +1,15 @@
-/* Evaluate the activity that other contexts on the device report. It is trusted only within the
- * bounds of apply_lower_bounds() in charge.c. */
+/* Evaluate the activity that other contexts on the device report, as far as claims.c accepts it. */
 #include "throttle_parts.h"
 
 /* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */
-static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over) {
-    if (at > start + EDGE || at <= c->before_ns)
+static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over,
+                                  bool cut, bool vague) {
+    if (at > start + (cut ? CUT_EDGE : EDGE) || at <= c->before_ns)
         return;
     c->before_ns = at;
     c->over = over;
+    c->cut = cut;
+    c->vague = vague;
 }
 
 /* Set `wants` if the peer had work, whichever context was on the device. */
@@ -20,10 +22,12 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
         if (run->start_ns >= run->end_ns) /* invalid */
             continue;
-        update_last_timestamp(c, run->start_ns, start, false);
-        update_last_timestamp(c, run->end_ns, start,
-                              next > run->end_ns && run->run_ns != GS_CUT_OFF);
-        *wants |= run->run_ns == GS_CUT_OFF && run->end_ns < end && next > start;
+        bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
+        if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
+            update_last_timestamp(c, run->start_ns, start, false, false, false);
+        update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
+                              run->run_ns == GS_CUT_OFF, cut);
+        *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
             break;
@@ -46,7 +50,9 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
     struct company c = {0};
     for (unsigned i = 0; i < n; i++) {
         bool wants = false;
+        uint64_t before_ns = c.before_ns;
         c.contexts += evaluate_peer(t, peer[i].activity, start, end, &c, &wants);
+        c.container = c.before_ns != before_ns ? peer[i].container : c.container;
         if (wants && peer[i].container != t->container &&
             peer[i].granted.priority >= t->limit.priority)
             c.outranked = true;
@@ -54,12 +60,27 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
     return c;
 }
 
+/* Return the mean of what all contexts found that a switch costs. Their clocks differ, so that what
+ * one finds too much another one finds too little. */
+static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                        unsigned kind) {
+    const struct gs_switch_cost *cost = &t->cost[kind];
+    uint64_t sum = cost->found_ns, least = sum - min64(EDGE, sum), measured_by = 1;
+    if (cost->finds < FINDS)
+        return t->switch_ns;
+    for (unsigned i = 0; i < n; i++) {
+        uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);
+        sum += found_ns ? max64(least, min64(found_ns, cost->found_ns + EDGE)) : 0;
+        measured_by += found_ns > 0;
+    }
+    return (uint32_t)(sum / measured_by);
+}
+
 /* Compute the rate that the limit gives now, and count the contexts with work. */
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0, measured_by = 1;
-    uint64_t found_ns = t->found_ns;
+    uint32_t counted[MAX_PEERS], containers = 0;
     uint64_t others = t->env->others_ppm(t->env->arg);
     bool ours = false;
     t->contexts = 1;
@@ -70,12 +91,6 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
             continue;
         t->contexts++;
         ours |= seen;
-        /* Clock offsets cancel out: one container's error is the opposite of another's. */
-        if (a->switch_ns) {
-            uint64_t least = t->found_ns - min64(EDGE, t->found_ns);
-            found_ns += max64(least, min64(a->switch_ns, t->found_ns + EDGE));
-            measured_by++;
-        }
         for (uint32_t k = 0; k < containers && !seen; k++)
             seen = counted[k] == peer[i].container;
         if (!seen) {
@@ -84,8 +99,8 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
         }
     }
     t->others_ppm = (uint32_t)min64(others + (ours ? t->limit.ppm : 0), 1000000);
-    if (t->finds >= FINDS)
-        t->switch_ns = (uint32_t)(found_ns / measured_by);
+    for (unsigned i = 0; i < GS_SWITCHES; i++)
+        t->cost[i].ns = cost_of(t, peer, n, i);
     t->rate_ppm = t->limit.weight
                       ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))
                       : t->limit.ppm;

@@ -49,8 +49,10 @@ static void note_own_activity(struct gs_throttle *t, uint64_t at) {
 static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, uint64_t from,
                             uint64_t at, uint64_t now) {
     uint64_t start = max64(t->told_ns, segment->start_ns);
-    struct gs_run run = {start, from, GS_CUT_OFF};
+    bool known = t->look_ns - t->sign_ns < 2 * SOON;
+    struct gs_run run = {start, from, known ? GS_CUT_OFF : GS_CUT_OFF_SOMEWHERE};
     t->alert = ALERT;
+    t->waits = 0;
     t->late_ns = at;
     t->tied -= t->tied / 8;
     segment->turns++;
@@ -91,5 +93,6 @@ void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
     note_own_activity(t, segment->end_ns);
-    segment->sighted = !share_a_queue(t, segment) && !t->tiny && t->sight_ns <= segment->start_ns;
+    segment->sighted = !share_a_queue(t, segment) && t->waits < PROMPT_MOST && !t->tiny &&
+                       t->sight_ns <= segment->start_ns;
 }

@@ -1,228 +1,216 @@
-/* Whose was a stretch of device time: everybody publishes stamps, moments at which his context was
- * on the device. Between two stamps of one context the time was its own, unless that took longer
- * than a slice and somebody else waited with work that leaves no stamps for so long. Between stamps
- * of two contexts lies one switch: what is left without its cost is divided by how far apart their
- * own stamps lie. So what all are charged together is what the device was busy, however wrong one
- * expectation is. */
+/* Divide device time between contexts. Every context publishes timestamps, moments at which it was
+ * on the device. The time between two timestamps of one context was its own, unless it is longer
+ * than a slice and another context waited with work that can run for a slice without a timestamp.
+ * Between timestamps of two contexts there is one switch. Its cost is deducted, and the rest is
+ * divided in proportion to how far apart each context's own timestamps are. So the charges of all
+ * contexts add up to the time that the device was busy, however wrong one expectation is. */
 #include "throttle_parts.h"
 
-#define MAX_STAMPS 192u
+#define MAX_TIMESTAMPS 192u
 
-struct stamp {
+struct timestamp {
     uint64_t at;
-    unsigned owner;        /* peer, or ME */
-    int64_t before, after; /* own time to its last and to its next stamp; 0: no work there */
-    bool fresh;            /* it had been idle, so its slice began here */
+    unsigned owner; /* index of the peer, or ME */
+    /* Own device time to the context's previous and next timestamp; 0: it had no work there. */
+    int64_t before, after;
+    bool fresh; /* the context was switched in here: it was idle or preempted before */
+    bool cut;   /* it was preempted here; without preemption inside kernels, later */
 };
 #define ME UINT32_MAX
 
-struct stamps {
-    struct stamp stamp[MAX_STAMPS];
+struct timestamps {
+    struct timestamp timestamp[MAX_TIMESTAMPS];
     unsigned n;
 };
 
-static void add(struct stamps *s, uint64_t at, unsigned owner, int64_t before, int64_t after,
-                bool fresh) {
+static void insert(struct timestamps *s, struct timestamp new) {
     unsigned i = s->n;
-    if (i == MAX_STAMPS)
+    if (i == MAX_TIMESTAMPS)
         return;
-    for (; i && s->stamp[i - 1].at > at; i--)
-        s->stamp[i] = s->stamp[i - 1];
-    s->stamp[i] = (struct stamp){at, owner, before, after, fresh};
+    for (; i && s->timestamp[i - 1].at > new.at; i--)
+        s->timestamp[i] = s->timestamp[i - 1];
+    s->timestamp[i] = new;
     s->n++;
 }
 
-static const struct gs_run *newest(const struct gs_activity *a, uint32_t i) {
+static const struct gs_run *nth_newest(const struct gs_activity *a, uint32_t i) {
     return &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
 }
 
-static int64_t own_of(const struct gs_run *run) {
+static int64_t own_ns(const struct gs_run *run) {
     return (int64_t)min64(run->run_ns, run->end_ns - run->start_ns);
 }
 
-static bool solid(const struct gs_run *run) {
+static bool ran_throughout(const struct gs_run *run) {
     return run->run_ns >= run->end_ns - run->start_ns;
 }
 
-static void add_peer(struct stamps *s, const struct gs_activity *a, unsigned peer, uint64_t start,
-                     uint64_t end) {
+static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsigned peer,
+                        uint64_t start, uint64_t end) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
     int64_t next = open ? (int64_t)(a->expects_ns < INT64_MAX ? a->expects_ns : 0) : 0;
     if (open && a->busy_from_ns > start && a->busy_from_ns < end && a->busy_from_ns > a->horizon_ns)
-        add(s, a->busy_from_ns, peer, 0, next, true);
+        insert(s, (struct timestamp){a->busy_from_ns, peer, 0, next, .fresh = true});
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = newest(a, i);
+        const struct gs_run *run = nth_newest(a, i);
         if (run->end_ns <= start || run->end_ns < run->start_ns)
             break;
-        bool first = i + 1 == n || newest(a, i + 1)->end_ns != run->start_ns;
+        bool first = i + 1 == n || nth_newest(a, i + 1)->end_ns != run->start_ns;
+        bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE, follows = next_start == run->end_ns;
         if (run->end_ns < end)
-            add(s, run->end_ns, peer, own_of(run), next_start == run->end_ns ? next : 0, false);
+            insert(s, (struct timestamp){run->end_ns, peer, own_ns(run), follows ? next : 0,
+                                         .cut = cut});
         if (first && run->start_ns > start && run->start_ns < end)
-            add(s, run->start_ns, peer, 0, own_of(run), true);
+            insert(s, (struct timestamp){run->start_ns, peer, 0, own_ns(run), .fresh = true});
         next_start = run->start_ns;
-        next = own_of(run);
+        next = own_ns(run);
     }
 }
 
-/* Irregular work may do so now and then, but is not taken for it: whoever thinks so learns longer
- * times from it. */
+/* The margin keeps irregular work, which is this long only now and then, out: a predictor would
+ * learn longer times from an interval that was treated as lasting. */
 bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length) {
     return length >= (int64_t)t->slice_ns * 5 / 4;
 }
 
-/* How a peer stands to the time between two stamps that lie next to each other. */
-enum stance { AWAY, WAITING, LASTING, HOLDING };
+/* The state of a peer between two adjacent timestamps: without work; waiting with work that
+ * leaves timestamps; waiting with work that can run for a slice without one; on the device all
+ * the time. */
+enum peer_state { AWAY, WAITING, LASTING, HOLDING };
 
-static enum stance stance(const struct gs_throttle *t, const struct gs_activity *a, uint64_t from,
-                          uint64_t to) {
+static enum peer_state peer_state(const struct gs_throttle *t, const struct gs_activity *a,
+                                  uint64_t from, uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     if (a->busy_from_ns && max64(a->horizon_ns, a->busy_from_ns) <= from && a->busy_until_ns > to)
         return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : WAITING;
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = newest(a, i);
+        const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns <= from && run->end_ns >= to)
-            return solid(run) ? HOLDING : gs_throttle_lasts(t, own_of(run)) ? LASTING : WAITING;
+            return ran_throughout(run)                 ? HOLDING
+                   : gs_throttle_lasts(t, own_ns(run)) ? LASTING
+                                                       : WAITING;
         if (run->end_ns <= from)
             break;
     }
     return AWAY;
 }
 
-/* How long a context that was interrupted between two of its stamps ran on one side: somewhere in
- * between, but who has just begun has a whole slice. */
-struct side {
+/* An estimate of how long a context ran next to one of its timestamps if it was preempted between
+ * two of them: any time in between is as likely, but a context that was idle starts with a whole
+ * slice. */
+struct estimate {
     double ns, variance;
 };
 
-static struct side side(const struct gs_throttle *t, int64_t length, bool fresh) {
+static struct estimate run_estimate(const struct gs_throttle *t, int64_t length, bool fresh) {
     double slice = t->slice_ns, most = (double)length < slice ? (double)length : slice;
     if (fresh)
-        return (struct side){slice, slice * slice / 75};
-    return (struct side){most / 2, most * most / 12};
+        return (struct estimate){slice, slice * slice / 75};
+    return (struct estimate){most / 2, most * most / 12};
 }
 
-/* A turn of another context, as far as it is seen. It should be a slice. */
-struct turn {
-    unsigned owner;      /* ME: none */
-    bool mine;           /* it began when mine ended */
-    uint64_t from;       /* its first stamp */
-    double ns, variance; /* before that */
-};
+/* Return what the switch away from the context of timestamp `a` cost. */
+static double switch_cost(const struct gs_throttle *t, const struct timestamp *a) {
+    return t->cost[a->after > 0 || a->cut ? GS_PREEMPTION : GS_HANDOVER].ns;
+}
 
-/* When the context of stamp `a` gave the device to that of `b`: so long after `a`. */
-static struct side change(const struct gs_throttle *t, const struct stamp *a,
-                          const struct stamp *b) {
-    double gap = (double)(b->at - a->at), most = gap - t->switch_ns;
-    struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
+/* Estimate when the context of timestamp `a` was switched out for the context of `b`, as a time
+ * after `a`. */
+static double switched_out(const struct gs_throttle *t, const struct timestamp *a,
+                           const struct timestamp *b) {
+    double most = (double)(b->at - a->at) - switch_cost(t, a);
+    struct estimate first = run_estimate(t, a->after, a->fresh),
+                    last = run_estimate(t, b->before, false);
     double both = first.variance + last.variance, rest = most - first.ns - last.ns;
     double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
     left = left < most ? left : most;
-    return (struct side){left > 0 ? left : 0, both > 0 ? first.variance * last.variance / both : 0};
+    return left > 0 ? left : 0;
 }
 
-/* The turn that is over with `end` after stamp `a` seems to be so much longer than a slice, for
- * each of variance: what of it is an error of its ends is in proportion to theirs. */
-static double excess(const struct gs_throttle *t, const struct turn *turn, const struct stamp *a,
-                     const struct stamp *b, struct side end) {
-    struct side slice = side(t, 0, true);
-    double both = end.variance + turn->variance;
-    double more = turn->ns + (double)(a->at - turn->from) + end.ns - slice.ns;
-    if (turn->owner != a->owner || a->fresh || a->after <= 0 ||
-        a->after + b->before >= 4 * (int64_t)t->slice_ns)
-        return 0;
-    double less = -more - slice.ns / 5; /* than by its noise and one deviation and a half: its work
-                                         * was over */
-    return less < 0 || less * less < 2.25 * both ? more / (both + slice.variance) : 0;
+/* Return whether the context of `a` had the device until the context of `b` was switched in, just
+ * before `b`. Where kernels are not preempted, a context that is switched in first completes the
+ * marker of the kernel that it ran last. */
+static bool ran_until(const struct gs_throttle *t, const struct timestamp *a,
+                      const struct timestamp *b) {
+    return a->owner != b->owner && t->whole >= SURELY_WHOLE && (a->after > 0 || a->cut) &&
+           (b->fresh || b->before >= QUANTUM);
 }
 
-/* My part of the time from stamp `a` to the next stamp `b`. */
-static double part(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
-                   const struct stamp *a, const struct stamp *b, bool lasting, struct turn *turn) {
-    double gap = (double)(b->at - a->at), switch_ns = t->switch_ns;
+/* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
+static double own_between(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                          const struct timestamp *a, const struct timestamp *b, bool lasting) {
+    double gap = (double)(b->at - a->at), switch_ns = switch_cost(t, a);
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
-    struct turn seen = *turn;
     unsigned present = 0;
-    double turns = 0; /* of contexts that can hold a slice without a stamp */
-    if (!same)
-        turn->owner = ME;
-    bool free = !mine && a->after == 0 && b->fresh; /* nobody else is known to have it */
-    if (b->at - a->at > whole(t) || free) {
+    double unseen = 0; /* number of contexts that can run for a slice without a timestamp */
+    if (ran_until(t, a, b)) {
+        double cost = gap < t->cost[GS_PREEMPTION].ns ? gap : t->cost[GS_PREEMPTION].ns;
+        return !mine ? 0 : a->owner == ME ? gap - cost : cost;
+    }
+    bool unclaimed = !mine && a->after == 0 && b->fresh; /* no known context was on the device */
+    if (b->at - a->at > whole(t) || unclaimed) {
         for (unsigned i = 0; i < n; i++) {
-            enum stance s =
-                i == a->owner || i == b->owner ? AWAY : stance(t, peer[i].activity, a->at, b->at);
+            enum peer_state s = i == a->owner || i == b->owner
+                                    ? AWAY
+                                    : peer_state(t, peer[i].activity, a->at, b->at);
             if (s == HOLDING && !mine)
                 return 0;
-            turns += s == LASTING;
+            unseen += s == LASTING;
             present += s != AWAY;
         }
-        turns += !mine && lasting;
+        unseen += !mine && lasting;
     }
     double alone = (double)a->after + (double)whole(t);
     double most = (double)t->slice_ns * 5 / 4 + switch_ns;
-    /* They need not last: the time is too long for one alone. */
-    bool cut = same && turns == 0 && gap > (alone < most ? alone : most);
-    if (cut)
-        turns = present + !mine;
-    if (free)
-        *turn = (struct turn){b->owner, false, b->at, 0, 0};
-    if (free && !present)
+    /* The time is too long for one context alone, even if no peer's work lasts for a slice. */
+    bool preempted = same && unseen == 0 && gap > (alone < most ? alone : most);
+    if (preempted)
+        unseen = present + !mine;
+    if (unclaimed && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
-    if (!mine && ((!lasting && !cut) || turns == 0)) {
-        if (same || a->owner == ME)
-            return 0;
-        struct side end = change(t, a, b);
-        *turn = (struct turn){b->owner, false, b->at, gap - switch_ns - end.ns, end.variance};
-        return seen.mine ? seen.variance * excess(t, &seen, a, b, end) : 0;
-    }
-    if (same && turns == 0)
+    if (!mine && ((!lasting && !preempted) || unseen == 0))
+        return 0;
+    if (same && unseen == 0)
         return gap;
-    struct side first = side(t, a->after, a->fresh), last = side(t, b->before, false);
-    double rest = gap - switch_ns - first.ns - last.ns, own = 0;
+    double first = run_estimate(t, a->after, a->fresh).ns,
+           last = run_estimate(t, b->before, false).ns;
+    double rest = gap - switch_ns - first - last, own = 0;
     bool again = gs_throttle_lasts(t, a->after), before = gs_throttle_lasts(t, b->before);
     unsigned lasts = same ? again : again + before;
-    if (rest < 0 || (turns == 0 && (!lasts || rest < t->slice_ns))) { /* one switch, somewhere */
-        if (!mine)
-            return 0;
-        struct side end = change(t, a, b);
-        if (a->owner == ME) {
-            *turn = (struct turn){b->owner, true, b->at, gap - switch_ns - end.ns, end.variance};
-            return end.ns;
-        }
-        return gap - end.ns +
-               (end.variance + (seen.mine ? seen.variance : 0)) * excess(t, &seen, a, b, end);
+    /* Exactly one switch, at an unknown time. */
+    if (rest < 0 || (unseen == 0 && (!lasts || rest < t->slice_ns))) {
+        double left = switched_out(t, a, b);
+        return !mine ? 0 : a->owner == ME ? left : gap - left;
     }
-    /* Those at the ends have more turns in between, if their work is long and all others have had
-     * theirs. */
-    double others = turns * (t->slice_ns + switch_ns), more = 0;
-    turn->owner = ME;
+    /* The contexts of both timestamps ran for more slices in between if their work is long and all
+     * others have had their slices. */
+    double others = unseen * (t->slice_ns + t->cost[GS_PREEMPTION].ns), more = 0;
     if (lasts)
-        more = (rest - (same ? others : others / 2)) / (turns + lasts);
+        more = (rest - (same ? others : others / 2)) / (unseen + lasts);
     more = more > 0 ? more : 0;
-    if (!mine && cut)
-        *turn = (struct turn){b->owner, false, b->at, last.ns, last.variance};
     if (!mine)
-        return (rest - lasts * more) / turns;
+        return (rest - lasts * more) / unseen;
     if (a->owner == ME)
-        own += first.ns + (again ? more : 0);
+        own += first + (again ? more : 0);
     if (b->owner == ME)
-        own += last.ns + switch_ns + (before && !same ? more : 0);
+        own += last + switch_ns + (before && !same ? more : 0);
     return own;
 }
 
 int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           uint64_t start, uint64_t end, int64_t length, bool fresh) {
-    struct stamps s;
+    struct timestamps s;
     double own = 0;
-    struct turn turn = {.owner = ME};
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
-        add_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
-    struct stamp last = {start, ME, 0, length, fresh}, stop = {end, ME, length, 0, false};
+        insert_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
+    struct timestamp last = {start, ME, 0, length, .fresh = fresh},
+                     stop = {end, ME, length, 0, .fresh = false};
     for (unsigned i = 0; i <= s.n; i++) {
-        const struct stamp *next = i < s.n ? &s.stamp[i] : &stop;
-        own += part(t, peer, n, &last, next, gs_throttle_lasts(t, length), &turn);
+        const struct timestamp *next = i < s.n ? &s.timestamp[i] : &stop;
+        own += own_between(t, peer, n, &last, next, gs_throttle_lasts(t, length));
         last = *next;
     }
     return (int64_t)own;

@@ -95,11 +95,12 @@ struct gs_throttle_stream {
     struct gs_throttle_stream *next_dirty;
 };
 
-/* What another container reported as its device time, in excess of its grant. */
+/* Device time that another container reported in excess of its grant. */
 struct gs_claim {
     uint64_t at_ns;
     int64_t excess_ns;
-    bool lies; /* ignored until the excess is 0 again */
+    int32_t early, late; /* shares of hand-overs from it that took less than nothing, and long */
+    bool ignored;        /* until the excess is 0 again */
 };
 
 #define GS_SEGMENTS 32u
@@ -131,6 +132,14 @@ struct gs_segment {
     int64_t away_ns;      /* their total duration */
 };
 
+/* Switches differ in whether the context that had the device before still has work. */
+enum gs_switch { GS_HANDOVER, GS_PREEMPTION, GS_SWITCHES };
+
+/* The cost of a switch: the mean that all containers measured, `found_ns` of it by this context. */
+struct gs_switch_cost {
+    uint32_t found_ns, finds, ns;
+};
+
 struct gs_throttle {
     /* Read by every launch; first, so that the address needs no register of its own. */
     _Atomic int64_t allowance_ns; /* expected work that is paid and not launched yet */
@@ -141,11 +150,9 @@ struct gs_throttle {
     struct gs_bucket *bucket;
     struct gs_page *page;
     uint32_t container;
-    uint32_t switch_ns; /* switch cost: configured, then the mean that all containers measured */
-    uint32_t told_switch_ns;
-    uint32_t found_ns; /* measured by this context, in `finds` probes */
-    uint32_t finds;
-    int32_t odd;
+    uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
+    struct gs_switch_cost cost[GS_SWITCHES];
+    uint32_t whole; /* preemptions that waited for the end of a kernel, less the others */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* no event is recorded or queried */
@@ -162,17 +169,11 @@ struct gs_throttle {
     uint32_t others_ppm; /* granted to other containers */
     uint32_t contexts;   /* with work on the device, including this one, at the last check */
     struct gs_claim claim[GS_MAX_PEERS];
-    uint64_t given_at_ns, heard_ns; /* claims.c */
-    int64_t given_ns;
-    int64_t
-        since_hidden_ns;    /* charged since a container without activity reports used the device */
-    uint32_t hidden;        /* launches on a device that should be idle and was busy */
-    uint64_t slice_from_ns; /* start of the current slice of this context */
-    int64_t surplus_ns;     /* charged in excess of busy / contexts, bounded */
-    int64_t known_ns;       /* measured in excess of the expectation */
-    uint32_t straddled;     /* consecutive intervals with preemptions */
-    uint32_t sparse;        /* launches that will be marked one by one */
-    uint32_t markers;       /* of the last interval */
+    uint64_t heard_ns;             /* claims.c */
+    uint64_t slice_from_ns;        /* start of the current slice of this context */
+    uint32_t straddled;            /* consecutive intervals with preemptions */
+    uint32_t sparse;               /* launches that will be marked one by one */
+    uint32_t markers;              /* of the last interval */
     int64_t ignore_ns, backoff_ns; /* doubtful time until the next probe, and after it */
     bool doubtful;                 /* the last interval may have had idle time */
     uint32_t random;
@@ -182,6 +183,7 @@ struct gs_throttle {
     uint64_t look_ns, sign_ns,
         sight_ns;     /* time of the probe; last sign of this context; since when without a gap */
     uint64_t late_ns; /* completion of the last late probe */
+    uint32_t waits;   /* launches that waited for another context since then */
     uint32_t tied;    /* late probes that completed together with work of this context */
     bool tiny;        /* launches in many streams, so short that the device idles between them */
     uint32_t alert;   /* remaining probes in quick succession */
@@ -232,7 +234,7 @@ static inline int64_t gs_throttle_expects(const struct gs_predictor *f) {
     return atomic_load_explicit(&f->ns, memory_order_relaxed);
 }
 
-/* What is left is compared with 0, not what was there with `ns`: on x86-64 that is a flag of the
+/* Compares the rest with 0, not the allowance with `ns`: on x86-64 that is a flag of the
  * subtraction. */
 static inline bool gs_throttle_pay(struct gs_throttle *t, struct gs_throttle_stream *s,
                                    int64_t ns) {

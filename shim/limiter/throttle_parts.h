@@ -15,23 +15,24 @@
 #define DEBT (10000 * MS)           /* a container is never locked out for longer */
 #define POLL (200 * US)             /* between two checks of a waiting launch */
 #define TINY (10 * (int64_t)US)     /* launches that take less: the device waits for the host */
-#define HIDDEN_ALL 1024u
-#define STUCK (100 * MS) /* nothing completes for so long: possibly a deadlock */
-#define DEFER (6 * MS)   /* a charge waits so long for the reports of peers */
-#define PROBE (2 * MS)   /* further unknown launches wait for an unknown launch that takes longer */
+#define STUCK (100 * MS)            /* nothing completes for so long: possibly a deadlock */
+#define DEFER (6 * MS)              /* a charge waits so long for the reports of peers */
+#define PROBE (2 * MS) /* further unknown launches wait for an unknown launch that takes longer */
 #define ORPHAN (1000 * MS)          /* charge for an unknown launch of a process that died */
 #define TAIL (100 * (int64_t)US)    /* alone on the device, no marker before a sync on less work */
 #define EXTEND (8 * MS)             /* activity is published again so long before it expires */
-#define SURPLUS (32 * (int64_t)MS)  /* bound of the time charged below busy / contexts */
 #define SPARSE 16u                  /* launches that are marked one by one */
 #define DOUBTFUL (64 * (int64_t)MS) /* doubtful time until launches are marked one by one again */
 #define STREAK 16u                  /* preempted intervals in a row until they are learned from */
 #define LEAST ((int64_t)US)         /* minimum expected duration of a launch */
 #define ON_ITS_WAY (5 * MS) /* maximum time from a launch's admission until it is in its stream */
 #define MAX_PEERS 64u
-#define FINDS 64u              /* measurements until a switch cost is relied on */
-#define SURE_FINDS 256u        /* until here all measurements have the same weight */
-#define MOST_SWITCH (500 * US) /* a longer wait was more than a switch */
+#define FINDS 64u       /* measurements until a switch cost is relied on */
+#define SURE_FINDS 256u /* until here all measurements have the same weight */
+#define PROMPT_MOST 6u  /* launches that had to wait without one late probe event */
+#define SURELY_WHOLE 4
+#define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
+#define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */
 
 /* Store a variable that launch/admit.c also reads without the lock. */
@@ -39,6 +40,7 @@
 
 /* run_ns of a run that was preempted: the context had the device throughout, and more work. */
 #define GS_CUT_OFF UINT64_MAX
+#define GS_CUT_OFF_SOMEWHERE (UINT64_MAX - 1) /* the same, but when is not known well */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;
@@ -58,8 +60,10 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
     uint32_t contexts;  /* contexts of peers that had work in the period */
-    bool claimed;       /* a peer reports work, credible or not */
+    uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
+    bool cut;           /* it was preempted then */
+    bool vague;         /* or some time around then */
     bool ran;           /* a peer's context is known to have run */
     bool inside;        /* a peer was on the device within the period */
     bool outranked;     /* another container with the same or a higher priority */
@@ -74,16 +78,14 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
 
 /* ---- claims.c: peers cannot have used more than their grants ------------------------ */
 
-/* Discard the measured switch cost; use the configured one until it is measured again. */
-void gs_throttle_find_again(struct gs_throttle *t);
 /* Compare what all peers report of the time up to `to` with what the host granted. */
 void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to);
+/* A hand-over from this container seems to have taken `took_ns`. Clocks differ by EDGE at most, so
+ * what is negative for one switch is not long for another, unless its timestamps are invented. */
+void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took_ns);
 /* Copy the peers that do not report more than they can have used. */
 unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                               struct gs_peer *out);
-/* Return `own` of a period of `busy` ns, raised so that all peers together never used more than
- * their grants. */
-int64_t gs_throttle_granted(struct gs_throttle *t, int64_t own, int64_t busy, uint64_t now);
 
 /* ---- probe.c: probe events --------------------------------------------------------- */
 
@@ -153,7 +155,7 @@ bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment);
 bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
 /* Publish this context's activity to its peers; `run`, if not NULL, has completed. */
 void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
-/* Detect completed intervals, and charge those that can be judged. */
+/* Detect completed intervals, and charge the ones that can be judged. */
 void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
 
 /* ---- wait.c --------------------------------------------------------------------- */

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TREE = Path(__file__).resolve().parents[2]
+VT = TREE / "build/throttle/vt"
 BIN_MS = 10
 WARM_MS = 500
 LIMITS = (5, 10, 25, 30, 50, 70, 90)
@@ -71,10 +72,10 @@ class Ledger(NamedTuple):
         return sum(abs(share - target) for share in shares) / len(shares)
 
 
-def simulate(tenants: Sequence[Tenant], *, program: str = "vt", **world: object) -> list[Ledger]:
+def simulate(tenants: Sequence[Tenant], *, program: Path | None = None, **world: object) -> list[Ledger]:
     """Run a simulation; the same arguments return the same ledger."""
     words = [f"{key}={value}" for key, value in world.items()]
-    argv = [str(TREE / "build/throttle" / program), *words, *(tenant.word() for tenant in tenants)]
+    argv = [str(program or VT), *words, *(tenant.word() for tenant in tenants)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(argv)}: {done.returncode}\n{done.stderr}")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 
+from tests.limiter.ablation import COLUMNS
+from tests.limiter.ablation import TABLE as ABLATIONS
 from tests.limiter.cells import TREE
 from tests.limiter.matrix import FIGURES, Cell, cells, misses
 
@@ -26,6 +28,9 @@ def company(cell: Cell) -> str:
     """Return the table row of a cell."""
     if len(cell.tenants) == 1:
         return "alone"
+    if cell.world:
+        whole = cell.world["whole_kernels"]
+        return f"other slices and switch costs, {'no preemption' if whole else 'preemption'} inside kernels"
     if "/" in cell.name and "beside" not in cell.name and "unequal" not in cell.name:
         full = sum(tenant.limit for tenant in cell.tenants) >= 100
         return "2 to 8 containers, all of the device" if full else "2 to 8 containers, less than all of it"
@@ -49,6 +54,9 @@ def table() -> str:
         f"| `{key}` | {middle:g} | {worst:g} |" for key, (middle, worst) in json.loads(FIGURES.read_text()).items()
     ]
     held = len(cells()) - len(missed)
+    lines += ["", "| without | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for part, values in json.loads(ABLATIONS.read_text()).items():
+        lines.append(f"| {part} | " + " | ".join(f"{value:+.1f}" for value in values) + " |")
     return "\n".join(lines) + f"\n\n{held} of {len(cells())} cells are held with each of three seeds.\n"
 
 

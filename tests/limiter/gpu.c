@@ -14,10 +14,19 @@ double normal(struct rng *rng) {
     return sqrt(-2 * log(u)) * cos(6.283185307179586 * uniform(rng));
 }
 
+static void stamp(const struct gpu *gpu, struct context *c, int event) {
+    uint64_t at = (uint64_t)((int64_t)gpu->now_ns + c->skew_ns);
+    c->stamp[event] = at / 500 * 500;
+}
+
 void gpu_push(struct gpu *gpu, int index, uint32_t id, double ns, int event) {
     struct context *c = gpu->context[index];
     struct stream *s = &c->stream[id];
-    s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event};
+    if (gpu->prompt_probes && id == STREAMS) {
+        stamp(gpu, c, event);
+        return;
+    }
+    s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event, false};
     gpu->signals->waiters[c->tenant] += event == WAITER;
     c->items++;
     c->left_ns += event == WAITER ? 0 : ns;
@@ -59,12 +68,13 @@ static bool pick(struct gpu *gpu) {
         gpu->current = k;
         gpu->switch_end_ns = gpu->now_ns;
         if (k != gpu->last) {
-            uint64_t span = gpu->switch_high_ns - gpu->switch_low_ns;
-            gpu->switch_end_ns +=
-                gpu->switch_low_ns + (uint64_t)(uniform(&gpu->rng) * (double)span);
+            bool preempted = gpu->last >= 0 && gpu->context[gpu->last]->items;
+            double mean_ns = preempted ? gpu->preempt_ns : gpu->handover_ns;
+            gpu->switch_end_ns += (uint64_t)(mean_ns * (0.4 + 1.2 * uniform(&gpu->rng)));
             gpu->switches++;
         }
         gpu->last = k;
+        gpu->draining = false;
         gpu->slice_end_ns = gpu->switch_end_ns + (uint64_t)((double)gpu->slice_ns * noise);
         return true;
     }
@@ -83,8 +93,7 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
     struct item *item = &s->ring[s->head++ % RING];
     c->items--;
     if (item->event >= 0) {
-        uint64_t stamp = (uint64_t)((int64_t)gpu->now_ns + c->skew_ns);
-        c->stamp[item->event] = stamp / 500 * 500;
+        stamp(gpu, c, item->event);
     } else {
         c->kernels--;
         gpu->signals->released[c->tenant] += item->event == RELEASER;
@@ -100,6 +109,18 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
     }
 }
 
+/* Without preemption within kernels, no item begins after the end of the slice. */
+static bool runs(const struct gpu *gpu, const struct stream *s) {
+    return s->head != s->tail && (!gpu->draining || s->ring[s->head % RING].begun);
+}
+
+static bool running(const struct gpu *gpu) {
+    for (int i = 0; i <= STREAMS; i++)
+        if (runs(gpu, &gpu->context[gpu->current]->stream[i]))
+            return true;
+    return false;
+}
+
 /* Runs the current context for at most `limit` ns. */
 static void run(struct gpu *gpu, uint64_t limit_ns) {
     struct context *c = gpu->context[gpu->current];
@@ -108,9 +129,10 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     bool kernel = false;
     for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
-        if (s->head == s->tail)
+        if (!runs(gpu, s))
             continue;
         struct item *item = &s->ring[s->head % RING];
+        item->begun = true;
         if (item->event == WAITER && gpu->signals->released[c->tenant]) {
             gpu->signals->released[c->tenant]--;
             gpu->signals->waiters[c->tenant]--;
@@ -128,7 +150,7 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     gpu->work_ns[c->tenant] += kernel ? step : 0;
     for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
-        if (s->head == s->tail)
+        if (!runs(gpu, s))
             continue;
         struct item *item = &s->ring[s->head % RING];
         c->left_ns -= item->left_ns < 1e15 ? (double)step * rate : 0;
@@ -156,7 +178,11 @@ void gpu_advance(struct gpu *gpu, uint64_t until) {
             gpu->switch_ns[tenant] += to - gpu->now_ns;
             gpu->now_ns = to;
         } else if (gpu->now_ns >= gpu->slice_end_ns && others(gpu)) {
-            gpu->current = -1;
+            gpu->draining = gpu->whole_kernels;
+            if (gpu->draining && running(gpu))
+                run(gpu, until - gpu->now_ns);
+            else
+                gpu->current = -1;
         } else {
             uint64_t limit = until - gpu->now_ns;
             if (gpu->now_ns < gpu->slice_end_ns && limit > gpu->slice_end_ns - gpu->now_ns)

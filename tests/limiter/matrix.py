@@ -6,10 +6,12 @@ of the seeds, with their worst errors. figures.json has the figures of `make ben
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.limiter import reaction
 from tests.limiter.cells import KERNELS, LIMITS, PROGRAMS, Tenant, jain, parallel, simulate
@@ -35,12 +37,18 @@ COMPANIES: tuple[tuple[float, ...], ...] = (
 )
 
 
+SWITCH_US = (15, 50, 125, 250, 500)
+SLICE_US = (500, 1024, 2000, 5000, 10_000, 30_000)
+EVERY_NTH = 7  # of the cells with other switch costs is in `make test`
+
+
 class Cell(NamedTuple):
     """One run. `referenced`: a tenant's target is measured in a run without a limit for that tenant."""
 
     name: str
     tenants: tuple[Tenant, ...]
     referenced: bool = False
+    world: Mapping[str, Any] = {}
 
 
 class Error(NamedTuple):
@@ -57,8 +65,38 @@ class Error(NamedTuple):
         return self.mae_1s <= self.bound_1s and self.mae_100ms <= self.bound_100ms
 
 
-def cells() -> list[Cell]:
-    """Return all cells."""
+def switch_cells() -> list[Cell]:
+    """Return 30 % beside 70 %, for all pairs of switch costs of at most a quarter of the slice.
+
+    Each pair has two workloads, with and without preemption inside kernels.
+    """
+    found: list[Cell] = []
+    workloads = list(itertools.product(KERNELS, ("stream", "sync")))
+    for slice_us in SLICE_US:
+        pairs = itertools.product([us for us in SWITCH_US if us <= slice_us / 4], repeat=2)
+        for switch_us, preempt_us in pairs:
+            for whole in (0, 1):
+                for kernel, program in (workloads[len(found) * 7 % 12], workloads[(len(found) + 1) * 7 % 12]):
+                    tenants = (Tenant(30, kernel, program), Tenant(70, kernel, program))
+                    world = {
+                        "slice_us": slice_us,
+                        "told_slice_us": slice_us,  # as in the limits file
+                        "switch_us": switch_us,
+                        "preempt_us": preempt_us,
+                        "whole_kernels": whole,
+                    }
+                    name = f"30/70 {kernel} {program} slice {slice_us} switch {switch_us}/{preempt_us}"
+                    found.append(Cell(name + " whole" * whole, tenants, program == "sync", world))
+    return found
+
+
+def cells(every_nth: int = 1) -> list[Cell]:
+    """Return all cells, but of those with other switch costs only every nth."""
+    return steady_cells() + switch_cells()[::every_nth]
+
+
+def steady_cells() -> list[Cell]:
+    """Return the cells on a device with the default slice and switch cost."""
     found = [
         Cell(f"alone {limit} {kernel} {program}", (Tenant(limit, kernel, program),), True)
         for limit in LIMITS
@@ -106,29 +144,31 @@ def targets(cell: Cell, seed: int) -> list[float]:
     more = "law=none" if len(cell.tenants) == 1 else ""
     for i, tenant in enumerate(cell.tenants):
         free = [other._replace(limit=100, more=more) if k == i else other for k, other in enumerate(cell.tenants)]
-        found.append(min(tenant.limit, simulate(free, ms=RUN_MS, seed=seed)[i].share()))
+        found.append(min(tenant.limit, simulate(free, ms=RUN_MS, seed=seed, **cell.world)[i].share()))
     return found
 
 
 def error(cell: Cell, seed: int = 1) -> Error:
     """Run the cell and compare the device's ledger with the targets."""
-    ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed)
+    ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed, **cell.world)
     wanted = targets(cell, seed)
     launch_ms = max(tenant.launch_ms() for tenant in cell.tenants)
     lasting = launch_ms > 1.5  # kernels called 1ms take up to 1.3 ms
+    bounds = (max(2.0, launch_ms / 10), max(2.0, launch_ms)) if lasting else (1.0, 2.0)
+    if cell.world:  # a window of 100 ms has three slices of 30 ms
+        bounds = (2.0, 100.0)
     return Error(
         max(ledger.mae(target, 1000) for ledger, target in zip(ledgers, wanted)),
         max(ledger.mae(target, 100) for ledger, target in zip(ledgers, wanted)),
-        max(2.0, launch_ms / 10) if lasting else 1.0,
-        max(2.0, launch_ms) if lasting else 2.0,
+        *bounds,
         jain(ledger.share() / target for ledger, target in zip(ledgers, wanted)),
         len(wanted),
     )
 
 
-def measure(seed: int = 1) -> dict[str, Error]:
-    """Measure every cell; return the errors by name."""
-    everything = cells()
+def measure(seed: int = 1, every_nth: int = 1) -> dict[str, Error]:
+    """Measure the cells; return the errors by name."""
+    everything = cells(every_nth)
     errors = parallel(everything, lambda cell: error(cell, seed))
     return dict(zip((cell.name for cell in everything), errors))
 
@@ -139,7 +179,7 @@ def misses() -> dict[str, list[float]]:
 
 
 def figures(measured: dict[str, Error]) -> dict[str, list[float]]:
-    """Return the figures of `make bench`: all cells with short kernels, including those that miss."""
+    """Return the figures of `make bench`: all cells with short kernels, including the cells that miss."""
     short = [one for one in measured.values() if one.bound_1s == 1.0]
     return {
         "compute.mae_pp_1s": [one.mae_1s for one in short],

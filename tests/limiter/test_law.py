@@ -316,14 +316,14 @@ def test_run_is_deterministic() -> None:
         [Tenant(30, "lognormal", "streams", 4), Tenant(60, "bimodal", "graph", 2, "kill=300")],
         [
             Tenant(20, "20ms", "pause"),
-            Tenant(20, "5us", "sync", more="lie=garbage"),
-            Tenant(10, "1ms", more="lie=busy"),
+            Tenant(20, "5us", "sync", more="spoof=garbage"),
+            Tenant(10, "1ms", more="spoof=busy"),
         ],
         [Tenant(5, program="pair", processes=2), Tenant(30, "50us", more="mode=soft,weight=3,change=10,at=200")],
     ],
 )
 def test_sanitizers_find_nothing(tenants: list[Tenant]) -> None:
-    assert simulate(tenants, program="vt-asan", ms=1000) == simulate(tenants, ms=1000)
+    assert simulate(tenants, program=TREE / "build/throttle/vt-asan", ms=1000) == simulate(tenants, ms=1000)
 
 
 def test_unblocked_launch_takes_few_instructions_and_no_clock(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic|oracle) mode (hard|soft) weight priority lie (lies.c) join leave kill (ms)
- * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us bubble_ns
- * jitter_us skew_us (of clocks) told_switch_us stall lost (of a thread's launches) devices
+ * (ours|none|classic|oracle) mode (hard|soft) weight priority spoof (spoof.c) join leave kill (ms)
+ * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us
+ * (when the previous context has no more work) preempt_us (when it has; 0: the same) whole_kernels
+ * (1: no preemption within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us
+ * skew_us (of clocks) told_switch_us told_slice_us stall lost (of a thread's launches) devices
  * (process i of a container is on device i % devices; the ledger is of the first, but `done` of
- * all) corpus (a file: the activity of lie=corpus) burst_ms (the oracle's) one_queue (1: probe
+ * all) corpus (a file: the activity of spoof=corpus) burst_ms (the oracle's) one_queue (1: probe
  * events are behind the program's work, as when all streams share a queue of the device) */
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +30,7 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     static const char *const keys[] = {
         "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
-        "lie",   "join", "leave",  "kill",    "change",    "at",  "unequal", "capture"};
+        "spoof", "join", "leave",  "kill",    "change",    "at",  "unequal", "capture"};
     double number = strtod(value, NULL);
     uint64_t ms = (uint64_t)number * MS;
     switch (find(keys, sizeof(keys) / sizeof(*keys), key)) {
@@ -62,7 +64,7 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
         t->limit.priority = (uint32_t)number;
         break;
     case 9:
-        t->lie = (enum lie)find(lie_name, LIES, value);
+        t->spoof = (enum spoof)find(spoof_name, SPOOFS, value);
         break;
     case 10:
         t->join_ns = ms;
@@ -203,24 +205,27 @@ static void print(const struct world *world) {
     printf("]}\n");
 }
 
-int main(int argc, char **argv) {
-    struct world *world = zeroed(sizeof(*world));
-    double seed = 1, ms = 2500, slice_us = 2000, switch_us = 125, bubble_ns = 1000, told = 125;
-    world->jitter_us = 60;
-    world->skew_us = 10;
-    world->stall = 0.002;
-    world->devices = 1;
-    world->burst_ms = 20;
+/* The options of the world that struct world does not hold. */
+struct options {
+    double seed, ms, slice_us, switch_us, preempt_us, whole_kernels, prompt_probes, bubble_ns;
+    double told_switch_us, told_slice_us;
+};
+
+static void parse(struct world *world, struct options *o, int argc, char **argv) {
     struct {
         const char *name;
         double *value;
-    } words[] = {{"seed", &seed},
-                 {"ms", &ms},
-                 {"slice_us", &slice_us},
-                 {"switch_us", &switch_us},
-                 {"bubble_ns", &bubble_ns},
+    } words[] = {{"seed", &o->seed},
+                 {"ms", &o->ms},
+                 {"slice_us", &o->slice_us},
+                 {"switch_us", &o->switch_us},
+                 {"preempt_us", &o->preempt_us},
+                 {"whole_kernels", &o->whole_kernels},
+                 {"prompt_probes", &o->prompt_probes},
+                 {"bubble_ns", &o->bubble_ns},
+                 {"told_switch_us", &o->told_switch_us},
+                 {"told_slice_us", &o->told_slice_us},
                  {"jitter_us", &world->jitter_us},
-                 {"told_switch_us", &told},
                  {"devices", &world->devices},
                  {"skew_us", &world->skew_us},
                  {"stall", &world->stall},
@@ -243,28 +248,52 @@ int main(int argc, char **argv) {
         else if (world->tenants < MAX_TENANTS)
             parse_tenant(world, argv[i]);
     }
-    world->end_ns = (uint64_t)ms * MS;
-    for (struct gpu *gpu = world->gpu; gpu < world->gpu + DEVICES; gpu++) {
-        gpu->signals = &world->signals;
-        gpu->slice_ns = (uint64_t)(slice_us * 1000);
-        gpu->switch_low_ns = (uint64_t)(switch_us * 400);
-        gpu->switch_high_ns = (uint64_t)(switch_us * 1600);
-        gpu->bubble_ns = (uint64_t)bubble_ns;
-        gpu->slice_noise = 0.2;
-        gpu->rng.state = (uint64_t)seed;
-        gpu->current = gpu->woken = -1;
-        gpu->now_ns = 1 * MS;
-        gpu->bins = world->end_ns / BIN;
-        for (int i = 0; i < world->tenants; i++)
-            gpu->bin[i] = zeroed((gpu->bins + 1) * sizeof(uint64_t));
-    }
+}
+
+static void init_gpu(struct world *world, struct gpu *gpu, const struct options *o) {
+    gpu->signals = &world->signals;
+    gpu->slice_ns = (uint64_t)(o->slice_us * 1000);
+    gpu->handover_ns = o->switch_us * 1000;
+    gpu->preempt_ns = (o->preempt_us > 0 ? o->preempt_us : o->switch_us) * 1000;
+    gpu->whole_kernels = o->whole_kernels != 0;
+    gpu->prompt_probes = o->prompt_probes != 0;
+    gpu->bubble_ns = (uint64_t)o->bubble_ns;
+    gpu->slice_noise = 0.2;
+    gpu->rng.state = (uint64_t)o->seed;
+    gpu->current = gpu->woken = -1;
+    gpu->now_ns = 1 * MS;
+    gpu->bins = world->end_ns / BIN;
+    for (int i = 0; i < world->tenants; i++)
+        gpu->bin[i] = zeroed((gpu->bins + 1) * sizeof(uint64_t));
+}
+
+int main(int argc, char **argv) {
+    struct world *world = zeroed(sizeof(*world));
+    struct options o = {.seed = 1,
+                        .ms = 2500,
+                        .slice_us = 2000,
+                        .switch_us = 125,
+                        .bubble_ns = 1000,
+                        .told_switch_us = 125,
+                        .told_slice_us = 2000};
+    world->jitter_us = 60;
+    world->skew_us = 10;
+    world->stall = 0.002;
+    world->devices = 1;
+    world->burst_ms = 20;
+    parse(world, &o, argc, argv);
+    world->end_ns = (uint64_t)o.ms * MS;
+    for (struct gpu *gpu = world->gpu; gpu < world->gpu + DEVICES; gpu++)
+        init_gpu(world, gpu, &o);
     set_env(world);
     for (int i = 0; i < world->tenants; i++) {
         for (int k = 0; k < world->tenant[i].processes; k++)
-            add_host(world, i, k, (uint64_t)seed);
+            add_host(world, i, k, (uint64_t)o.seed);
     }
-    for (int i = 0; i < world->hosts; i++)
-        world->host[i]->throttle.switch_ns = (uint32_t)(told * 1000);
+    for (int i = 0; i < world->hosts; i++) {
+        world->host[i]->throttle.switch_ns = (uint32_t)(o.told_switch_us * 1000);
+        world->host[i]->throttle.slice_ns = (uint32_t)(o.told_slice_us * 1000);
+    }
     if (world->hosts)
         simulate(world);
     print(world);

@@ -26,30 +26,30 @@ enum kernel {
 };
 enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, P_THREADS, PROGRAMS };
 #define THREADS 4
-enum lie {
-    LIE_NONE,
-    LIE_BUSY,
-    LIE_IDLE,
-    LIE_GARBAGE,
-    LIE_RUNS,
-    LIE_CROWD,
-    LIE_FUTURE,
-    LIE_PAST,
-    LIE_NEGATIVE,
-    LIE_SLOW,
-    LIE_CORPUS,
-    LIES
+enum spoof {
+    SPOOF_NONE,
+    SPOOF_BUSY,
+    SPOOF_IDLE,
+    SPOOF_GARBAGE,
+    SPOOF_RUNS,
+    SPOOF_CROWD,
+    SPOOF_FUTURE,
+    SPOOF_PAST,
+    SPOOF_NEGATIVE,
+    SPOOF_SLOW,
+    SPOOF_CORPUS,
+    SPOOFS
 };
 
 extern const char *const kernel_name[KERNELS];
 extern const char *const program_name[PROGRAMS];
-extern const char *const lie_name[LIES];
+extern const char *const spoof_name[SPOOFS];
 
 struct tenant {
     enum law law;
     enum kernel kernel;
     enum program program;
-    enum lie lie;
+    enum spoof spoof;
     struct gs_throttle_limit limit;
     int processes;
     bool unequal; /* all processes but the first mostly pause */
@@ -64,7 +64,7 @@ struct classic {
 };
 
 /* The oracle: it knows from the device's ledger what a container held, and each launch's
- * duration. What it misses no limiter can hold. */
+ * duration. No limiter can hold a cell that it misses. */
 struct oracle {
     uint64_t at_ns, held_ns;
     double credit_ns; /* of device time, before subtracting launches in flight */
@@ -109,8 +109,8 @@ struct world {
     struct tenant tenant[MAX_TENANTS];
     struct host *host[MAX_CONTEXTS];
     struct gs_page *page[MAX_CONTEXTS];
-    struct gs_activity lie[MAX_CONTEXTS][GS_MAX_PAGES];
-    const uint8_t *corpus; /* activity for LIE_CORPUS, used in rotation */
+    struct gs_activity spoof[MAX_CONTEXTS][GS_MAX_PAGES];
+    const uint8_t *corpus; /* activity for SPOOF_CORPUS, used in rotation */
     size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
     struct oracle oracle[DEVICES][MAX_TENANTS];
@@ -127,7 +127,7 @@ bool choose(struct host *host);
 bool wants_sync(const struct host *host);
 bool polls(const struct host *host); /* true if it waits without a call that the shim intercepts */
 uint64_t pause_ns(struct host *host);
-/* lies.c: returns the published page `page` of a context; NULL: there are no more. */
+/* spoof.c: returns the published page `page` of a context; NULL: there are no more. */
 const struct gs_activity *told(struct world *world, int context, unsigned page);
 /* law.c: 0, or the time at which to ask again. */
 uint64_t may_launch(struct host *host);

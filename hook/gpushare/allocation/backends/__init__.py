@@ -5,7 +5,7 @@
     choose(memory, compute, site)      -> Enforcers for one device; raises the reason if no backend can
     reasons(share, site)               -> text    why these backends were chosen, for explain
     require_kept(share)                           raises if a changed share could not be enforced
-    charged(device, holders, node)     -> Device  with the size that contexts have there
+    charged(device, enforcers, node)   -> Device  with the size that contexts have there
     ops(shares, node, folder)          -> ops     operations that they add to the plan
     change(before, after, folder)                 change the limits of a running container
     for_programs(request, node)        -> Node    for `gpushare run`

@@ -3,8 +3,8 @@
 
 #include "vt.h"
 
-const char *const lie_name[LIES] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
-                                    "future", "past", "negative", "slow",    "corpus"};
+const char *const spoof_name[SPOOFS] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
+                                        "future", "past", "negative", "slow",    "corpus"};
 
 /* Fills in short runs up to `to`, each in a period of `length` with `run` of its own. */
 static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t run) {
@@ -29,10 +29,11 @@ static uint64_t corpus_word(struct world *world, uint64_t now) {
     return byte[0] < 224 ? now + (uint64_t)near : (uint64_t)near;
 }
 
-static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, uint64_t now) {
-    memset(a, kind == LIE_GARBAGE ? 0xa5 : 0, sizeof(*a));
+static void spoof_activity(struct world *world, struct gs_activity *a, enum spoof kind,
+                           uint64_t now) {
+    memset(a, kind == SPOOF_GARBAGE ? 0xa5 : 0, sizeof(*a));
     switch (kind) {
-    case LIE_BUSY:
+    case SPOOF_BUSY:
         a->busy_from_ns = 1;
         a->busy_until_ns = UINT64_MAX;
         a->horizon_ns = now;
@@ -40,29 +41,29 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
         a->n = a->last = 1;
         a->run[1] = (struct gs_run){now > 100 * MS ? now - 100 * MS : 1, now, 100 * MS};
         break;
-    case LIE_RUNS: /* false runs, so that an accomplice is charged less */
+    case SPOOF_RUNS: /* false runs, so that an accomplice is charged less */
         a->horizon_ns = now;
         a->busy_until_ns = now + MS;
         runs(a, now, 100 * US, 60 * US);
         break;
-    case LIE_CROWD: /* claims to be active all the time, with the maximum weight */
+    case SPOOF_CROWD: /* claims to be active all the time, with the maximum weight */
         a->busy_from_ns = 1;
         a->busy_until_ns = UINT64_MAX;
         a->weight = 999999;
         a->priority = UINT32_MAX;
         a->expects_ns = 1000 * MS;
         break;
-    case LIE_FUTURE:
+    case SPOOF_FUTURE:
         a->busy_from_ns = 1;
         a->horizon_ns = a->busy_until_ns = UINT64_MAX;
         runs(a, now + 3600 * 1000 * MS, 100 * US, UINT64_MAX);
         break;
-    case LIE_PAST: /* stopped publishing its activity long ago */
+    case SPOOF_PAST: /* stopped publishing its activity long ago */
         a->busy_from_ns = a->horizon_ns = 1;
         a->busy_until_ns = UINT64_MAX;
         runs(a, 200 * MS, 100 * US, 100 * US);
         break;
-    case LIE_NEGATIVE:
+    case SPOOF_NEGATIVE:
         a->busy_from_ns = a->busy_until_ns = a->horizon_ns = (uint64_t)-1;
         a->expects_ns = a->switch_ns = a->owes_ns = (uint64_t)INT64_MIN;
         a->weight = a->priority = a->last = a->n = UINT32_MAX;
@@ -70,14 +71,14 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
             a->run[i] = (struct gs_run){now - i * US, now - 2 * i * MS, (uint64_t)-1};
         break;
     /* claims that each kernel takes slices, and each switch the longest plausible time */
-    case LIE_SLOW:
+    case SPOOF_SLOW:
         a->busy_from_ns = a->horizon_ns = now - now % (7 * MS);
         a->busy_until_ns = now + 50 * MS;
         a->expects_ns = 20 * MS;
         a->switch_ns = 499 * US;
         runs(a, a->horizon_ns, 7 * MS, 7 * MS);
         break;
-    case LIE_CORPUS:
+    case SPOOF_CORPUS:
         for (uint64_t *word = (uint64_t *)a; word < (uint64_t *)(a + 1); word++)
             *word = corpus_word(world, now);
         break;
@@ -87,13 +88,13 @@ static void lie_of(struct world *world, struct gs_activity *a, enum lie kind, ui
 }
 
 const struct gs_activity *told(struct world *world, int context, unsigned page) {
-    enum lie kind = world->tenant[world->host[context]->tenant].lie;
-    unsigned pages = kind == LIE_CROWD ? GS_MAX_PAGES : 1;
+    enum spoof kind = world->tenant[world->host[context]->tenant].spoof;
+    unsigned pages = kind == SPOOF_CROWD ? GS_MAX_PAGES : 1;
     struct gs_page *own = world->page[context];
     if (page >= pages)
         return NULL;
-    if (kind == LIE_NONE)
+    if (kind == SPOOF_NONE)
         return &own->buffer[atomic_load(&own->index) & 1];
-    lie_of(world, &world->lie[context][page], kind, world->host[context]->gpu->now_ns);
-    return &world->lie[context][page];
+    spoof_activity(world, &world->spoof[context][page], kind, world->host[context]->gpu->now_ns);
+    return &world->spoof[context][page];
 }

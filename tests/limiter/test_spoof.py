@@ -1,17 +1,17 @@
-"""Containers that publish false activity (lies.c) beside honest ones.
+"""Containers that publish false activity (spoof.c) beside honest ones.
 
 The honest containers keep their shares, and the false activity gains nothing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.limiter.cells import TREE, Ledger, Tenant, simulate
 
-LIES = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow")
+SPOOFS = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow")
 CORPUS = sorted((TREE / "tests/fuzz/corpus/law").iterdir())
 START_MS = 1500  # by then the limiter has detected exaggerated activity
 POINTS = 3.0  # tolerance for an honest container
@@ -46,8 +46,8 @@ COMPANIES = (
 )
 
 
-def run(company: Company, lie: str, **world: str) -> list[Ledger]:
-    more = f"lie={lie}" + ("" if company.works else ",join=1000000")
+def run(company: Company, spoof: str, **world: Any) -> list[Ledger]:
+    more = f"spoof={spoof}" + ("" if company.works else ",join=1000000")
     tenants = [Tenant(limit, company.kernel, company.program) for limit in company.limits]
     tenants[-1] = tenants[-1]._replace(more=more)
     return simulate(tenants, ms=4500, **world)
@@ -61,10 +61,10 @@ def hold(company: Company, ledgers: list[Ledger]) -> None:
     assert company.works or got[-1] == 0
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("spoof", SPOOFS)
 @pytest.mark.parametrize("company", COMPANIES, ids=lambda company: "-".join(map(str, company)))
-def test_false_activity_gains_and_gives_nothing(company: Company, lie: str) -> None:
-    hold(company, run(company, lie))
+def test_false_activity_gains_and_gives_nothing(company: Company, spoof: str) -> None:
+    hold(company, run(company, spoof))
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
@@ -77,13 +77,14 @@ def test_claimed_weights_are_ignored() -> None:
     """The page claims weight 999999 and high priority 32 times."""
     for honest, fake in ((1, 1), (1, 3)):
         ledgers = simulate(
-            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},lie=crowd")], ms=4500
+            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},spoof=crowd")],
+            ms=4500,
         )
         assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + fake), abs=POINTS)
 
 
 def test_claimed_priority_does_not_stop_borrowing() -> None:
     high, _ = simulate(
-        [Tenant(30, "50us", more="mode=soft,priority=1"), Tenant(30, "50us", more="lie=crowd,join=1000000")], ms=3500
+        [Tenant(30, "50us", more="mode=soft,priority=1"), Tenant(30, "50us", more="spoof=crowd,join=1000000")], ms=3500
     )
     assert high.share(START_MS) >= 90
