@@ -92,6 +92,51 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield made
 
 
+# The shim limits compute as a percentage of the device's time, judged by its ledger and by a clock. First in this file,
+# since the last stage keeps its view of cgroups until the end of the file.
+
+SHARES = {"shim": 30, "dmem": 50}
+RUN_S, POINTS, TRIES = 1.0, 5.0, 8
+
+
+def test_compute_limit_holds_with_each_memory_backend(tmp_path: Path, make_node: Callable[..., Node]) -> None:
+    """Two containers side by side, each with a different enforcer of memory."""
+    root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
+    node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
+    kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
+    assert all(backends.COMPUTE not in ROWS[name].enforces or name == backends.SHIM for name in SHARES)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(Ledger(str(root / "dev" / "nvidia0")))
+        spaces = []
+        for name, percent in SHARES.items():
+            env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{percent}%", "GPUSHARE_BACKEND": name}
+            mounts = [Mount(busy.build(), BUSY)]
+            one = Container(
+                tmp_path / "c",
+                [BUSY, *busy.words(seconds=60, kernel=50)],
+                env=env,
+                mounts=mounts,
+                **node.way("runtime"),
+            )
+            stack.enter_context(one)
+            kernel.make(one)
+            one.start()
+            spaces.append(os.stat(f"/proc/{one.pid}/ns/pid").st_ino)
+            wait_for_work(ledger, one, spaces[-1])
+        seen: list[list[float]] = []
+        for _ in range(TRIES):
+            begin = time.monotonic_ns()
+            time.sleep(RUN_S)  # the device's own time is measured
+            end = begin + int(RUN_S * 1e9) - 50_000_000
+            each = [100 * statistics.fmean(ledger.history(space).shares(begin, end, 10_000_000)) for space in spaces]
+            seen.append(each)
+            limits = list(SHARES.values())
+            assert all(got < limit + POINTS for got, limit in zip(each, limits)) or len(seen) == 1, seen
+            if len(seen) > 1 and all(got > limit - POINTS for got, limit in zip(each, limits)):
+                return
+        pytest.fail(f"{seen} instead of {SHARES}")
+
+
 # Kinds of limits
 
 
@@ -339,47 +384,3 @@ def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> 
             one.create()
     finally:
         stage.allow(*backends.BACKENDS)
-
-
-# The shim limits compute as a percentage of the device's time, judged by its ledger and by a clock
-
-SHARES = {"shim": 30, "dmem": 50}
-RUN_S, POINTS, TRIES = 1.0, 5.0, 8
-
-
-def test_compute_limit_holds_with_each_memory_backend(tmp_path: Path, make_node: Callable[..., Node]) -> None:
-    """Two containers side by side, each with a different enforcer of memory."""
-    root = make_simhost(tmp_path / "host", gpus=1, memory_bytes=16 * GIB)
-    node = make_node(root, policy={"allowed_backends": list(backends.BACKENDS)})
-    kernel = Kernel(root, [one.bus_id for one in inventory.read_inventory(str(root)).devices])
-    assert all(backends.COMPUTE not in ROWS[name].enforces or name == backends.SHIM for name in SHARES)
-    with ExitStack() as stack:
-        ledger = stack.enter_context(Ledger(str(root / "dev" / "nvidia0")))
-        spaces = []
-        for name, percent in SHARES.items():
-            env = {"GPUSHARE_MEMORY": "2Gi", "GPUSHARE_COMPUTE": f"{percent}%", "GPUSHARE_BACKEND": name}
-            mounts = [Mount(busy.build(), BUSY)]
-            one = Container(
-                tmp_path / "c",
-                [BUSY, *busy.words(seconds=60, kernel=50)],
-                env=env,
-                mounts=mounts,
-                **node.way("runtime"),
-            )
-            stack.enter_context(one)
-            kernel.make(one)
-            one.start()
-            spaces.append(os.stat(f"/proc/{one.pid}/ns/pid").st_ino)
-            wait_for_work(ledger, one, spaces[-1])
-        seen: list[list[float]] = []
-        for _ in range(TRIES):
-            begin = time.monotonic_ns()
-            time.sleep(RUN_S)  # the device's own time is measured
-            end = begin + int(RUN_S * 1e9) - 50_000_000
-            each = [100 * statistics.fmean(ledger.history(space).shares(begin, end, 10_000_000)) for space in spaces]
-            seen.append(each)
-            limits = list(SHARES.values())
-            assert all(got < limit + POINTS for got, limit in zip(each, limits)) or len(seen) == 1, seen
-            if len(seen) > 1 and all(got > limit - POINTS for got, limit in zip(each, limits)):
-                return
-        pytest.fail(f"{seen} instead of {SHARES}")

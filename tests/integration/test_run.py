@@ -241,7 +241,7 @@ def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
 
 def test_nested_start_is_refused(node: Node) -> None:
     done = run(node, "--memory", "2Gi", "--", *words(node, "--memory", "1Gi", "--", "true"))
-    assert done.returncode == 64 and "this runs in a share of a GPU; start the command as it is" in done.stderr
+    assert done.returncode == 64 and "this process is in a share of a GPU; start the command as it is" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -58,10 +58,10 @@ def children() -> dict[int, str]:
     found = {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            words = (stat.parent / "cmdline").read_bytes()
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            words = (stat.parent / "cmdline").read_bytes()  # empty during an exec
         except (OSError, IndexError):
             continue  # it has exited meanwhile
-        if parent == os.getpid() and words:
+        if state not in "ZX" and int(parent) == os.getpid():
             found[int(stat.parent.name)] = words.replace(b"\0", b" ").decode(errors="replace").strip()
     return found
