@@ -38,7 +38,7 @@ class Figure(NamedTuple):
     p99: float
     n: int
     unit: str
-    low: Optional[float] = None  # the confidence interval of the median, if there are single values
+    low: Optional[float] = None  # the confidence interval of the median; None without the samples
     high: Optional[float] = None
 
 
@@ -113,7 +113,8 @@ COMPUTE_UNITS = {
 
 
 def compute_shares(_directory: Path) -> dict[str, Figure]:
-    """Measure how closely the rate limiter holds shares, over the matrix in virtual time, known misses included."""
+    """Measure, in virtual time, how closely the rate limiter holds each share of tests/limiter/matrix.py. Cells of
+    misses.json count too."""
     found = {**matrix.figures(matrix.measure()), **reaction.figures()}
     figures = {key: figure(values, COMPUTE_UNITS[key]) for key, values in found.items()}
     # for these keys low values are bad, so p99 is at the low end
@@ -137,7 +138,8 @@ def compute_in_containers(_directory: Path) -> dict[str, Figure]:
 
 
 def oversubscribed(_directory: Path) -> dict[str, Figure]:
-    """Measure the slowdown from using more memory than the device has, with and without migration slices."""
+    """Measure the slowdown from using more memory than the device has, with tenants that run at will and with tenants
+    that alternate (migration slices)."""
     return {key: figure(values, "ratio") for key, values in oversub.slowdowns().items()}
 
 

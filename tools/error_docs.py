@@ -30,7 +30,7 @@ engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`)
 """
 # Messages of other programs that gpushare causes: (text, why, what to do)
 SYMPTOMS = (
-    ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container reached its limit, to which all its processes count, each with its context", "`gpushare list` shows the usage; request more, or run `gpushare limit set ID --memory +2Gi` while it runs"),
+    ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container reached its limit. The limit covers all its processes together, with the CUDA context of each", "`gpushare list` shows the usage; request more, or run `gpushare limit set ID --memory +2Gi` while it runs"),
     ("`CUDA_ERROR_NOT_PERMITTED` (800) from `cuInit`; NVML: `Insufficient Permissions`", "the share's limits file is missing, damaged or of another version, or the share has its maximum number of processes", "set `GPUSHARE_LOG=1` in its environment to get the reason on standard error; then start a new container"),
     ("`CUDA_ERROR_NO_DEVICE` (100), `No devices were found`", "the driver itself has no GPU, or `CUDA_VISIBLE_DEVICES` names a device that the container does not have", "run `gpushare doctor`; in the container device numbers start at 0"),
     ("`libcuda.so.1: cannot open shared object file`, `nvidia-smi: not found`", "the container did not request a GPU, or another runtime started it", "set `GPUSHARE_MEMORY` and `--runtime gpushare`; `gpushare explain BUNDLE` shows the request"),
@@ -58,9 +58,7 @@ OF_KIND = {
 }
 
 _FULL = "free space there, or run as root, depending on the reason"
-_CONFIG_JSON = (
-    "correct config.json, which the engine or an editor of the bundle wrote; `gpushare explain BUNDLE` checks it"
-)
+_CONFIG_JSON = "correct what you gave the engine, or the file if you wrote it; `gpushare explain BUNDLE` checks it"
 _RUNTIME = "the runtime passes that state to the hook: use an unmodified runc or crun"
 _REMOVE = "start a new container; `gpushare prune` removes the remains"
 _UPDATE = "update gpushare"

@@ -69,7 +69,8 @@ static bool is(const char *text, size_t length, const char *name) {
     return length == strlen(name) && memcmp(text, name, length) == 0;
 }
 
-/* Copy a string, with `\/` as a slash; "" if it is too long. False: it has another escape. */
+/* Copy a string, with `\/` as a slash, or "" if it is too long. Return false if it has another
+ * escape. */
 static bool text_of(struct text *t, char *field, size_t room) {
     const char *value;
     size_t length, put = 0;
@@ -106,7 +107,7 @@ static bool redirects(const char *name, size_t length, bool plain, struct text v
            !(text_of(&value, file, sizeof file) && strcmp(file, OWN_STDERR) == 0);
 }
 
-/* Move to what follows a value in an object. */
+/* Skip the comma after a member, and stay at '}'. Return false for any other text. */
 static bool next_member(struct text *t) {
     if (peek(t) == ',')
         t->at++;
@@ -142,7 +143,7 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     if (is(name, length, "id")) {
         const char *begin = t->at;
         if (!text_of(t, state->id, sizeof state->id) || !state_is_id(state->id))
-            *state->id = '\0'; /* the last value counts */
+            *state->id = '\0'; /* the last id counts, so a bad one erases an earlier one */
         t->at = begin;
         return skip(t);
     }

@@ -1,6 +1,6 @@
-/* The size of the variables that PTX text declares. Only declarations are read; an array size that
- * is not made of numbers and + - * / % << >> and parentheses makes the module too large for any
- * limit: compilers write plain numbers. */
+/* The size of the variables that PTX text declares. An array size may use numbers, parentheses and
+ * + - * / % << >>. The size of any other text is UINT64_MAX, so the module is refused; compilers
+ * emit plain numbers. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <string.h>
@@ -41,8 +41,7 @@ static bool eat(struct text *t, const char *symbol) {
     return true;
 }
 
-/* A number's digits from `*at` on, never behind `end`: the text of a fat binary has no NUL there.
- */
+/* Read digits from `*at`, never past `end`: text in a fat binary does not end with a NUL. */
 static uint64_t digits(const char **at, const char *end, unsigned base, bool *fits) {
     uint64_t value = 0;
     for (; *at < end && isxdigit((unsigned char)**at); ++*at) {
@@ -56,14 +55,16 @@ static uint64_t digits(const char **at, const char *end, unsigned base, bool *fi
     return value;
 }
 
-static uint64_t sum(struct text *t);
+/* These functions evaluate an array size. Overflow, a negative value and a division by 0 set `bad`.
+ */
+static uint64_t shifts(struct text *t);
 
 static uint64_t number(struct text *t) {
     if (t->depth >= DEEPEST)
         t->bad = true;
     if (!t->bad && eat(t, "(")) {
         t->depth++;
-        uint64_t value = sum(t);
+        uint64_t value = shifts(t);
         t->depth--;
         t->bad |= !eat(t, ")");
         return value;
@@ -82,7 +83,6 @@ static uint64_t number(struct text *t) {
     return value;
 }
 
-/* A value that does not fit 64 bits, or is negative, is not a size. */
 static uint64_t product(struct text *t) {
     uint64_t value = number(t);
     while (!t->bad) {
@@ -100,7 +100,7 @@ static uint64_t product(struct text *t) {
     return value;
 }
 
-static uint64_t terms(struct text *t) {
+static uint64_t sum(struct text *t) {
     uint64_t value = product(t);
     while (!t->bad) {
         if (eat(t, "+"))
@@ -113,13 +113,13 @@ static uint64_t terms(struct text *t) {
     return value;
 }
 
-static uint64_t sum(struct text *t) {
-    uint64_t value = terms(t);
+static uint64_t shifts(struct text *t) {
+    uint64_t value = sum(t);
     while (!t->bad) {
         bool left = eat(t, "<<");
         if (!left && !eat(t, ">>"))
             break;
-        uint64_t bits = terms(t);
+        uint64_t bits = sum(t);
         if (bits > 63 || (left && value << bits >> bits != value))
             t->bad = true;
         else
@@ -128,7 +128,8 @@ static uint64_t sum(struct text *t) {
     return value;
 }
 
-/* ".u32" -> 4, ".v4" -> 4 of them; an unknown type is as large as any. */
+/* Set the bytes of a type (.u32: 4) or the number of lanes (.v4: 4). A type of unusual width counts
+ * as the largest, 16 bytes. */
 static void word(const char *at, size_t length, uint64_t *type, uint64_t *lanes) {
     if (length == 2 && at[0] == 'v' && isdigit((unsigned char)at[1])) {
         *lanes = (uint64_t)(at[1] - '0');
@@ -148,7 +149,7 @@ static bool in_name(char c) {
     return isalnum((unsigned char)c) || c == '_' || c == '$' || c == '%';
 }
 
-/* The values of an initialiser, for an array whose first size is left out. */
+/* Count the values of an initialiser, which decide if the first array size is left out. */
 static uint64_t values(struct text *t) {
     uint64_t n = 1;
     unsigned depth = 0;
@@ -171,7 +172,7 @@ static void skip_parentheses(struct text *t) {
     }
 }
 
-/* From behind ".global" to the ';'. */
+/* Parse the rest of a declaration, from after .global or .const to the ';'. Return its bytes. */
 static uint64_t declaration(struct text *t) {
     uint64_t type = 0, lanes = 1, count = 1, total = 0, bytes;
     bool open = false;
@@ -190,7 +191,7 @@ static uint64_t declaration(struct text *t) {
         } else if (c == '[') {
             t->at++;
             open = peek(t) == ']';
-            t->bad |= !open && __builtin_mul_overflow(count, sum(t), &count);
+            t->bad |= !open && __builtin_mul_overflow(count, shifts(t), &count);
             t->bad |= !eat(t, "]");
         } else if (c == '=') {
             uint64_t n = values(t);

@@ -1,8 +1,8 @@
 /* The real driver's functions. GS_REAL(cuMemAlloc_v2) has that function's type and is NULL when the
- * driver lacks it. It never gives the shim's own function: the look-up is made on the handle of the
- * private file, whose scope is that file and its dependencies.
+ * driver lacks it. It never gives the shim's own function: gs_real_find searches only the driver's
+ * library, opened under gpushare's own path, and the dependencies of that library.
  *
- * symbols.h is generated from symbols.tsv, one for each of the two libraries. */
+ * Two files symbols.h are generated from symbols.tsv: for CUDA and for NVML. */
 #ifndef GPUSHARE_REAL_H
 #define GPUSHARE_REAL_H
 

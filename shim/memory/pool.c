@@ -2,20 +2,20 @@
  *
  * A pool's charge and a version share one word. After each call that can change a pool, the caller
  * reads the word, asks the driver how much the pool reserves, and swaps in {that, version + 1}. If
- * another thread changed the word meanwhile, it asks again. So the thread that settles last has
- * asked last, without a lock. The graph memory of a device is one more pool, which the driver
- * itself keeps.
+ * another thread changed the word meanwhile, it asks again. So the last value written is the
+ * driver's last answer, and no lock is needed. The graph memory of a device is one more pool, which
+ * the driver itself keeps.
  *
- * The table grows to the number of pools that exist at one time. Walking it (before a refusal, in
- * cuMemGetInfo) holds lock_pool, and so does destroying a pool: a destroyed handle is never
- * queried. */
+ * The table grows to the number of pools that exist at one time. A thread holds lock_pool while it
+ * walks the table (before a refusal, and in cuMemGetInfo) and while it destroys a pool, so no
+ * thread queries a destroyed handle. */
 #include "pool.h"
 
 #define UNIT_SHIFT 12u /* charges are kept in pages: 40 bits of them, 24 bits of version */
 #define VERSION_MASK UINT64_C(0xffffff)
 
-static struct gs_map numbers; /* CUmemoryPool -> extra = number */
-static struct gs_map passing; /* pools on the host and imported ones */
+static struct gs_map numbers; /* CUmemoryPool -> entry whose `extra` is its index in pools */
+static struct gs_map passing; /* pools that are not charged: on the host, or imported */
 static struct gs_pool pools[GS_MAX_POOLS];
 static _Atomic uint32_t pools_high;
 
@@ -90,7 +90,7 @@ static void settle(struct gs_pool *pool) {
     gs_pool_settle(pool);
 }
 
-/* The pool and its memory no longer exist. */
+/* Release the charge and the entry of a pool that no longer exists. */
 static void close_pool(struct gs_pool *pool) {
     uint64_t word = atomic_exchange(&pool->word, 0);
     apply_change(pool, charged_bytes(word), 0);
@@ -170,9 +170,11 @@ struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
     return gs_pool_of(handle, here->device);
 }
 
-/* Managed memory counts in full wherever its pages are, as with cuMemAllocManaged. Without a device
- * of its own it counts on the current one. Other host memory never moves to a device. */
-bool gs_pool_met(CUmemoryPool handle, const CUmemLocation *location, CUmemAllocationType type) {
+/* Managed memory counts in full wherever its pages are, as with cuMemAllocManaged. If its location
+ * is no device, the current device is charged. A pool on the host that is not managed never uses
+ * device memory, so it is not charged. */
+bool gs_pool_register(CUmemoryPool handle, const CUmemLocation *location,
+                      CUmemAllocationType type) {
     struct gs_here here = {.device = 0};
     if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
         return gs_pool_of(handle, location->id);
@@ -243,7 +245,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolPr
     CUresult result = real(pool, props);
     if (result != CUDA_SUCCESS || !pool || !props)
         return result;
-    if (gs_pool_met(*pool, &props->location, props->allocType))
+    if (gs_pool_register(*pool, &props->location, props->allocType))
         return result;
     GS_REAL(cuMemPoolDestroy)(*pool);
     *pool = NULL;
@@ -264,7 +266,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
     gs_lock(&gs_self()->lock_pool);
     bool known = gs_map_take(&numbers, (uint64_t)(uintptr_t)handle, &entry);
     struct gs_pool *pool = known ? &pools[entry.extra] : NULL;
-    if (pool) { /* the call frees its unused memory; memory in use stays charged */
+    if (pool) { /* the driver frees its unused memory; memory in use stays charged */
         trim(pool);
         atomic_store(&pool->state, GS_POOL_GHOST);
     }
@@ -314,6 +316,6 @@ GS_EXPORT CUresult CUDAAPI cuMemSetMemPool(CUmemLocation *location, CUmemAllocat
     GS_NEED(real, cuMemSetMemPool);
     CUresult result = real(location, type, pool);
     if (gs_slot() && result == CUDA_SUCCESS && location)
-        gs_pool_met(pool, location, type);
+        gs_pool_register(pool, location, type);
     return result;
 }

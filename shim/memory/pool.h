@@ -56,7 +56,7 @@ bool gs_room_end(struct gs_room *room);
 /* Return the record of a pool on `device`, created if necessary; NULL if the table is full. */
 struct gs_pool *gs_pool_of(CUmemoryPool handle, CUdevice device);
 /* The same for a pool at any location; false if the table is full. */
-bool gs_pool_met(CUmemoryPool handle, const CUmemLocation *location, CUmemAllocationType type);
+bool gs_pool_register(CUmemoryPool handle, const CUmemLocation *location, CUmemAllocationType type);
 struct gs_pool *gs_pool_known(CUmemoryPool handle);
 /* Its number in the table, for GS_KIND_POOLED entries. */
 uint64_t gs_pool_number(const struct gs_pool *pool);

@@ -22,7 +22,7 @@ GS_EXPORT CUresult CUDAAPI cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice dev) 
 static CUresult record_pool_at(CUresult result, const CUmemoryPool *pool,
                                const CUmemLocation *location, CUmemAllocationType type) {
     bool unrecorded = result == CUDA_SUCCESS && pool && location && gs_slot() &&
-                      !gs_pool_met(*pool, location, type);
+                      !gs_pool_register(*pool, location, type);
     return unrecorded ? CUDA_ERROR_OUT_OF_MEMORY : result;
 }
 

@@ -55,7 +55,9 @@ CUresult graph_run(const struct graph *graph, struct stream *stream, unsigned lo
 /* graphmem.c */
 CUresult graph_mem_open(struct node *node);
 void graph_mem_drop(struct graph_mem *mem);
+/* Back one allocation with physical memory. */
 CUresult graph_mem_take(struct graph_mem *mem);
+/* Grow the pool of graphs to the most memory that one run needs. */
 CUresult graph_mem_reserve(const struct graph *graph);
 bool graph_has_mem(const struct graph *graph);
 #endif

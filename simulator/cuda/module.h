@@ -20,9 +20,9 @@ struct module {
     struct context *ctx;
     struct library *library; /* NULL: loaded without a library */
     struct image image;
-    bool loaded; /* all but its functions */
+    bool loaded; /* code and globals; functions are loaded one by one */
     bool function_loaded[IMAGE_NAMES];
-    uint64_t code_bytes; /* of the context's */
+    uint64_t code_bytes; /* this module's part of ctx->code_bytes */
     struct mem *mem;
     struct function *functions;
     struct module *next;

@@ -52,7 +52,7 @@ struct stream;
 struct pool;
 struct module;
 
-/* MEM_CODE: an address only; code counts in its context's blocks. */
+/* MEM_CODE has only an address. Its bytes are part of the context's code_bytes. */
 enum mem_kind {
     MEM_DEVICE,
     MEM_MANAGED,
@@ -97,7 +97,7 @@ struct context {
     int refs;
     uint64_t id;
     uint64_t code_bytes;  /* of all modules, in shared blocks */
-    uint64_t local_bytes; /* of each thread, beyond the initial ones */
+    uint64_t local_bytes; /* of each thread, above the default */
     uint64_t overhead;    /* bytes charged beyond allocations and modules */
     size_t limit[CU_LIMIT_MAX];
     unsigned cache_config, shared_config;
@@ -108,7 +108,7 @@ struct context {
     struct stream *streams; /* all streams of this context, including the legacy one */
     struct stream *legacy;
     uint32_t queue;              /* engine queue index + 1 */
-    uint64_t submitted_ns;       /* end of this context's work, in attained time */
+    uint64_t submitted_ns;       /* end of its work, on the clock of device time that it attained */
     uint64_t free_ns[SIM_PARTS]; /* when each part of the device is free again */
     unsigned pending;            /* operations not known to be done */
     unsigned effects;            /* of those, operations that write memory when they end */
@@ -167,8 +167,9 @@ void sim_leave(int *entered);
 
 struct context *current_context(void);
 bool sim_is(const void *object, enum object_kind kind);
-/* Use instead of free(): keeps the memory unused for long. A later use of the handle returns an
- * error or, if the program itself destroyed the object, crashes, as it may with the real driver. */
+/* Use instead of free(): does not give the memory out again for long. A later use of the handle
+ * returns an error or, if the program itself destroyed the object, crashes, as it may with the real
+ * driver. */
 void sim_bury(void *object, bool by_program);
 struct context *context_of(CUcontext handle);
 CUresult join_device(int device);
@@ -203,6 +204,7 @@ CUresult mem_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);
 CUresult mem_free(uint64_t va);
 
 /* managed.c */
+/* Takes all blocks of this memory off the device. */
 void managed_leave(struct mem *mem);
 /* Returns the time that a kernel needs for fetching these bytes over the bus. */
 uint64_t managed_read_ns(uint64_t va, uint64_t bytes);
@@ -219,7 +221,7 @@ bool capture_allows_call(void);
 
 /* limits.c */
 void limits_open(struct context *ctx);
-/* Room for the local memory of all threads that may be resident: enlarged, never reduced. */
+/* Enlarges the room for the local memory of all threads that can be resident; never reduces it. */
 CUresult local_room(struct context *ctx, uint64_t bytes_of_thread);
 
 /* share.c */

@@ -24,7 +24,7 @@ MakeRuntimes = Callable[[Path], dict[str, Any]]
 
 
 class DockerHost(Docker):
-    """Docker driven by its command-line options instead of a Want."""
+    """Docker, with containers described by command-line options instead of `base.Want`."""
 
     def try_run(self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare") -> Result:
         """docker run --rm OPTIONS IMAGE ARGS."""
@@ -44,7 +44,7 @@ def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None =
     directory.chmod(0o711)  # the root of a user namespace must traverse it
     node = Node(directory / "node", make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB))
     try:
-        node.cli("refresh")  # mounts the state directory, which stays
+        node.cli("refresh")  # mounts the state directory; it stays mounted
         config = {"runtimes": runtimes(directory)} if runtimes else None
         made = DockerHost(node, directory / "docker", image_root, *options, config=config, default=True)
         try:
@@ -65,7 +65,7 @@ class Hosts(NamedTuple):
 def docker_hosts(
     image_root: Path, prepare: Callable[[Path, dict[str, Node]], dict[str, tuple[str, ...]]]
 ) -> Iterator[Hosts]:
-    """`prepare(directory, nodes)` makes additional nodes and returns each one's command line as a runtime."""
+    """`prepare(directory, nodes)` makes additional nodes and returns, for each, the command line of its runtime."""
     nodes: dict[str, Node] = {}
 
     def runtimes(directory: Path) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def docker_hosts(
 
 
 def total(one: DockerContainer) -> int:
-    """Return the device memory in bytes that a program started by docker exec sees. The simulated device frees an ended
-    program's memory only when the next program starts, and a moment later. After a container that used all memory, the
-    next program may need a second attempt."""
+    """Return the device memory in bytes that a program started by docker exec sees. The simulated device frees the
+    memory of an ended program shortly after the next program starts, not before. After a container that used all
+    memory, the next program may need a second attempt."""
     first = one.exec(PROBE)
     answer = (one.exec(PROBE) if first.code else first).answer()
     assert "failed" not in answer, answer

@@ -79,7 +79,7 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
 
 @contextmanager
 def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
-    """The engine of that row, on a simulated host with one GPU of 16 GiB."""
+    """The engine `ENGINES[name]`, on a simulated host with one GPU of 16 GiB."""
     host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
     made = ENGINES[name](Place(directory, image_root, host))
     try:
@@ -97,7 +97,7 @@ def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
     host = make_simhost(directory / "host", gpus=2, memory_bytes=16 * GIB, late_return_ms=0)
     made = Containerd(Node(directory / "node", host), directory / "c", image_root, way)
     try:
-        made.node.cli("refresh")  # mounts the state directory, which stays
+        made.node.cli("refresh")  # mounts the state directory; it stays mounted
         yield made
     finally:
         made.close()

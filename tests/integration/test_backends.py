@@ -298,7 +298,10 @@ def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) 
         kept = stage.row.keeps(share._replace(**word.share)) if word.live else None
         if kept:
             done = stage.node.cli("limit", "set", stage.main.id, *word.live)
-            assert done.returncode != 0 and f"{stage.row.name} enforces a limit of device 0: {kept}" in done.stderr
+            assert (
+                done.returncode != 0
+                and f"{stage.row.name} enforces a limit of device 0 and cannot apply this change: {kept}" in done.stderr
+            )
     if env:
         with stage.one(**env) as one:
             one.create()

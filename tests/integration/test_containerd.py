@@ -109,7 +109,7 @@ def test_pods_of_other_schedulers_get_their_shares(engine: Containerd) -> None:
         one = pod.run(Want(SLEEP, device), "train")
         assert total_bytes(one) == 3 * GIB
         assert pod.run(Want(SLEEP), "sidecar").exec(*DEVICES).out == ""
-        with pytest.raises(CriError, match=r"device-allocated names no container, .*write b\.gpushare"):
+        with pytest.raises(CriError, match=r"device-allocated is for the whole pod, .*write b\.gpushare"):
             pod.run(Want(SLEEP, device), "b")
         assert engine.node.leases() == [one.id]
     with engine.pod({"gpu-fraction": "0.25", "gpu-fraction-container-name": "train"}) as pod:

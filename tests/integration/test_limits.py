@@ -80,7 +80,7 @@ def test_bypass_attempts_get_no_more_than_the_limit(
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
 
-    beside = grab()  # the first process has only its context yet
+    beside = grab()  # so far the first process has allocated nothing but its context
     assert beside["total_bytes"] == beside["nvml_total_bytes"] == 2 * GIB
     assert GIB < beside["got_bytes"] < 2 * GIB
     take_all(first)
@@ -88,7 +88,7 @@ def test_bypass_attempts_get_no_more_than_the_limit(
     assert peak_bytes(simhost, first.pid_namespace()) <= 2 * GIB
 
 
-def test_unprivileged_container_keeps_its_limit(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
+def test_container_running_as_uid_1000_is_limited(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
     one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000), way=way)
     one.container.start()
     assert one.expect("seen")["cuda_total_bytes"] == GIB
@@ -130,7 +130,7 @@ def test_hook_works_in_the_create_runtime_stage(container: Callable[..., Contain
 def test_limit_holds_under_crun(
     container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, stage: str
 ) -> None:
-    """With the hook, and (no stage) with gpushare-runtime."""
+    """Each stage tests the hook there; an empty stage tests gpushare-runtime."""
     node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
     way = {"hook": node.hook(stage), "runtime": "crun"} if stage else node.way("runtime")
     one = container(

@@ -106,7 +106,7 @@ def test_one_annotation_serves_one_container_of_a_pod(container: MakeContainer, 
     env = {"NVIDIA_VISIBLE_DEVICES": "0"}
     first = container(["sleep", "inf"], env=env, annotations=pod("a"), **node.way(way, cri=True)).start()
     with pytest.raises(
-        RuntimeFailed, match=rf"{first.id} of this pod already has a share by it; write b\.gpushare\.io/memory"
+        RuntimeFailed, match=rf"{first.id} already has the share that it requests; write b\.gpushare\.io/memory"
     ):
         container(["true"], env=env, annotations=pod("b"), **node.way(way, cri=True)).create()
     first.delete()  # as when the first one is restarted under another id

@@ -1,4 +1,4 @@
-"""gpushare run by users other than root: the same share, or, unprivileged, a cooperative one."""
+"""`gpushare run` for users other than root: with --user the same share, without privileges a cooperative one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB, GIB = 1 << 20, 1 << 30
 CONTEXT = 300 * MIB
 
 
-def test_another_user_gets_the_same_share(node: Node) -> None:
+def test_program_with_user_option_gets_the_share(node: Node) -> None:
     script = 'id -u; id -g; id -G; head -n1 /proc/self/uid_map; exec "$@"'
     done = run(node, "--memory", "2Gi", "--user", "nobody", "--", "sh", "-c", script, "sh", *GRAB)
     assert done.returncode == 0, done.stderr
@@ -95,8 +95,8 @@ def test_user_can_change_own_limits(users_node: Node) -> None:
     assert json.loads(grabbed)["total_bytes"] == json.loads(grabbed)["nvml_total_bytes"] == 2 * GIB
 
 
-def test_user_without_session_is_refused(users_node: Node) -> None:
-    """A directory of another user is not used, with any value of the variable."""
+def test_user_without_runtime_directory_is_refused(users_node: Node) -> None:
+    """gpushare uses no directory of another user, with any value of XDG_RUNTIME_DIR."""
     done = as_user(users_node, "run", "--memory", "1Gi", "--", "true", runtime="/tmp")
     line = done.stderr.splitlines()[-1]
     assert done.returncode == 71 and "/run/user/4711/gpushare" in line and "set XDG_RUNTIME_DIR" in line

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_hybrid_cgroups")
 
 
 def run(one: Container, *args: str, cwd: Path) -> tuple[int, str]:
-    """Run `gpushare-runtime run` in the directory `cwd`, as a shell would that entered by that path."""
+    """Run `gpushare-runtime run` in the directory `cwd`, with PWD as in a shell after `cd`."""
     environment = {**os.environ, "PWD": str(cwd)}
     done = subprocess.run(
         [*one._runtime, "run", *args, one.id],
@@ -37,7 +37,7 @@ def run(one: Container, *args: str, cwd: Path) -> tuple[int, str]:
 def test_bundle_behind_a_link_is_found(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, runtime: str, words: list[str]
 ) -> None:
-    """The runtime's hooks get its real path, with runc also that of PWD."""
+    """Hooks get the bundle's real path; runc may also give the path in PWD."""
     node = make_node(simhost, runtime={"path": RUNTIMES[runtime]})
     one = container(LOOK, env=SHARE, runtime=node.runtime())
     (tmp_path / "link").symlink_to(one.bundle)
@@ -60,7 +60,7 @@ def test_last_bundle_option_counts_for_crun(
 def test_crun_s_config_option_is_followed(
     container: MakeContainer, make_node: MakeNode, simhost: Path, tmp_path: Path, absolute: bool
 ) -> None:
-    """crun's --config: relative to crun's directory, while the paths in it are relative to the bundle."""
+    """crun resolves --config from its working directory, and paths inside that file from the bundle."""
     node = make_node(simhost, runtime={"path": RUNTIMES["crun"]})
     one, other = container(LOOK, env=SHARE, runtime=node.runtime()), container(LOOK)
     shutil.move(one.bundle / "config.json", tmp_path / "asks.json")

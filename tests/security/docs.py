@@ -1,4 +1,6 @@
-"""Print docs/attacks.md, generated from the table of attacks. `make docs` writes it; a test compares.
+"""Print docs/attacks.md, generated from the table of attacks.
+
+`make docs` writes the page; a test fails if the page and the table differ.
 
 python3 -m tests.security.docs
 """
@@ -20,8 +22,8 @@ This command tries each attack with a real container, once with the hook and onc
 the checksums of its possible targets and the host's mount table must be unchanged. No trace of the container may
 remain, and the whole device must be free.
 
-* Share: a program in the container that allocates all it can gets exactly its limit, by CUDA, by NVML and by the
-  device's own ledger.
+* Share: the container starts. A program in it allocates until it is refused; CUDA, NVML and the simulated device's
+  ledger all show exactly the container's limit.
 * Refused: the container does not start, and one line gives the reason.
 
 [Security](security.md) lists the promises and their limits.

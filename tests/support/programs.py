@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from .host import BUILD, TREE, Node
@@ -47,8 +46,3 @@ def run(node: Node, *arguments: str, **options: Any) -> subprocess.CompletedProc
     """Run `gpushare run` to its end."""
     options = {"stdin": subprocess.DEVNULL, "env": ENVIRONMENT, "timeout": 90, **options}
     return subprocess.run(words(node, *arguments), capture_output=True, text=True, **options)
-
-
-def processes_of(node: Node, name: str) -> Path:
-    """The lease's directory."""
-    return node.state / "containers" / name

@@ -1,4 +1,4 @@
-"""Activity files after starts and releases that were killed, lost or made by an earlier version."""
+"""Activity files after a start or release was killed, after files were lost, and after an upgrade."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_index_matches_leases_after_killed_start(state: str) -> None:
     assert index(state)[0] == {0, 1} and files(state) == {"index", "0", "1"}
 
 
-def test_dead_reservation_frees_its_number(state: str) -> None:
+def test_sweep_frees_number_of_dead_reservation(state: str) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -92,7 +92,7 @@ def test_start_killed_at_any_call_leaks_no_number(state: str) -> None:
     assert 30 < call < 199
 
 
-def test_release_killed_at_any_call_is_finished_by_next_start(state: str) -> None:
+def test_undo_finishes_release_killed_at_any_call(state: str) -> None:
     reserve(state, "c1")
 
     def release() -> None:
@@ -108,7 +108,7 @@ def test_release_killed_at_any_call_is_finished_by_next_start(state: str) -> Non
     assert 5 < call < 199
 
 
-def test_first_allocation_killed_at_any_call_does_not_block_next(state: str) -> None:
+def test_first_start_on_device_killed_at_any_call_does_not_block_next(state: str) -> None:
     for call in range(200):
         again = killed_at(call, lambda: activity_files.prepare(state, UUID))
         reserve(state, "next")
@@ -121,7 +121,7 @@ def test_first_allocation_killed_at_any_call_does_not_block_next(state: str) -> 
     assert 5 < call < 199
 
 
-def test_concurrent_first_allocations_mount_once(state: str) -> None:
+def test_concurrent_first_starts_mount_once(state: str) -> None:
     parent = procs.myself()
 
     def start(number: int) -> None:

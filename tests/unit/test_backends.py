@@ -168,12 +168,12 @@ def test_each_limit_gets_its_enforcer(backend: str, allowed: tuple[str, ...], en
         (asked("mps"), node(), (), {"mps": "down"}, DeviceError, "mps cannot: down; set GPUSHARE_BACKEND=shim"),
         (asked("dmem"), node("dmem"), (), {"dmem": "old kernel"}, DeviceError, "old kernel; add shim to"),
         (asked("mps", compute=False), node(), (), {"mps": "down"}, DeviceError, "mps cannot: down"),
-        (asked("mps"), node(), (other("shim"),), {}, DeviceError, "containers without MPS are on the device"),
+        (asked("mps"), node(), (other("shim"),), {}, DeviceError, "other containers on this device do not use MPS"),
         (asked("shim"), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on the device"),
         (asked("shim", compute=False), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on"),
         (asked("dmem"), node(), (), {"dmem": "old kernel"}, DeviceError, "memory of device 0: dmem cannot: old"),
         (asked("dmem", name="0:0"), node(mig=True), (), {}, DeviceError, "no regions for MIG devices"),
-        (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" has no limit on memory .* GPUSHARE_MEMORY'),
+        (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" was requested, but no limit on memory'),
         (asked("mps"), node("mps"), (), {}, PolicyError, r"limit on memory \(policy.allowed_backends: mps\); add shim"),
         (asked(), node("dmem"), (), {}, PolicyError, "no backend that this node allows .* on compute"),
         (asked(), node("mps", "dmem"), (), {"mps": "down"}, DeviceError, "compute .*: mps cannot: down; add shim to"),
@@ -202,7 +202,7 @@ CANNOT = {
     ("mps", URGENT): "mps cannot: it has no high priority, only a low one",
     ("mps", MIG): "mps cannot: it is offered for whole GPUs, not inside of MIG devices",
     ("mps", SEVERAL): "mps cannot: a program connects to the daemon of one GPU, and this container asks for several",
-    ("mps", ROOTLESS): "mps cannot: its daemon belongs to root, and this is rootless",
+    ("mps", ROOTLESS): "mps cannot: the MPS daemon runs as root, and gpushare runs rootless here",
     ("dmem", OVER): "dmem cannot: managed memory is not counted there",
     ("dmem", MIG): "dmem cannot: the driver has no regions for MIG devices",
     ("dmem", ROOTLESS): "dmem cannot: it needs rights over cgroups, and this is rootless",
@@ -378,7 +378,9 @@ def test_log_names_all_enforcers() -> None:
 
 def test_change_that_enforcer_cannot_apply_is_refused() -> None:
     one = lease(given(asked("mps"), node()))._replace(state="held")
-    with pytest.raises(RequestError, match="mps enforces a limit of device 0: its percentages are hard"):
+    with pytest.raises(
+        RequestError, match="mps enforces a limit of device 0 and cannot apply this change: its percentages are hard"
+    ):
         limit_request.shares(one, limit_request.parse(mode="soft"), node(), (one,))
     with pytest.raises(RequestError, match="no high priority"):
         limit_request.shares(one, limit_request.parse(priority="high"), node(), (one,))

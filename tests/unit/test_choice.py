@@ -144,7 +144,11 @@ def test_any_selects_mig_or_whole_gpu_by_condition() -> None:
             "write any or any:2, then with commas model=",
         ),
         ("any,model>=A100", '"model>=A100" has >= where only = is allowed', "write any or"),
-        ("any,free", "free has no value", "write 'free>=...', in quotes for a shell"),
+        (
+            "any,free",
+            "condition free has no value",
+            "write 'free>=...', in quotes for a shell, which takes a bare > for itself",
+        ),
         ("any,model=A100,0", "any cannot be combined", "write any"),
         ("any,free=4Gi", '"free=4Gi" has = where only >= is allowed', "write any or"),
         ("any,free>4Gi", '"free>4Gi" is not a condition for a device', "write any or any:2, then with"),
@@ -383,7 +387,8 @@ def test_equal_share_satisfies_required_limit() -> None:
 
 def test_equal_share_of_unknown_size_is_refused() -> None:
     with pytest.raises(
-        DeviceError, match="an equal share of device 0: its memory size is not known; run `gpushare ref"
+        DeviceError,
+        match="device 0 cannot be divided into equal shares: its memory size is not known; run `gpushare ref",
     ):
         grant(host(gpu(0, 0), sharing=(SharingRule(2),)), "NVIDIA_VISIBLE_DEVICES=0")
 

@@ -1,4 +1,4 @@
-"""The command line over a state directory with known content. The device is a value; everything else is real."""
+"""The command line with a prepared state directory. Only the inventory of devices is made up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_config_show_lists_values_and_origins(tmp_path: Path, cli: Callable[...,
     assert ["memory_overcommit", "1.5", "1.0"] in lines and [
         "placement.strategy",
         '"binpack"',
-    ] in lines  # equals the default
+    ] in lines  # binpack is the default, so the column DEFAULT is empty
     assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
     value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
     assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])

@@ -49,7 +49,7 @@ def test_device_is_request_despite_forged_cri_annotations() -> None:
 @pytest.mark.parametrize("claims", [POD, SANDBOX, CRIO_SANDBOX], ids=lambda claims: next(iter(claims.values())))
 @pytest.mark.parametrize("key", ["gpushare.io/memory", "app.gpushare.io/memory", "gpu-memory"])
 def test_pod_annotation_without_cri_is_refused_with_remedy(claims: dict[str, str], key: str) -> None:
-    """The annotation is neither granted to each container nor ignored."""
+    """Honoured, it would give each container the whole amount; ignored, it would drop the limit."""
     one = bundle(annotations={**claims, key: "1Gi"}, cri=False)
     assert request.mentions(one)
     with pytest.raises(RequestError) as refused:
@@ -73,7 +73,7 @@ def test_device_in_sandbox_is_refused(more: dict[str, Any], with_injected: bool)
 
 
 def test_pod_limit_applies_to_injected_device() -> None:
-    """The name of a device must not hide the limit that the user set for the pod."""
+    """A device that other software injected must not replace the limit that the user set for the pod."""
     one = bundle(annotations={**POD, "gpushare.io/memory": "1Gi"}, **DEVICE)
     found = request.resolve(one, node(), with_injected=True)
     assert found is not None and ("gpushare.io/memory", "1Gi") in found.sources

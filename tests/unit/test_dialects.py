@@ -143,7 +143,7 @@ def test_volume_request_overrides_variable() -> None:
 def test_cdi_volume_request_is_parsed() -> None:
     found = read_nvidia(spec={"mounts": [volume("cdi/nvidia.com/gpu/1")]})
     assert found is not None and found.selection == Selection("list", names=("1",))
-    with pytest.raises(RequestError, match="cdi/example.com/net/0 names no GPU"):
+    with pytest.raises(RequestError, match="cdi/example.com/net/0 does not name an NVIDIA GPU"):
         read_nvidia(spec={"mounts": [volume("cdi/example.com/net/0")]})
 
 

@@ -54,7 +54,10 @@ def test_kernel_without_system_call_fails(machine: Machine, monkeypatch: pytest.
 
 
 def overlay(directory: Path) -> Path:
-    """A mounted overlay, a file system that cannot hide owners. The mount namespace is private (conftest.py)."""
+    """Mount an overlay, which cannot hide the owner of files from a container.
+
+    The mount namespace is private (conftest.py).
+    """
     for name in ("lower", "upper", "work", "root"):
         (directory / name).mkdir()
     options = ",".join(f"{name}dir={directory / name}" for name in ("lower", "upper", "work"))
@@ -96,7 +99,7 @@ def hierarchy(kind: str, options: str = "") -> mountns.MountEntry:
         ((("cgroup", "rw,cpu"),), None, FAIL, "no cgroup"),
         ((("cgroup", "rw,devices"),), None, OK, "v1,"),
         ((("cgroup", "rw,devices"), ("cgroup2", "rw")), None, OK, "hybrid"),
-        ((("cgroup2", "rw"),), None, OK, "device programs load"),
+        ((("cgroup2", "rw"),), None, OK, "the kernel loads device programs"),
         ((("cgroup2", "rw"),), failing(errno.EPERM), WARN, "cannot be loaded"),
     ],
 )

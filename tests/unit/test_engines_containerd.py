@@ -201,7 +201,7 @@ def test_default_base_spec_matches_containerd() -> None:
         ('version = "2"\n', 'unknown version "2"'),
         ('disabled_plugins = ["cri"]\n', "disabled_plugins disables CRI; remove it from that list"),
         (f'version = 3\ndisabled_plugins = ["{CRI3}"]\n', "disabled_plugins disables CRI"),
-        ("version = 2\nimports = 1\n", "imports must be a list of texts"),
+        ("version = 2\nimports = 1\n", "imports must be a list of strings"),
         ("version = 2\nplugins = 1\n", "plugins must be a table, not int"),
         (
             f'version = 2\n[plugins]\n"{CRI2}" = {{containerd = {{}}}}\n',

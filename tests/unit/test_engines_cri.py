@@ -1,4 +1,7 @@
-"""containerd and CRI-O are configured as CRIs; entries of earlier versions are found and replaced."""
+"""containerd and CRI-O get `--cri`, which declares the engine a CRI.
+
+Entries of earlier versions are found and replaced.
+"""
 
 from __future__ import annotations
 

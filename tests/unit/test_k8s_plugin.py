@@ -99,7 +99,7 @@ def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: 
         resource.show(found, frozenset(pure.UUIDS), "binpack")
         assert resource.size == devices * (gib << 10) // unit_mib
     else:
-        with pytest.raises(ConfigError, match=r"163840 units of gpushare.io/memory-mib are \d{7} bytes.*--memory-unit"):
+        with pytest.raises(ConfigError, match=r"163840 units of gpushare.io/memory-mib has \d{7} bytes.*--memory-unit"):
             resource.show(found, frozenset(pure.UUIDS), "binpack")
 
 

@@ -209,7 +209,7 @@ def test_contradicting_request_in_pod_is_refused(env: tuple[str, ...], annotatio
 def test_equal_share_with_other_amount_is_refused(memory: str) -> None:
     """Applies to every source, including the image's ENV: kubelet has promised the other shares of that device."""
     annotations = {} if "=" in memory else {memory: "16Gi"}
-    with pytest.raises(RequestError, match="kubelet gave an equal share of a device; leave out"):
+    with pytest.raises(RequestError, match="kubelet gave an equal share of a device, whose size is fixed; leave out"):
         asked(SHARE, *([] if annotations else [memory]), annotations=annotations)
 
 

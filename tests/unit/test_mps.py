@@ -176,7 +176,7 @@ def test_stopping_daemon_gets_no_new_container(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(leases, "view", view)
     monkeypatch.setattr(mps_control, "listening", lambda pipe: mps_control.Daemon(1 << 22, 0))
     monkeypatch.setattr(mps_daemon, "end", lambda control, pid: None)
-    with pytest.raises(CapacityError, match="containers have MPS"):
+    with pytest.raises(CapacityError, match="containers still use MPS"):
         mps_daemon.stop(host, DEVICE.uuid, False)
     assert path.exists()
     live.clear()

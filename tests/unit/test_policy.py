@@ -261,7 +261,9 @@ def test_pod_annotation_counts_for_one_container(of: Any) -> None:
     first, one = asked("a", "s1", "c1")
     held = lease(share(0, 0, 4 << 30))._replace(sandbox=policy.pod_wide(first, one))
     assert held.sandbox == "s1"
-    with pytest.raises(RequestError, match=r"gpushare.io/memory .* c1 of this pod .*; write b\.gpushare\.io/memory"):
+    with pytest.raises(
+        RequestError, match=r"gpushare.io/memory .* container c1 already has .*; write b\.gpushare\.io/memory"
+    ):
         policy.refuse_second(*asked("b", "s1", "c2"), [held])
     policy.refuse_second(*asked("b", "s2", "c2"), [held])  # another pod
     policy.refuse_second(*asked("a", "s1", "c1"), [held])  # its own lease

@@ -164,7 +164,7 @@ def test_pod_limit_is_granted_to_one_container() -> None:
 
     first, one = of("a")
     held = ledger_lease(first, one)
-    with pytest.raises(RequestError, match=r"gpu-fraction .* a of this pod .*; write b\.gpushare\.io/memory"):
+    with pytest.raises(RequestError, match=r"gpu-fraction .* container a already has .*; write b\.gpushare\.io/memory"):
         policy.refuse_second(*of("b"), [held])
 
 

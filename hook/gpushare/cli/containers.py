@@ -64,7 +64,7 @@ def list_(paths: Paths, output: str) -> None:
     rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
     write_table((*columns, *(column for column, _ in more)), rows)
     notes = [f"{constants.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
-    for line in ["", *notes] if notes else ():  # on a terminal notes are too long for the table
+    for line in ["", *notes] if notes else ():  # a note is too long for a table on a terminal
         write_line(line)
 
 
@@ -156,7 +156,7 @@ def plain(one: facts.Container) -> dict[str, Any]:
 @with_format
 @click.pass_obj
 def inspect(paths: Paths, id: str, output: str) -> None:
-    """Show a container, its processes and its last refusal.
+    """Show a container, its processes and the last failed start.
 
     ID is the container id of `gpushare list` and `docker ps`, not docker's name. Any unambiguous prefix works.
     """

@@ -23,8 +23,8 @@ WORKSTATION: dict[str, Any] = {
     "policy.unlimited": "exclusive",
 }
 # Many users start containers. No container gets a GPU by accident (an image that sets NVIDIA_VISIBLE_DEVICES, an
-# annotation that reaches a sidecar, variables of a scheduler that is not installed, a privileged agent). No container
-# gets an amount that no scheduler has counted, or more than the maximum.
+# annotation that reaches a sidecar, variables of a scheduler that is not installed, a privileged agent). A scheduler
+# must have counted every amount, and no amount may exceed the maximum.
 CLUSTER: dict[str, Any] = {
     "policy.accept.widening": "never",
     "policy.annotations": "scoped",

@@ -123,4 +123,4 @@ def cgroups(_: Machine) -> Result:
             f"{detail}; device programs cannot be loaded: {error.message}",
             "use gpushare-runtime, not the hook alone; `gpushare run` has no device cgroup here",
         )
-    return Result(OK, f"{detail}; device programs load")
+    return Result(OK, f"{detail}; the kernel loads device programs")

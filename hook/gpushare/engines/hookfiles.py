@@ -109,5 +109,5 @@ def refuse_arguments(settings: Settings, engine: str) -> None:
     """Raise ConfigError if the runtime needs arguments, for engines that cannot pass any."""
     if settings.runtime_args():
         given = " ".join(settings.runtime_args())
-        hint = "use --hook-only, or the default paths"
+        hint = "use --hook-only, or keep configuration and state at their default paths"
         raise ConfigError(f"{engine} cannot pass arguments to a runtime ({given})", hint)

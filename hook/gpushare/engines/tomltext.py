@@ -126,7 +126,7 @@ def imports(value: Mapping[str, Any], path: str) -> list[str]:
     """The list `imports`; empty when there is none. Raises ConfigError."""
     found = value.get("imports", [])
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{path}: imports must be a list of texts", "fix the file")
+        raise ConfigError(f"{path}: imports must be a list of strings", "fix the file")
     return found
 
 

@@ -77,6 +77,6 @@ def in_volume(path: str, point: str, host: str) -> KernelError:
 def in_shared_volume(path: str, point: str, host: str) -> KernelError:
     return KernelError(
         f"{shown(path)} would appear on the host as well: the volume at {shown(point)} "
-        f"(on the host: {shown(host)}) is shared",
+        f"(on the host: {shown(host)}) has shared mount propagation",
         "mount the volume as rslave or rprivate, or elsewhere",
     )

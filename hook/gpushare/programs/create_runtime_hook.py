@@ -1,8 +1,9 @@
-"""The createRuntime hook that gpushare-runtime adds to config.json: it carries out what a spec cannot hold, and passes
-the lease to the container (start path).
+"""The createRuntime hook that gpushare-runtime adds to config.json. It takes the steps that config.json cannot express,
+then ties the lease to the container's init.
 
-The record of specedit.py lists links, the loader's cache and the /proc mask, and mounts that must exist by now. After
-this hook the lease lives as long as the container's init.
+The record that specedit.py left in config.json lists these steps (links, the loader's cache, the /proc mask) and the
+mounts that the runtime has already made; the hook checks the mounts. After the hook the lease lives as long as the
+container's init. This module runs while a container starts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from . import deadline
 
 
 def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
-    """Run the hook. Raise GpushareError; then the runtime ends the container, and nothing is left in its root."""
+    """Run the hook. On GpushareError the hook has undone its changes in the container's root, and the runtime ends the
+    container."""
     bundle = oci.load_bundle(state, path=spec)
     record = spec_record.record_of(bundle.spec)
     if record is None:
@@ -29,13 +31,15 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     _refuse_foreign_record(record, state_dir, bundle.id)
     init = procs.find(bundle.pid)
     if init is None:
-        raise RequestError(f"the state's pid {bundle.pid} is not a process", "adopt is a createRuntime hook")
+        raise RequestError(
+            f"the state's pid {bundle.pid} is not a process",
+            "run adopt as gpushare-runtime does, as a createRuntime hook",
+        )
     if record.leased and not rootless.is_rootless():
         from ..system import cgroup
 
-        cgroup.own_cgroups(
-            init.pid
-        )  # raises if there is none: without a cgroup the rules of config.json have no effect
+        # Fail if the container has no cgroup of its own: the device rules of config.json would not apply to it.
+        cgroup.own_cgroups(init.pid)
     with inroot.budget():
         done = apply.adopt(Plan(bundle.id, spec_record.remaining(record)), bundle, init.pid, state_dir)
     try:
@@ -44,7 +48,8 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
             leases.hold(state_dir, lease, init, procs.cgroup_of(init.pid))
         elif record.leased:
             raise RequestError(f"the lease of {shown(bundle.id)} is gone", "start the container again")
-        deadline.ignore_signals()  # the container has its share: an error after this point would leave it behind
+        # The container has its share. A signal now would fail the start without undoing the share.
+        deadline.ignore_signals()
     except BaseException:
         deadline.ignore_signals()
         deadline.undo(state_dir, bundle.id, done.undo)
@@ -55,7 +60,8 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
 
 
 def _refuse_foreign_record(record: spec_record.Record, state_dir: str, container_id: str) -> None:
-    """Refuse a record of another start of this bundle, which wrote config.json before the runtime read it."""
+    """Refuse a record of another container: a second start of the bundle replaced config.json before the runtime read
+    it."""
     mine = storage.container_dir(state_dir, container_id)
     ours = mine[: -len(container_id)]
     sources = [source for _, source in record.mounts] + [word for op in record.ops for word in op]

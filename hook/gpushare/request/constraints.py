@@ -35,7 +35,7 @@ PROPERTIES: dict[str, Callable[[Inventory, Optional[Device]], str]] = {
 }
 _OF_DEVICE = ("arch", "brand")
 _MAX_TERMS = 512  # CUDA's own images have about fifty
-_HINT = "write terms like cuda>=12.2, driver>=535, brand=tesla, arch>=8.0; a comma means and, a space means or"
+_HINT = "write terms like cuda>=12.2, driver>=535, brand=tesla, arch>=8.0; a comma means AND, a space means OR"
 
 
 class Term(NamedTuple):

@@ -257,7 +257,7 @@ def _refuse_disagreement(annotations: dict[str, str]) -> None:
         if len({value for _, value in said}) > 1:
             raise RequestError(
                 f"annotations {' and '.join(setting(*pair) for pair in said)} contradict",
-                "leave the one out that the engine has not set: it is in the pod's own annotations",
+                "remove the one that is in the pod's own annotations: the engine sets the other",
             )
 
 

@@ -179,7 +179,7 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         name = _unscoped(request)
         own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
         raise RequestError(
-            f"{shown_name(name)} names no container, and {other.id} of this pod already has a share by it",
+            f"{shown_name(name)} is for the whole pod, and container {other.id} already has the share that it requests",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",
         )
 

@@ -49,7 +49,7 @@ def share_of(device: Device, rule: SharingRule, kept: int = 0) -> EqualShare:
     1, M / K is on the device and the rest on the host. DeviceError while M is not known."""
     if not device.memory_bytes:
         raise DeviceError(
-            f"an equal share of device {device_name(device)}: its memory size is not known",
+            f"device {device_name(device)} cannot be divided into equal shares: its memory size is not known",
             "run `gpushare refresh` when nvidia-smi works",
             "of unknown size",
         )

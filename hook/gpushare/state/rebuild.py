@@ -322,8 +322,8 @@ def open_limits(state_dir: str, container_id: str) -> int:
         try:
             if not namespace.is_ours():
                 raise KernelError(
-                    f"container {shown(constants.short(container_id))} outlived the state directory, and has a user "
-                    "namespace of its own: its limits cannot be changed any more",
+                    f"container {shown(constants.short(container_id))} was running when the state directory was "
+                    "made again, and has a user namespace of its own: its limits cannot be changed any more",
                     "start it again",
                 )
             tree = _mounted(namespace, constants.PRIVATE_DIR)
@@ -337,9 +337,9 @@ def open_limits(state_dir: str, container_id: str) -> int:
             os.close(tree)
     except OSError as error:
         raise KernelError(
-            f"container {shown(constants.short(container_id))} outlived the state directory, and its limits file "
-            f"cannot be written any more: {error.strerror}",
-            "start it again (Linux 6.15 can change its limits)" if error.errno == errno.EACCES else "",
+            f"container {shown(constants.short(container_id))} was running when the state directory was made again, "
+            f"so its limits cannot be changed any more: {error.strerror}",
+            "start it again; Linux 6.15 and later need no restart" if error.errno == errno.EACCES else "",
         ) from error
     device = os.fstat(fd).st_dev
     if f"{os.major(device)}:{os.minor(device)}" != found.device:

@@ -1,4 +1,4 @@
-"""One containerd for the tests: its directories, image and configuration; started, killed and removed by pid."""
+"""One containerd for the tests: its directories, image and configuration; it is started, and killed by pid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # parallel test runs must not e
 NAMESPACE = "k8s.io"  # containerd's namespace of CRI containers
 _READY_S = 60
 
-# Plugins that this machine lacks or no test needs. `opt` would create a directory outside of the test's.
+# Plugins that this machine lacks or no test needs. `opt` would create a directory outside the test's directory.
 _DISABLED = ("internal.v1.opt", "snapshotter.v1.aufs", "snapshotter.v1.btrfs", "snapshotter.v1.devmapper")
 MAIN = """version = 2
 root = "{directory}/root"
@@ -44,7 +44,8 @@ imports = {imports}
 
 
 class Daemon:
-    """`config` is the text of config.toml; text() makes one. The caller has replaced /run."""
+    """start() takes the path of a config.toml; text() returns the content of one. The caller mounts a private
+    /run before."""
 
     def __init__(self, directory: Path) -> None:
         processes.become_subreaper()
@@ -75,7 +76,7 @@ class Daemon:
                 env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(ready)},
             )
             self.pid = process.pid
-            process.returncode = 0  # the pid is waited for elsewhere, and may outlive this object
+            process.returncode = 0  # kill() waits for the pid, so Popen must not
             pidfd = os.pidfd_open(self.pid)
             try:
                 poll = select.poll()
@@ -86,7 +87,7 @@ class Daemon:
                 os.close(pidfd)
             if notify.fileno() not in came:
                 raise AssertionError(f"containerd did not start\n{self.log.read_text()[-3000:]}")
-        self._wait_for("RunPodSandbox's service", self._initialized)
+        self._wait_for("the CRI service", self._initialized)
 
     def _initialized(self) -> bool:
         try:
@@ -98,12 +99,12 @@ class Daemon:
         return True
 
     def _wait_for(self, what: str, done: Callable[[], bool]) -> None:
-        """Poll for one of the few effects that containerd neither awaits nor announces."""
+        """Poll until done() is true: containerd sends no event for it."""
         for _ in range(1000):
             if done():
                 return
             select.select([], [], [], 0.01)
-        raise AssertionError(f"{what} does not come\n{self.log.read_text()[-3000:]}")
+        raise AssertionError(f"timed out waiting for {what}\n{self.log.read_text()[-3000:]}")
 
     def load(self, image_root: Path) -> None:
         """Import the one image of sandboxes and containers."""
@@ -152,7 +153,8 @@ class Daemon:
 
 
 def make_archive(image_root: Path, directory: Path) -> Path:
-    """`image_root` as `docker save` would write it, for containerd to import. Its program sleeps, for sandboxes."""
+    """`image_root` as `docker save` would write it, for containerd to import. Its program sleeps: a sandbox
+    needs a process that stays."""
     layer = make_tar(image_root, directory / "layer.tar")
     config = directory / "image.json"
     digest = hashlib.sha256(layer.read_bytes()).hexdigest()

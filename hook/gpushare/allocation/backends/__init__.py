@@ -122,7 +122,8 @@ def choose(memory: bool, compute: bool, site: Site) -> Enforcers:
     for name in named_backends(site.request):
         if name not in found and not BACKENDS[name].optional:
             raise RequestError(
-                f"backend {shown(name)} has no limit on {' or '.join(BACKENDS[name].enforces)} of {where} to enforce",
+                f"backend {shown(name)} was requested, but no limit on "
+                f"{' or '.join(BACKENDS[name].enforces)} of {where}",
                 f"set {constants.ENV_MEMORY}, or leave {name} out",
             )
     return Enforcers(*found)
@@ -141,7 +142,8 @@ def require_kept(share: Share) -> None:
         reason = BACKENDS[name].keeps(share)
         if reason:
             raise RequestError(
-                f"{name} enforces a limit of device {device_name(share.device)}: {reason}", "leave it out"
+                f"{name} enforces a limit of device {device_name(share.device)} and cannot apply this change: {reason}",
+                "leave this change out",
             )
 
 

@@ -67,8 +67,8 @@ class Service:
         text = _message(offers, here)
         if len(text) > protocol.MAX_MESSAGE_BYTES:
             raise ConfigError(
-                f"{sum(one.count for one in offers)} units of {self.name} are {len(text)} bytes, and kubelet takes "
-                f"{protocol.MAX_MESSAGE_BYTES} in a message",
+                f"the list of {sum(one.count for one in offers)} units of {self.name} has {len(text)} bytes, and "
+                f"kubelet accepts {protocol.MAX_MESSAGE_BYTES} in one message",
                 "give a larger --memory-unit, the same on all nodes",
             )
         with self._changed:

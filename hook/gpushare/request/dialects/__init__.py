@@ -55,7 +55,9 @@ def expand_capabilities(name: str, value: Optional[str]) -> tuple[str, ...]:
         asked = list(CAPABILITIES)
     unknown = next((word for word in asked if word not in CAPABILITIES), None)
     if unknown is not None:
-        raise wrong(name, value or "", f"unknown capability {shown(unknown)}", f"use all, {', '.join(CAPABILITIES)}")
+        raise wrong(
+            name, value or "", f"unknown capability {shown(unknown)}", f"valid are all, {', '.join(CAPABILITIES)}"
+        )
     return tuple(sorted({*asked, *(extra for word in asked for extra in CAPABILITIES[word])}))
 
 

@@ -1,10 +1,10 @@
-"""Aliyun's gpushare and cGPU: ALIYUN_COM_GPU_MEM_CONTAINER of ALIYUN_COM_GPU_MEM_DEV, on ALIYUN_COM_GPU_MEM_IDX.
+"""Aliyun's gpushare and cGPU: the part ALIYUN_COM_GPU_MEM_CONTAINER / _DEV of the memory of device _IDX.
 
     read(values, inventory) -> ParsedRequest
 
-Sources: gpushare-device-plugin (pkg/gpu/nvidia/allocate.go): numbers of units, GiB or MiB as the plugin was started, so
-only their ratio means something; without a device it writes IDX=-1. cGPU's own guide: ALIYUN_COM_GPU_VISIBLE_DEVICES,
-and CGPU_DISABLE=true or 1. The amount is for each device.
+Sources: gpushare-device-plugin (pkg/gpu/nvidia/allocate.go): the values count units. An option of the plugin decides
+whether a unit is a GiB or a MiB, so only the ratio is used. If it found no device, the plugin writes IDX=-1.
+cGPU's own guide: ALIYUN_COM_GPU_VISIBLE_DEVICES, and CGPU_DISABLE=true or 1. The amount is for each device.
 """
 
 from __future__ import annotations

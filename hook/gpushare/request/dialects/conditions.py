@@ -109,7 +109,8 @@ def parse(name: str, value: str, words: Iterable[str]) -> tuple[Condition, ...]:
     for word in words:
         if word in CONDITIONS:  # what a shell leaves of free>=20Gi
             raise wrong(
-                name, value, f"{word} has no value", f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell"
+                *(name, value, f"condition {word} has no value"),
+                f"write '{word}{CONDITIONS[word][0]}...', in quotes for a shell, which takes a bare > for itself",
             )
         if "=" not in word and word.partition(">")[0].partition("<")[0].strip() in CONDITIONS:
             raise wrong(name, value, f"{shown(word)} is not a condition for a device", _HINT)

@@ -62,4 +62,7 @@ def refuse_amount(name: str, text: Optional[str]) -> None:
     """Raise RequestError for an amount beside an equal share: the configuration sets its size, and kubelet has promised
     the other shares of the device."""
     if text is not None:
-        raise RequestError(f"{setting(name, text)}, and kubelet gave an equal share of a device", f"leave out {name}")
+        raise RequestError(
+            f"{setting(name, text)} cannot be set: kubelet gave an equal share of a device, whose size is fixed",
+            f"leave out {name}",
+        )

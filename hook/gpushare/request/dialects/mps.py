@@ -32,7 +32,7 @@ def _memory(one: Value) -> tuple[Limit, ...]:
 def _percent(one: Value) -> tuple[Limit, tuple[str, ...]]:
     top, bottom = fraction(one, "a percentage")
     if top > 100 * bottom or top < bottom:
-        raise wrong(one.name, one.value, "not a percentage from 1 to 100", "write 50")
+        raise wrong(one.name, one.value, "not a percentage from 1 to 100", "write a number such as 50")
     rounded = (f"{setting(one.name, one.value)}: {top // bottom} % counts",) if top % bottom else ()
     return Limit(one, None, top // bottom if top < 100 * bottom else None), rounded
 

@@ -123,7 +123,10 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
     cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
     if cdi is not None:
-        raise RequestError(f"a mount at {VOLUME_ROOT}/{cdi} names no GPU of NVIDIA's", "name the GPU by index or uuid")
+        raise RequestError(
+            f"the mount at {VOLUME_ROOT}/{cdi} does not name an NVIDIA GPU",
+            "put its index or uuid into the mount's path",
+        )
     name, value = device_source(env, spec)
     ignored = []
     if name != ENV_DEVICES and variable:

@@ -1,7 +1,7 @@
-"""NVIDIA's MPS as a backend for compute: its server gives each client a percentage of the multiprocessors. Start path.
+"""NVIDIA's MPS as a backend for compute: its server gives each client a percentage of the multiprocessors.
 
 state.py has the files of a daemon, control.py its commands, daemon.py its start and stop, status.py what people see of
-it. The last three are not on the start path.
+it. This module and state.py are imported while a container starts, the others are not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ....system import rootless
 from ..base import COMPUTE, Backend, Site
 
 
-def _supports(limit: str, site: Site) -> Optional[str]:
+def _why_unsupported(limit: str, site: Site) -> Optional[str]:
     device, request = site.device, site.request
     if device.parent:
         return "it is offered for whole GPUs, not inside of MIG devices"
     if any(part.parent == device.uuid for part in site.node.inventory.mig):
         return "this GPU is divided into MIG devices"
     if rootless.is_rootless():
-        return "its daemon belongs to root, and this is rootless"
+        return "the MPS daemon runs as root, and gpushare runs rootless here"
     reason = _unsupported_mode(request.compute_mode == "soft", request.priority, request.oversubscribe)
     if reason:
         return reason
@@ -67,18 +67,18 @@ def _charged(device: Device, inventory: Inventory) -> Device:
 BACKEND = Backend(
     name="mps",
     enforces=(COMPUTE,),
-    supports=_supports,
-    alone="containers without MPS are on the device, with which its clients would have to take turns",
+    supports=_why_unsupported,
+    alone="other containers on this device do not use MPS, and MPS clients would have to wait for their slices",
     keeps=lambda share: _unsupported_mode(share.soft, share.priority),
     ops=_ops,
     change=_change,
     grant=_grant,
     charged=_charged,
     enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
-    "multiprocessors, at the same time as others. The container's memory over all processes stays with "
-    "the shim.",
-    bypassed_by="a container of several processes, each of which gets the percentage; a program that goes "
-    "around MPS then shares time with its server",
+    "multiprocessors, at the same time as others. The shim still enforces the memory limit, over all processes "
+    "of the container.",
+    bypassed_by="a container can start several processes, and each gets the full percentage; a program that does not "
+    "connect to MPS runs unlimited, and the device divides its time between it and the MPS server",
     changes_live="compute, for processes that begin later; neither mode nor priority",
     tested="with NVIDIA's control daemon, without a GPU (docs/mps.md)",
 )

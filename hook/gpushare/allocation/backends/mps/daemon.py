@@ -304,7 +304,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
             holders = backends.having(mps.NAME, leases.view(host.config.state_dir).live, uuid)
             if holders and pid and not force:
                 using = ", ".join(one.id for one in holders)
-                raise CapacityError(f"containers have MPS on {uuid}: {using}", "stop them, or add --force")
+                raise CapacityError(f"containers still use MPS on {uuid}: {using}", "stop them, or add --force")
             _forget(folder)
         program = mps_control.program(host.inventory.root)
         if pid:
