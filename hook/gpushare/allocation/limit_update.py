@@ -109,8 +109,8 @@ def _most(share: Share) -> int:
 
 
 def _more(share: Share, held_bytes: int) -> int:
-    """Return `held_bytes` if that is more than the share's limit."""
-    limit = share.memory_limit_bytes
+    """Return `held_bytes` if that is more than the share's limit and cannot be taken back."""
+    limit = None if share.lending == constants.EVICT else share.memory_limit_bytes
     return held_bytes if limit is not None and held_bytes > limit else 0
 
 

@@ -94,7 +94,10 @@ def facts(lease: Lease) -> str:
     """Return the fields of a lease: limits in the order of its devices, memory in bytes, compute in percent."""
     shares = lease.shares
     memory = ",".join("none" if s.memory_limit_bytes is None else str(s.memory_limit_bytes) for s in shares)
-    if any(s.virtual_bytes for s in shares):
+    if any(s.lending for s in shares):
+        memory += " limit=" + ",".join(str(s.ceiling_bytes) for s in shares)
+        memory += " lending=" + ",".join(s.lending or "no" for s in shares)
+    elif any(s.virtual_bytes for s in shares):
         memory += " virtual=" + ",".join(str(s.virtual_bytes) for s in shares)
     compute = ",".join("none" if s.compute_percent is None else str(s.compute_percent) for s in shares)
     backend = "+".join(sorted({name for s in shares for name in (s.memory_backend, s.compute_backend)}))
