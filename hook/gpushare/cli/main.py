@@ -35,6 +35,7 @@ COMMANDS = {
     "list": ("containers", "list_"),
     "top": ("top", "top"),
     "export": ("export", "export"),
+    "agent": ("agent", "agent"),
     "inspect": ("containers", "inspect"),
     "limit": ("limit", "limit"),
     "pause": ("limit", "pause"),

@@ -3,6 +3,7 @@
     granted    a share, and who requested it             released   a share ended, and by what
     refused    no share, and the kind of reason          withheld   devices denied to a privileged container
     changed    new limits, or paused                     exceeded   more use than the limit, as the driver counts
+    evicted    a borrower that was ended for another container's request
     ignored    containers that the search after a lost state directory left out
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
 from ..core.errors import GpushareError
-from ..core.model import Lease, Request
+from ..core.model import Lease, Request, Share
 from ..core.quoting import quoted
 
 SYSLOG, NOWHERE = "syslog", "none"  # of the key log.decisions; anything else is a path
@@ -164,6 +165,13 @@ def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_byt
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
+
+
+def evicted(where: str, lease: Lease, share: Share, used_bytes: int, needed_by: str) -> None:
+    """Log that the agent ends a container that borrowed memory, because container `needed_by` needs its request."""
+    what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={share.device.uuid} used={used_bytes}"
+    sizes = f"memory={share.memory_limit_bytes} limit={share.virtual_bytes}"
+    _write(open_sink(where), WARNING, f"decision=evicted {what} {sizes} needed_by={value(needed_by)} way=agent")
 
 
 def ending(where: str, by: str) -> Callable[[Lease], None]:

@@ -9,7 +9,7 @@ usage_reader.py and activity_files.py read what tenants write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..core import constants
@@ -268,12 +268,13 @@ def granted(share: Share) -> int:
     return percent | (flags & 0xFF) << 8 | priority << 16 | weight << 32
 
 
-def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
+def stores(shares: Sequence[Share], prefix: str, lending: Collection[int] = ()) -> list[tuple[int, int]]:
     """Yield (offset, 64-bit word) of all fields that can change, in the first copy (prefix "") or the second ("next_").
-    No word also has a field that cannot change."""
+    No word also has a field that cannot change. `lending`: slots where the limit is in force and not the request."""
     found = []
     for index, share in enumerate(sorted(shares, key=lambda share: share.slot)):
         limit_bytes, percent, priority, weight, flags = changing(share)
+        flags |= DEVICE_LENDING if share.slot in lending else 0
         base = offset("gs_limits", "device") + index * DEVICE_SIZE
         for field, word in (
             ("memory_limit_bytes", limit_bytes),
