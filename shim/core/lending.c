@@ -41,8 +41,7 @@ bool gs_others_borrow(int dev, bool until_evicted) {
         for (uint32_t i = 0; i < GS_MAX_PEERS && !found; i++) {
             uint32_t flags = GS_GRANTED_FLAGS(index.granted[i]);
             found = i != limit->page && index.used[i / 64] >> i % 64 & 1 &&
-                    flags & GS_DEVICE_LENT &&
-                    !(until_evicted && flags & GS_DEVICE_OVERSUBSCRIBE);
+                    flags & GS_DEVICE_LENT && !(until_evicted && flags & GS_DEVICE_OVERSUBSCRIBE);
         }
     errno = saved;
     return found;

@@ -58,27 +58,29 @@ enum gs_device_flag {
     /* memory_limit_bytes is the request, memory_virtual_bytes the limit. With OVERSUBSCRIBE, what
      * is between both is managed memory that prefers the device. */
     GS_DEVICE_LENT = 1u << 3,
-    GS_DEVICE_LENDING = 1u << 4, /* LENT without OVERSUBSCRIBE: the limit is in force, not the request */
+    GS_DEVICE_LENDING =
+        1u << 4, /* LENT without OVERSUBSCRIBE: the limit is in force, not the request */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel also enforces the memory limit */
 };
 
 /* One granted device. `uuid` is the raw 16 bytes of GPU-<uuid> or MIG-<uuid>. 192 bytes. */
 struct gs_device_limit {
     uint8_t uuid[16];
-    char uuid_text[64];            /* NUL-terminated, with its GPU-/MIG- prefix */
-    uint64_t memory_limit_bytes;   /* GS_UNLIMITED = no limit */
-    uint64_t memory_total_bytes;   /* of the whole device; 0 = unknown */
-    uint64_t context_bytes;        /* charged for each process's context */
-    uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
-    uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE or LENT: limit and host part together; else 0 */
-    uint32_t compute_percent;      /* 1..100; GS_NO_PERCENT = no limit */
-    uint32_t priority;             /* 0 = normal, 1 = high */
-    uint32_t weight;               /* soft sharing, 0 = by compute_percent */
-    uint32_t flags;                /* enum gs_device_flag */
-    uint32_t page;                 /* this container's number in peers/<uuid>/ */
-    uint32_t slice_ns;             /* the device's time slice; 0 = default (throttle.c) */
-    uint32_t switch_ns;            /* mean cost of a context switch; 0 = default */
-    uint32_t turn_mib; /* device memory kept free for migration slices (gs_turn); 0: none */
+    char uuid_text[64];          /* NUL-terminated, with its GPU-/MIG- prefix */
+    uint64_t memory_limit_bytes; /* GS_UNLIMITED = no limit */
+    uint64_t memory_total_bytes; /* of the whole device; 0 = unknown */
+    uint64_t context_bytes;      /* charged for each process's context */
+    uint64_t granularity_bytes;  /* the driver's physical block, 2 MiB */
+    uint64_t
+        memory_virtual_bytes; /* with OVERSUBSCRIBE or LENT: limit and host part together; else 0 */
+    uint32_t compute_percent; /* 1..100; GS_NO_PERCENT = no limit */
+    uint32_t priority;        /* 0 = normal, 1 = high */
+    uint32_t weight;          /* soft sharing, 0 = by compute_percent */
+    uint32_t flags;           /* enum gs_device_flag */
+    uint32_t page;            /* this container's number in peers/<uuid>/ */
+    uint32_t slice_ns;        /* the device's time slice; 0 = default (throttle.c) */
+    uint32_t switch_ns;       /* mean cost of a context switch; 0 = default */
+    uint32_t turn_mib;        /* device memory kept free for migration slices (gs_turn); 0: none */
     /* The second copy of the values that can change: in force while the generation is even. */
     uint64_t next_memory_limit_bytes;
     uint32_t next_compute_percent;
@@ -135,7 +137,8 @@ struct gs_slot {
     uint32_t pid;        /* getpid() as the process sees itself; information only */
     uint64_t started_ns; /* CLOCK_MONOTONIC */
     uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
-    uint64_t wants; /* device slot << 56 | bytes of its request that others borrowed, see lending.c */
+    uint64_t
+        wants; /* device slot << 56 | bytes of its request that others borrowed, see lending.c */
     uint8_t reserved[24];
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };

@@ -100,8 +100,7 @@ static CUresult retry_on_host(const struct async *a, CUresult result, CUdevicept
         begin_alloc(&a, bytesize, pool, hStream, GS_REAL(cuStreamIsCapturing##suffix)); \
     if (result == CUDA_SUCCESS) { \
         GS_WITH_RECLAIM(result, charged_dev(&a), bytesize, real(__VA_ARGS__)); \
-        result = \
-            end_alloc(&a, result, dptr, bytesize, hStream, GS_REAL(cuMemFreeAsync##suffix)); \
+        result = end_alloc(&a, result, dptr, bytesize, hStream, GS_REAL(cuMemFreeAsync##suffix)); \
     } \
     return retry_on_host(&a, result, dptr, bytesize)
 

@@ -51,6 +51,7 @@ CASES = {
         *("export --once", "export --port 70000", "export --listen nowhere", "export --interval 0"),
         "export --socket /proc/none",
     ],
+    "agent": ["agent --interval 0"],
     "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect absent"],
     "limit": [
         *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show absent"),

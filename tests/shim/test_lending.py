@@ -1,4 +1,4 @@
-"""Memory above a request, up to its limit: two containers of 4..12 GiB on one device of 16 GiB, and others beside them."""
+"""Memory above a request, up to its limit: containers of 4..12 GiB on one device."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ while alloc(256 * MIB, held) == SUCCESS:
 """
 
 
-def spoken(text: str, first: str = "") -> str:
+def scripted(text: str, first: str = "") -> str:
     """Return a program that runs `first`, then `text`."""
     return HELPERS + first + textwrap.dedent(text)
 
@@ -97,18 +97,21 @@ def on_device(box: Box) -> int:
 
 def test_movable_memory_is_borrowed_up_to_the_limit(tmp_path: Path) -> None:
     """Total is the limit, free what is left of it; one more block than the limit is refused."""
-    with containers(tmp_path, "movable", (REQUEST, LIMIT)) as (one,), talk(
-        one,
-        spoken(
-            """
+    with (
+        containers(tmp_path, "movable", (REQUEST, LIMIT)) as (one,),
+        talk(
+            one,
+            scripted(
+                """
             total = c_size_t()
             ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
             sweep(held, 256 * MIB)
             say(total.value, *info(), *nvml_memory(), len(held))
             """,
-            FILL,
-        ),
-    ) as following:
+                FILL,
+            ),
+        ) as following,
+    ):
         left = (LIMIT - CONTEXT_BYTES) % (256 * MIB) - CODE
         count = (LIMIT - CONTEXT_BYTES) // (256 * MIB)
         assert following() == [str(n) for n in (LIMIT, left, LIMIT, LIMIT, left, count)]
@@ -116,13 +119,13 @@ def test_movable_memory_is_borrowed_up_to_the_limit(tmp_path: Path) -> None:
         assert on_device(one) >= count * 256 * MIB + CONTEXT_BYTES  # borrowed memory is on the device
 
 
-def test_request_is_had_at_once_while_movable_memory_fills_the_device(tmp_path: Path) -> None:
+def test_request_is_available_at_once_while_movable_memory_fills_the_device(tmp_path: Path) -> None:
     """The borrower fills the device. The other container sees its request as free, allocates it with cuMemAlloc, and
     the borrower still has all of its memory."""
     sizes = ((REQUEST, LIMIT), (REQUEST, LIMIT), (REQUEST, REQUEST))
     with containers(tmp_path, "movable", *sizes, device=12 * GIB) as (borrower, other, plain), ExitStack() as stack:
         sweeping = "sweep(held, 256 * MIB)\nsay(len(held))\nsweep(held, 256 * MIB)\nsay(info()[0])\n"
-        first = stack.enter_context(talk(borrower, spoken(sweeping, FILL)))
+        first = stack.enter_context(talk(borrower, scripted(sweeping, FILL)))
         count = (LIMIT - CONTEXT_BYTES) // (256 * MIB)
         assert first() == [str(count)]
         for box in (other, plain):
@@ -134,7 +137,7 @@ def test_request_is_had_at_once_while_movable_memory_fills_the_device(tmp_path: 
                 ok(alloc({own - own % (2 * MIB)}))
                 say(time.monotonic() - began)
             """
-            second = stack.enter_context(talk(box, spoken(program)))
+            second = stack.enter_context(talk(box, scripted(program)))
             free, total, nvml_free = map(int, second())
             assert free == nvml_free >= own and total == (LIMIT if box is other else REQUEST)
             assert float(second()[0]) < 1
@@ -157,7 +160,7 @@ def test_limit_is_in_force_only_while_lending(tmp_path: Path) -> None:
         free(held[0])
         say(alloc(4 * GIB), alloc(3 * GIB), *info())
     """
-    with containers(tmp_path, "evict", (REQUEST, LIMIT)) as (one,), talk(one, spoken(program)) as following:
+    with containers(tmp_path, "evict", (REQUEST, LIMIT)) as (one,), talk(one, scripted(program)) as following:
         assert following() == [str(REQUEST - CONTEXT_BYTES), str(LIMIT)]
         lend(one, True)
         left = str(LIMIT - CONTEXT_BYTES - 8 * GIB)
@@ -185,8 +188,8 @@ def end_when_wanted(waiting: Box, borrower: ExitStack) -> None:
 
 @pytest.mark.parametrize("family", ["plain", "pitch", "async", "create", "array"])
 def test_request_waits_until_borrowed_memory_is_back(tmp_path: Path, family: str) -> None:
-    """The device is full of borrowed memory. The allocation waits, says so in its usage file, and succeeds as soon as
-    the borrower is gone."""
+    """The device is full of borrowed memory. The allocation waits, reports it in its usage file, and succeeds once the
+    borrower is gone."""
     program = f"""
         start()
         say(info()[0])
@@ -195,8 +198,8 @@ def test_request_waits_until_borrowed_memory_is_back(tmp_path: Path, family: str
     """
     with containers(tmp_path, "evict", (REQUEST, LIMIT), (REQUEST, REQUEST), device=12 * GIB + 400 * MIB) as (a, b):
         lend(a, True)
-        with ExitStack() as stack, talk(b, spoken(program)) as other:
-            stack.enter_context(talk(a, spoken("say(len(held))", FILL)))()
+        with ExitStack() as stack, talk(b, scripted(program)) as other:
+            stack.enter_context(talk(a, scripted("say(len(held))", FILL)))()
             assert int(other()[0]) == REQUEST - CONTEXT_BYTES
             assert usage(b).wanted_bytes(0) == 0
             with ThreadPoolExecutor(1) as pool:
@@ -211,7 +214,7 @@ def test_container_above_its_request_does_not_wait(tmp_path: Path) -> None:
     with containers(tmp_path, "evict", (REQUEST, LIMIT), (REQUEST, LIMIT)) as (a, b), ExitStack() as stack:
         for box in (a, b):
             lend(box, True)
-        first = stack.enter_context(talk(a, spoken("say(len(held))", FILL)))
+        first = stack.enter_context(talk(a, scripted("say(len(held))", FILL)))
         first()
         program = "start()\nok(alloc(3 * GIB))\nbegan = time.monotonic()\nsay(alloc(GIB), time.monotonic() - began)"
         result, seconds = stack.enter_context(talk(b, HELPERS + program))()

@@ -91,7 +91,7 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
     assert not is_lent(state, "less")
     line = (
         "container most was ended: it had borrowed 5 GiB above its request of 1 GiB on device 0, and plain needs "
-        "its own request"
+        "its own request; request more memory for it, or set policy.lending to movable"
     )
     assert said == [f"gpushare: {line}"] and log.read(state, "most") == line
     written = (tmp_path / "log").read_text()
@@ -164,7 +164,7 @@ def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest
 
 def test_agent_killed_200_times_loses_nothing(state: str, start: Start) -> None:
     """Each agent is killed at a random moment of its first rounds. At all times the leases are whole and count the
-    requests, and each limits file has the request or the limit. In the end the borrowers are gone, no other container."""
+    requests, and each limits file has both. In the end the borrowers are gone, and no other container is."""
     borrowers = [start(f"b{n}", GIB, 12 * GIB) for n in range(4)]
     waiting = start("waiting", 6 * GIB)
     for n in range(4):

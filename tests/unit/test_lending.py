@@ -60,7 +60,7 @@ def test_note_has_the_limit_that_is_not_granted() -> None:
     assert lending.notes(resolved(DEVICE, "GPUSHARE_MEMORY=4Gi"), node().config) == ()
 
 
-# What policy lends
+# Limits that policy grants
 
 
 def shares_of(*env: str, host: Any, others: tuple[Lease, ...] = ()) -> tuple[Any, tuple[Share, ...]]:

@@ -47,9 +47,7 @@ def _refusal(share: Share, limit_bytes: int, config: Config) -> str:
     return ""
 
 
-def lent(
-    shares: Sequence[Share], amounts: Sequence[Optional[Amount]], node: Node, ledger: Ledger
-) -> tuple[Share, ...]:
+def lent(shares: Sequence[Share], amounts: Sequence[Optional[Amount]], node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """Return `shares`, each with its limit where memory can be lent. `amounts`: the request of each slot."""
     config, found = node.config, []
     mode = config.policy.lending
@@ -110,5 +108,7 @@ def notes(request: Request, shares: Sequence[Share], config: Config) -> tuple[st
             why = _refusal(share, size, config) or "oversubscription.host_memory has no room for the limit"
             found.append(lending.line(wanted, why))
         elif size < bytes_of(wanted.ceiling, share.device.memory_bytes, 1):
-            found.append(f"memory {wanted.text}: the limit is {human(size)}, all that device and policy.max_memory allow")
+            found.append(
+                f"memory {wanted.text}: the limit is {human(size)}, all that device and policy.max_memory allow"
+            )
     return tuple(dict.fromkeys(found))

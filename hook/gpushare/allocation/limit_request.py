@@ -97,7 +97,9 @@ def _memory(share: Share, text: str) -> Optional[Amount]:
         return quantity.amount_or_range(MEMORY, text)
     if share.lending:
         now_text = f"{quantity.human(now or 0)}..{quantity.human(share.virtual_bytes)}"
-        raise quantity.wrong(MEMORY, text, f"slot {share.slot} has {now_text}", "write REQUEST..LIMIT, such as 4Gi..12Gi")
+        raise quantity.wrong(
+            MEMORY, text, f"slot {share.slot} has {now_text}", "write REQUEST..LIMIT, such as 4Gi..12Gi"
+        )
     by = quantity.size_bytes(MEMORY, text[1:])
     if now is None:
         raise quantity.wrong(MEMORY, text, f"slot {share.slot} has no memory limit", "give a size such as 4Gi")

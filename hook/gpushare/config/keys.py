@@ -199,10 +199,10 @@ _KEYS = (
         "shares the device with other containers; deny: it is refused."),
     Key("policy.lending", "policy.lending", OFF_OR_TEXT,
         {"enum": [constants.NO_LENDING, constants.MOVABLE, constants.EVICT, False]},
-        "How memory above a container's request is lent, up to its limit (4Gi..12Gi; docs/lending.md). off: not at all, "
+        "How memory above a container's request is lent, up to its limit (4Gi..12Gi; docs/lending.md). off: never, "
         "the request is the limit; movable: as memory that the driver can move to the host, within "
-        "oversubscription.host_memory; evict: as memory of the device, while `gpushare agent` runs, which ends the "
-        "container that borrowed most when another one needs its own request."),
+        "oversubscription.host_memory; evict: as memory of the device, while `gpushare agent` runs. The agent ends "
+        "the container that borrowed most when another container needs its own request."),
     Key("reconcile.action", "reconcile", SAME, {"enum": ["report", "stop"]},
         "Action of `gpushare export` for a container that uses more memory than its limit according to the driver. "
         "report: write a line to log.decisions; stop: also kill the container."),

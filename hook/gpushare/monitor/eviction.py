@@ -3,9 +3,9 @@
     Agent(state_dir, log, library).tick()  one round: end a borrower if another container waits for its own request
     Agent.close()                          stop lending on all devices
 
-The shim states in the usage file what a process waits for. The container can write anything there, so a statement counts
-only within the container's request, which it may use at any time. All else follows from the leases, the limits files and
-living processes: an agent that is killed at any point loses nothing, and the next one continues.
+The shim states in the usage file what a process waits for. The container can write anything there, so a statement
+counts only within the container's request, which it may use at any time. All else follows from the leases, the limits
+files and living processes: an agent that is killed at any point loses nothing, and the next one continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Held(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for memory within its request. What it waits for is in used_bytes already."""
+        """Whether it waits for memory within its request; used_bytes includes that memory."""
         request = self.share.memory_limit_bytes
         return self.wanted_bytes > 0 and request is not None and self.used_bytes <= request
 
@@ -56,7 +56,9 @@ class Agent:
     def __init__(self, state_dir: str, sink: str, library: str = "", say: Callable[[str], None] = lambda line: None):
         self._state_dir, self._sink, self._library, self._say = state_dir, sink, library, say
         self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
-        self._ending: dict[str, tuple[Lease, float]] = {}  # device uuid -> the container that is being ended, since when
+        self._ending: dict[
+            str, tuple[Lease, float]
+        ] = {}  # device uuid -> the container that is being ended, since when
 
     def tick(self) -> None:
         """End a borrower on each device where a container waits for its request; lend where none does. Raise
@@ -117,7 +119,9 @@ class Agent:
         if gpus is None:
             return None
         holders = [one.lease for one in held]
-        found = {one.id: one for one in overuse.judge(holders, gpus, overuse.Owners(holders)).findings if one.uuid == uuid}
+        found = {
+            one.id: one for one in overuse.judge(holders, gpus, overuse.Owners(holders)).findings if one.uuid == uuid
+        }
         counted = [
             one._replace(used_bytes=max(0, found[one.lease.id].physical_bytes - found[one.lease.id].slack_bytes))
             for one in held
@@ -129,13 +133,15 @@ class Agent:
     def _end(self, most: Held, waiting: Held) -> None:
         """Write why, then kill: an agent that is killed in between writes it again, and never kills in silence."""
         lease, share = most.lease, most.share
-        line = (
-            f"gpushare: container {constants.short(lease.id)} was ended: it had borrowed {human(most.borrowed_bytes)} "
-            f"above its request of {human(share.memory_limit_bytes or 0)} on device {device_name(share.device)}, and "
-            f"{constants.short(waiting.lease.id)} needs its own request"
+        error = GpushareError(
+            f"container {constants.short(lease.id)} was ended: it had borrowed {human(most.borrowed_bytes)} above its "
+            f"request of {human(share.memory_limit_bytes or 0)} on device {device_name(share.device)}, and "
+            f"{constants.short(waiting.lease.id)} needs its own request",
+            "request more memory for it, or set policy.lending to movable",
         )
+        line, _ = log.line_of(error)
         self._say(line)
-        log.record(self._state_dir, lease.id, line, GpushareError(line))
+        log.record(self._state_dir, lease.id, line, error)
         audit_log.evicted(self._sink, lease, share, most.used_bytes, waiting.lease.id)
         pids = procs.pids_by_container_pid(lease.cgroup).values() if lease.cgroup else ()
         overuse.stop(lease, pids, overuse.Owners([lease]))

@@ -1,7 +1,7 @@
 """The lock that `gpushare agent` holds while it runs: <state>/agent.
 
-    take(state_dir)    -> descriptor of the lock; raises CapacityError if another agent holds it
-    is_held(state_dir) -> whether an agent runs
+take(state_dir)    -> descriptor of the lock; raises CapacityError if another agent holds it
+is_held(state_dir) -> whether an agent runs
 """
 
 from __future__ import annotations
