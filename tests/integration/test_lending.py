@@ -128,14 +128,37 @@ def test_agent_ends_a_borrower_for_another_request(
     assert "needs its own request; request more memory for it" in shown and f"gpushare: {shown}" in said[0].splitlines()
 
 
+def test_two_requests_at_once_are_both_served(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str
+) -> None:
+    """Two borrowers share the device. The others start together: no one of them keeps the memory of the other."""
+    node = make_node(simhost, policy={"lending": "evict"})
+    with agent(node, []):
+        first, second = (tenants(name, node, way, {"GPUSHARE_MEMORY": "2Gi..6Gi"}) for name in ("first", "second"))
+        for one in (first, second):
+            one.expect("seen")
+            wait_until_lent(node)
+            one.go()
+            assert one.expect("full")["got_bytes"] > 5 * GIB
+        began = time.monotonic()
+        others = [tenants(name, node, way, {"GPUSHARE_MEMORY": "4Gi"}) for name in ("third", "fourth")]
+        for one in others:
+            one.expect("seen")
+            one.go()
+        for one in others:
+            assert one.expect("full")["got_bytes"] > REQUEST - GIB
+        assert time.monotonic() - began < RECLAIM_S
+        assert first.container.wait() != 0 != second.container.wait()
+
+
 def wait_until_lent(node: Node) -> None:
     """Wait for the agent's next round."""
     from gpushare.state import shm_abi, storage
 
-    path = next(node.state.glob("containers/*/share/limits"))
     end = time.monotonic() + 10
-    while not storage.read_limits(str(path)).devices[0].flags & shm_abi.DEVICE_LENDING:
-        assert time.monotonic() < end
+    for path in node.state.glob("containers/*/share/limits"):
+        while not storage.read_limits(str(path)).devices[0].flags & shm_abi.DEVICE_LENDING:
+            assert time.monotonic() < end
 
 
 def test_request_is_the_limit_without_an_agent(

@@ -15,6 +15,7 @@ import pytest
 from gpushare.allocation import limit_update
 from gpushare.core.model import Lease, Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.gpu import nvml_usage
 from gpushare.monitor import eviction
 from gpushare.state import agentlock, leasefile, leases, log, shm_abi, storage
 from gpushare.system import procs
@@ -116,6 +117,38 @@ def test_statement_beyond_the_request_ends_no_container(
     report(state, "other", used, wanted)
     eviction.Agent(state, "none").tick()
     assert borrower.poll() is None and is_lent(state, "borrower")
+
+
+@pytest.mark.parametrize(("free", "ended"), [(2 * GIB, False), (GIB, True), (None, True)])
+def test_driver_tells_whether_the_memory_is_free(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, free: Any, ended: bool
+) -> None:
+    """A container that claims to wait although the memory is free ends no borrower."""
+    gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB - free if free else None, None, None, None, ())
+    monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
+    borrower = start("borrower", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    report(state, "borrower", 10 * GIB)
+    report(state, "other", GIB, GIB)
+    agent = eviction.Agent(state, "none", "libnvidia-ml.so")
+    agent.tick()
+    agent.tick()
+    assert (borrower.poll() is not None) is ended
+    assert is_lent(state, "borrower") is not ended
+
+
+def test_borrower_that_reports_no_use_is_found_by_the_driver(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, honest = start("liar", GIB, 12 * GIB), start("honest", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    used = (nvml_usage.Process(liar.pid, 9 * GIB), nvml_usage.Process(honest.pid, GIB))
+    gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB, None, None, None, used)
+    monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
+    report(state, "other", 6 * GIB, GIB)
+    eviction.Agent(state, "none", "libnvidia-ml.so").tick()
+    assert liar.wait(5) == -signal.SIGKILL
+    assert honest.poll() is None
 
 
 def test_lending_starts_again_some_time_after_the_last_need(

@@ -4,7 +4,8 @@
     Agent.close()                          stop lending on all devices
 
 The shim states in the usage file what a process waits for. The container can write anything there, so a statement
-counts only within the container's request, which it may use at any time. All else follows from the leases, the limits
+counts only within the container's request, which it may use at any time, and while the driver does not have that much
+free memory. All else follows from the leases, the limits
 files and living processes: an agent that is killed at any point loses nothing, and the next one continues.
 """
 
@@ -27,6 +28,9 @@ from ..system import procs
 from . import overuse
 
 HOLD_S = 10.0  # without lending after the last need: the waiting container allocates its request in several steps
+NVML_S = 2.0  # for an answer of the driver
+ASK_AGAIN_S = 0.5
+SPARE_BYTES = 64 << 20  # free memory that an allocation may not get, such as the rest of a block
 ENDING_S = 5.0  # until another borrower is ended although this one still lives
 
 
@@ -55,6 +59,7 @@ class Agent:
 
     def __init__(self, state_dir: str, sink: str, library: str = "", say: Callable[[str], None] = lambda line: None):
         self._state_dir, self._sink, self._library, self._say = state_dir, sink, library, say
+        self._has_room_until_s: dict[str, float] = {}  # device uuid -> until when the driver is not asked again
         self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
         self._ending: dict[
             str, tuple[Lease, float]
@@ -67,7 +72,7 @@ class Agent:
         now = time.monotonic()
         lenders = {one.share.device.uuid for one in held if one.share.lending == constants.EVICT}
         for one in held:
-            if one.waits and one.share.device.uuid in lenders:
+            if one.waits and one.share.device.uuid in lenders and not self._has_room(one, now):
                 self._needed_s[one.share.device.uuid] = now
         self._needed_s = {uuid: at for uuid, at in self._needed_s.items() if now < at + HOLD_S}
         self._lend(lenders - self._needed_s.keys())
@@ -93,6 +98,20 @@ class Agent:
             return storage.read_usage(self._state_dir, lease.id, len(lease.shares)) if lease.state == "held" else None
         except shm_abi.RegionError:
             return None  # starting, ending, or the container damaged it
+
+    def _has_room(self, waiting: Held, now: float) -> bool:
+        """Whether the driver has the memory already: the container takes it soon, or waits for nothing. False if NVML
+        does not answer."""
+        uuid = waiting.share.device.uuid
+        if now < self._has_room_until_s.get(uuid, 0.0):
+            return True
+        gpu = (nvml_usage.read(self._library, NVML_S) or {}).get(uuid)
+        if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
+            return False
+        found = gpu.memory_bytes - gpu.used_bytes >= waiting.wanted_bytes + SPARE_BYTES
+        if found:
+            self._has_room_until_s[uuid] = now + ASK_AGAIN_S
+        return found
 
     def _lend(self, uuids: Iterable[str]) -> None:
         """Let exactly these devices be lent: there the limits of lent shares are in force, elsewhere their requests."""
