@@ -140,14 +140,14 @@ def test_driver_tells_whether_the_memory_is_free(
 def test_borrower_that_reports_no_use_is_found_by_the_driver(
     state: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    liar, honest = start("liar", GIB, 12 * GIB), start("honest", GIB, 12 * GIB)
+    false, honest = start("false", GIB, 12 * GIB), start("honest", GIB, 12 * GIB)
     start("other", 6 * GIB)
-    used = (nvml_usage.Process(liar.pid, 9 * GIB), nvml_usage.Process(honest.pid, GIB))
+    used = (nvml_usage.Process(false.pid, 9 * GIB), nvml_usage.Process(honest.pid, GIB))
     gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB, None, None, None, used)
     monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
     report(state, "other", 6 * GIB, GIB)
     eviction.Agent(state, "none", "libnvidia-ml.so").tick()
-    assert liar.wait(5) == -signal.SIGKILL
+    assert false.wait(5) == -signal.SIGKILL
     assert honest.poll() is None
 
 

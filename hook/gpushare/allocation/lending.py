@@ -21,6 +21,7 @@ from ..request import lending
 from ..state import agentlock
 from ..state.ledger import Ledger, capacity_bytes
 from . import oversubscribing
+from .backends import BACKENDS
 
 
 def ceiling_bytes(limit: Amount, device: Device, config: Config) -> int:
@@ -37,7 +38,7 @@ def _refusal(share: Share, limit_bytes: int, config: Config) -> str:
     """Return why this share cannot borrow; "" if only the host's memory may be short."""
     if share.oversubscribe:
         return "the share is oversubscribed already"
-    backend = next((name for name in (share.memory_backend, share.compute_backend) if name != "shim"), "")
+    backend = next((name for name in (share.memory_backend, share.compute_backend) if not BACKENDS[name].lends), "")
     if backend:
         return f"backend {backend} cannot take memory back"
     if share.memory_limit_bytes is None or limit_bytes <= share.memory_limit_bytes:
