@@ -69,8 +69,8 @@ static void launches(int n, const char *name) {
             before();
         int code = allocates    ? launch(&address, (size_t)4 << 20)
                    : configured ? launch(&config, function, NULL, NULL)
-                   : is_graph ? launch(executable, stream)
-                              : launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+                   : is_graph   ? launch(executable, stream)
+                                : launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
         after();
         if (code)
             _exit(1);

@@ -45,7 +45,9 @@ def lending(machine: Machine) -> Result:
     way = machine.config.policy.lending
     if way == constants.EVICT and not agentlock.is_held(machine.state_dir):
         return Result(
-            WARN, "policy.lending is evict and no agent runs: no memory is lent", "systemctl enable --now gpushare-agent"
+            WARN,
+            "policy.lending is evict and no agent runs: no memory is lent",
+            "systemctl enable --now gpushare-agent",
         )
     return Result(OK, f"policy.lending is {way}")
 
