@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/cli.md, generated from the commands. `make docs` writes the file; a test compares it with this output."""
+"""Print docs/cli.md, generated from the commands.
+
+`make docs` writes the file; a test fails if the file is out of date.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from tools.commands import EXAMPLES, EXIT_CODES, JSON, NOTE_ON_ONE, Command, wal
 HEAD = """\
 # Commands
 
-Generated from the commands by `make docs`; a test compares them. The manual pages (`make man`; in the archive below
-`share/man`) and `--help` have the same content.
+Generated from the commands by `make docs`; a test fails if the page is out of date. The manual pages
+(`make man`; in the archive below `share/man`) and `--help` have the same content.
 
 * `--config` and `--state` precede the command. All commands but `run`, `export` and `completion` have
   `--format table|json` and `--no-color`.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print docs/metrics.md, generated from the table of metrics.
 
-`make docs` writes the file; a test compares it with this output.
+`make docs` writes the file; a test fails if the file is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpushare.cli.export import PORT
 HEAD = f"""\
 # Metrics
 
-Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a test compares them.
+Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a test fails if the page is out of date.
 
     gpushare export                       # http://127.0.0.1:{PORT}/metrics, until SIGTERM
     gpushare export --once                # print them

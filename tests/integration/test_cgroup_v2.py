@@ -157,7 +157,7 @@ def test_program_that_cannot_be_reused_is_refused_and_kept(view: View, container
         return ""
 
     message = view.run(body)
-    assert "(0x85) that cannot be loaded again" in message
+    assert "(0x85) that gpushare cannot load again" in message
     assert "gpushare-runtime" in message
     assert matrix(runc, rootfs) == before
 
@@ -235,7 +235,7 @@ def test_invalid_device_numbers_are_refused(rule: tuple[int, int]) -> None:
     ids=["call", "map", "atomic", "hidden register", "old load", "indirect call"],
 )  # fmt: skip
 def test_instructions_rewritten_by_the_verifier_are_refused(bad: tuple[int, int, int, int]) -> None:
-    with pytest.raises(KernelError, match="cannot be loaded again"):
+    with pytest.raises(KernelError, match="cannot load again"):
         bpf.reusable((bpf.Instruction(*bad), bpf.Instruction(0, 0, 0, 0)), "the program")
 
 

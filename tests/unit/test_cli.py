@@ -81,7 +81,7 @@ def test_help_fits_80_columns(cli: Callable[..., Any], monkeypatch: pytest.Monke
 
 
 def test_help_ends_with_first_steps(cli: Callable[..., Any]) -> None:
-    """Existing command lines, one a line, without descriptions."""
+    """Each line below "To begin:" is one command that exists, without a description."""
     lines = [line.split() for line in cli("--help")[1].partition("To begin:\n")[2].splitlines()]
     assert [line[0] for line in lines] == ["gpushare", "gpushare", "docker"]
     for line in lines[:2]:
@@ -120,7 +120,7 @@ def test_refresh_links_device_nodes_for_systemd(
 def refreshed(
     cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Node], tuple[str, dict[str, Any]]]:
-    """refreshed(node): the output of `refresh` when `node` is the host now, as text and as JSON."""
+    """refreshed(node) runs `refresh` on a host that compiles to `node`, and returns its output as text and as JSON."""
 
     def refresh(now: Node) -> tuple[str, dict[str, Any]]:
         monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: now)
@@ -145,8 +145,8 @@ def test_refresh_lists_changes(refreshed: Callable[..., Any]) -> None:
     text, value = refreshed(Node(config, inventory))
     assert [line for line in text.splitlines() if line.startswith("changed: ")] == [
         "changed: driver: 535.261.03 -> 550.1",
-        f"changed: device {pure.UUIDS[1]} is gone: 1, Test GPU, 16 GiB",
-        "changed: device GPU-new is new: 1, Test GPU, 16 GiB",
+        f"changed: device {pure.UUIDS[1]} (1, Test GPU, 16 GiB) is gone",
+        "changed: device GPU-new (1, Test GPU, 16 GiB) is new",
         f"changed: device {pure.UUIDS[0]} memory_bytes: {16 * GIB} -> {24 * GIB}",
         "changed: memory_overcommit: 1.0 -> 1.5",
         "changed: policy.require_limits: False -> True",

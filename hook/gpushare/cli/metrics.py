@@ -1,7 +1,8 @@
 """The metrics of `gpushare export`: their table, and their samples for Prometheus.
 
 Each scrape reads leases and usage files, as `gpushare top` does (sample.py). The driver's numbers are from its last
-query (`Seen`). Metric names follow promtool's rules. docs/metrics.md is generated from the table; a test compares both.
+query (`Seen`). Metric names follow promtool's rules. docs/metrics.md is generated from the table; a test fails if
+the page is out of date.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(
-            f"the state's pid {bundle.pid} is not a process",
+            f"no process has pid {bundle.pid}, which the OCI state on standard input names",
             "run adopt as gpushare-runtime does, as a createRuntime hook",
         )
     if record.leased and not rootless.is_rootless():

@@ -134,7 +134,8 @@ def _start(options: Options, state: oci.State) -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(
-            f"the state's pid {bundle.pid} is not a process", "call the hook as prestart or createRuntime"
+            f"no process has pid {bundle.pid}, which the OCI state on standard input names",
+            "call the hook as prestart or createRuntime",
         )
     if leases.is_held_by(options.state_dir, bundle.id, init):
         return 0  # the same hook ran in an earlier stage

@@ -8,7 +8,7 @@
     env_get(env, name)                -> str|None  the last value counts, as in the container's libc
 
 All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations

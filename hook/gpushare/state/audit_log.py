@@ -113,13 +113,13 @@ def granted(sink: Sink, container_id: str, lease: Optional[Lease], request: Requ
 
 
 def rebuilt(where: str, container_id: str, lease: Optional[Lease]) -> None:
-    """Log a container that outlived the state directory; without a lease its share is unknown."""
+    """Log a container that was running when the state directory was lost; without a lease its share is unknown."""
     what = facts(lease) if lease else f"id={value(container_id)} devices=unknown"
     _write(open_sink(where), WARNING, f"decision=granted {what} way=rebuild")
 
 
 def searched(where: str, remark: str) -> None:
-    """Log what the search for containers that outlived the state directory left out."""
+    """Log what was left out of the search for containers that were running when the state directory was lost."""
     _write(open_sink(where), WARNING, f"decision=ignored way=rebuild why={value(remark)}")
 
 

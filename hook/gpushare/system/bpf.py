@@ -137,7 +137,7 @@ def reusable(program: Program, what: str) -> Program:
             good = good and code & 0xE0 == 0x60  # plain memory access
         if not good:
             raise KernelError(
-                f"{what} has an instruction ({code:#04x}) that cannot be loaded again",
+                f"{what} has an instruction ({code:#04x}) that gpushare cannot load again",
                 "start the container with gpushare-runtime, which puts device rules into the spec",
             )
         if code == 0xBC and instruction.offset == 0 and instruction.immediate == 1:
@@ -261,7 +261,7 @@ def _change_one(
     directory: int, old: int, flags: int, path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]
 ) -> int:
     """Change the rules of one program; return the descriptor of its replacement, or -1 when nothing changed."""
-    what = f"the device program of {shown(path)}"
+    what = f"the BPF device program of cgroup {shown(path)}"
     rules, original = split(_read(old, what))
     wanted = change(rules)
     if wanted == rules:
