@@ -99,6 +99,18 @@ def test_training_is_repeatable() -> None:
     assert len(before ^ after) < len(before) / 100
 
 
+def test_training_leaves_no_process_when_it_is_killed(tmp_path: Path) -> None:
+    """As runc kills a hook that is late; then runc waits until no process has the hook's output."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.touch()
+    start = ["sh", "-c", "echo; exec sleep 600"]
+    program = f"import pathlib; from tools import train; train.touched({start}, pathlib.Path({str(snapshot)!r}), 0)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=TREE, stdout=subprocess.PIPE) as training:
+        assert training.stdout and training.stdout.readline() == b"\n"
+        training.kill()
+        assert training.communicate(timeout=20) == (b"", None)
+
+
 def test_object_order_reduces_page_faults(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
