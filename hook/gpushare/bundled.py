@@ -5,8 +5,8 @@ argv: -c, descriptor of boot.c's original environment, path of the program, its 
 
 from __future__ import annotations
 
-import _signal
 import gc
+import signal
 import sys
 
 
@@ -14,8 +14,8 @@ def main() -> None:
     fd, program = int(sys.argv[1]), sys.argv[2]
     sys.argv[:3] = [program]
     name = program.rpartition("/")[2]
-    if _signal.getsignal(2) is _signal.default_int_handler:
-        _signal.signal(2, _signal.SIG_DFL)  # until the program handles it: no traceback
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the program handles it: no traceback
     if name != "gpushare":
         gc.disable()
     import os

@@ -208,7 +208,9 @@ def test_container_with_a_share_cannot_divide_it(tmp_path: Path) -> None:
     limits = root / "usr/lib/gpushare/limits"
     limits.parent.mkdir(parents=True)
     limits.touch()
-    with pytest.raises(DeviceError, match="limits: this is a container with a share, and a share cannot be divided; st"):
+    with pytest.raises(
+        DeviceError, match="limits: this is a container with a share, and a share cannot be divided; st"
+    ):
         inventory.read_inventory(str(root))
     limits.unlink()
     assert len(inventory.read_inventory(str(root)).devices) == 1

@@ -204,7 +204,7 @@ def _refuse_share(root: str) -> None:
     limits would apply to the inner containers together, whatever each of them was granted."""
     if os.path.lexists(os.path.join(root, constants.LIMITS[1:])):
         raise DeviceError(
-            f"{os.path.join(root, constants.LIMITS[1:])}: this is a container with a share, and a share cannot be divided",
+            f"{constants.LIMITS}: this is a container with a share, and a share cannot be divided",
             "start its containers on the host, each with a share of its own",
         )
 
