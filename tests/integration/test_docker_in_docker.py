@@ -1,5 +1,5 @@
-"""docker in a privileged container with a share: its containers get no GPU by themselves, and together the outer share if
-they are given its files. gpushare refuses to divide a share again."""
+"""docker in a privileged container with a share: its containers get no GPU by themselves, and the outer share together
+if they are given its files."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_inner_containers_share_the_outer_limit(outer: DockerContainer) -> None:
     volumes = [word for path in SHARE for word in ("-v", f"{path}:{path}")]
     done = inner(outer, "run", "--rm", "--network", "none", *volumes, "t", PROBE)
     if Path("/sys/fs/cgroup/devices").exists():
-        # v1: a container in a cgroup that denies a single device, another GPU, may not allow all devices to its children
+        # v1: below a cgroup that denies a single device, as the other GPU, no cgroup may allow all devices
         assert done.code == 125 and 'failed to write "c *:* m"' in done.err
         return
     answer = done.answer()
