@@ -142,7 +142,7 @@ def test_escaped_unit_names_are_found(systemd: FakeSystemd, name: str) -> None:
 
 def test_missing_systemd_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(systemdscope, "SOCKET", str(tmp_path / "none"))
-    with pytest.raises(KernelError, match="none: No such file or directory; is systemd running"):
+    with pytest.raises(KernelError, match="none: No such file or directory; see whether systemd runs"):
         systemdscope.allow(f"/x/{UNIT}", [(195, 0)])
 
 

@@ -37,7 +37,8 @@ _SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; driver files have the 
 
 
 class Applied:
-    """The effects of `apply`. `undo` reverts them, last first; `close` keeps them. `notes`: skipped operations."""
+    """The effects of `apply`. `undo` reverts them, last first; `close` keeps them. `notes`: skipped operations;
+    `warnings`: what the container may lose later."""
 
     def __init__(self, namespace: mountns.Namespace) -> None:
         self._namespace = namespace
@@ -46,6 +47,7 @@ class Applied:
         self._trees: list[int] = []
         self.hider: Union[idmap.Hider, None] = None
         self.notes: list[str] = []
+        self.warnings: list[str] = []
 
     def undo(self) -> None:
         """Revert everything that the kernel allows; raise the first failure at the end."""
@@ -172,7 +174,7 @@ def _tell_systemd(
     try:
         undo = cgroup.tell_systemd(pid, rules, mounts, bundle.cgroups_path)
     except KernelError as error:
-        applied.notes.append(f"the GPU is lost at `systemctl daemon-reload`: {error.message}")
+        applied.warnings.append(f"the GPU is lost at `systemctl daemon-reload`: {error.message}")
         return
     if undo is not None:
         applied._access.append(undo)

@@ -47,8 +47,8 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroup
 def tell_systemd(
     pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroups_path: str = ""
 ) -> Optional[Callable[[], None]]:
-    """Add the rules to those that systemd has for the container's scope, so that they persist when systemd writes its
-    rules again. Return a function that undoes it; None if systemd has these, or does not manage the container's cgroup.
+    """Add the rules to systemd's own for the container's scope, so that they persist when systemd writes its rules
+    again. Return a function that undoes it; None if systemd has these, or does not manage the container's cgroup.
     Raises KernelError."""
     for directories in _of_container(own_cgroups(pid, mounts), cgroups_path, mounts):
         if directories and directories[0].endswith(".scope"):

@@ -29,6 +29,7 @@ Entries = list[tuple[str, str]]  # (path, access), as DeviceAllow has them
 SOCKET = "/run/systemd/private"
 _TIMEOUT_S = 5.0  # systemd answers nothing while it reloads
 _MAX_BYTES = 1 << 24
+_HINT = "see whether systemd runs and what it logs (journalctl _PID=1)"
 _CALL, _RETURN, _ERROR = 1, 2, 3
 _PATH, _INTERFACE, _MEMBER, _DESTINATION, _SIGNATURE = 1, 2, 3, 6, 8
 _SYSTEMD = "org.freedesktop.systemd1"
@@ -77,7 +78,7 @@ class _Scope:
             self._socket.sendall(b"\0AUTH EXTERNAL " + user + b"\r\nBEGIN\r\n")
             answer = self._until(lambda data: data.find(b"\r\n") + 2 if b"\r\n" in data else 0)
             if not answer.startswith(b"OK "):
-                raise KernelError(f"{SOCKET}: {shown(answer.decode('ascii', 'replace').strip())}")
+                raise KernelError(f"{SOCKET}: {shown(answer.decode('ascii', 'replace').strip())}", _HINT)
         except OSError as error:
             self.close()
             raise _failed(error) from None
@@ -123,7 +124,7 @@ class _Scope:
         body.string(name)
         answer = self._call(_PROPERTIES, "Get", "ss", body)
         if answer.signature() != signature:
-            raise KernelError(f"systemd has another type for {name} of {shown(self.unit)}")
+            raise KernelError(f"systemd has another type for {name} of {shown(self.unit)}", _HINT)
         return answer
 
     def _call(self, interface: str, member: str, signature: str, body: _Writer) -> _Reader:
@@ -143,7 +144,7 @@ class _Scope:
             raise _failed(error) from None
         answer = _Reader(data, len(data) - struct.unpack_from("<I", data, 4)[0])
         if data[1] == _ERROR:
-            raise KernelError(f"systemd: {shown(answer.string())}", f"see systemctl status {self.unit}")
+            raise KernelError(f"systemd: {shown(answer.string())}", _HINT)
         return answer
 
     def _until(self, size: Callable[[bytes], int]) -> bytes:
@@ -151,14 +152,14 @@ class _Scope:
         while not (length := size(self._received)) or len(self._received) < length:
             part = self._socket.recv(1 << 16)
             if not part or len(self._received) > _MAX_BYTES:
-                raise KernelError(f"{SOCKET}: systemd closed the connection")
+                raise KernelError(f"{SOCKET}: systemd closed the connection", _HINT)
             self._received += part
         message, self._received = self._received[:length], self._received[length:]
         return message
 
 
 def _failed(error: OSError) -> KernelError:
-    return KernelError(f"{SOCKET}: {error.strerror or error}", "is systemd running?")
+    return KernelError(f"{SOCKET}: {error.strerror or error}", _HINT)
 
 
 def _message_size(data: bytes) -> int:
