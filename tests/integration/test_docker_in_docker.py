@@ -27,7 +27,7 @@ PROGRAMS = ("dockerd", "containerd", "containerd-shim-runc-v2", "runc", "docker"
 CGROUPS = "/sys/fs/cgroup"
 SOCKET = "unix:///var/lib/docker/socket"
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
-# What an inner container needs to use the outer share: the shim and the limits, the libraries, the nodes
+# An inner container that uses the outer share needs: the shim and the limits, the libraries, the nodes
 SHARE = ("/usr/lib/gpushare", LIBDIR, "/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
 
 

@@ -24,7 +24,7 @@ from tests.support.systemd import Systemd
 CONFIG, STATE = "/etc/gpushare/config.yaml", "/run/gpushare"
 
 
-# What writes device rules again, or might: by systemd, or by the runtime as `docker update` and pause call it
+# Systemd, or the runtime as `docker update` and `docker pause` call it, may write device rules again at these events
 EVENTS = {
     "daemon-reload": ("systemctl daemon-reload",),
     "daemon-reexec": ("systemctl daemon-reexec",),
@@ -122,4 +122,16 @@ def test_device_rules_persist(machine: Machine, way: str) -> None:
             seen[name] = machine.opened()
         assert seen == dict.fromkeys(EVENTS, granted)
     finally:
+        machine.run(*machine.words, "delete", "--force", "c1")
+
+
+def test_hook_that_cannot_reach_systemd_warns(machine: Machine) -> None:
+    machine.run("mv", "/run/systemd/private", "/run/systemd/hidden")
+    try:
+        machine.start("hook")
+        assert machine.opened() == dict.fromkeys(NODES, ALLOWED) | {"nvidia1": DENIED}
+        granted = machine.run("cat", "/run/decisions").splitlines()[-1]
+        assert "the GPU is lost at systemctl daemon-reload: /run/systemd/private: No such file or directory" in granted
+    finally:
+        machine.run("mv", "/run/systemd/hidden", "/run/systemd/private")
         machine.run(*machine.words, "delete", "--force", "c1")

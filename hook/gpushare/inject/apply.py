@@ -174,7 +174,7 @@ def _tell_systemd(
     try:
         undo = cgroup.tell_systemd(pid, rules, mounts, bundle.cgroups_path)
     except KernelError as error:
-        applied.warnings.append(f"the GPU is lost at `systemctl daemon-reload`: {error.message}")
+        applied.warnings.append(f"the GPU is lost at systemctl daemon-reload: {error.message}")
         return
     if undo is not None:
         applied._access.append(undo)
