@@ -18,7 +18,7 @@ from gpushare.engines import hookfiles
 from gpushare.engines.base import Settings
 
 from simulator.simhost import make_simhost
-from tests.integration.test_systemd_cgroups import low_levels
+from tests.integration.test_systemd_cgroups import crun_version, low_levels
 from tests.support import host
 from tests.support.engines import podman as podmans
 from tests.support.engines.containerd_daemon import IMAGE, MAIN, make_archive
@@ -119,11 +119,12 @@ class Docker:
         self.exec = (*self._docker, "exec", "c1")
         self.events = {
             **SYSTEMD,
-            "docker update": ((*self._docker, "update", "--restart", "no", "c1"),),
             "docker pause": ((*self._docker, "pause", "c1"), (*self._docker, "unpause", "c1")),
             "restart of docker": (("systemctl", "restart", "docker.service"),),
             "docker restart": ((*self._docker, "restart", "--time", "0", "c1"),),
         }
+        if not machine.low_level.endswith("/crun"):  # docker 20.10 sends a memory limit of 0, which crun 1.28 refuses
+            self.events["docker update"] = ((*self._docker, "update", "--restart", "no", "c1"),)
 
     def start(self, way: str) -> None:
         words = ("run", "--detach", "--name", "c1", "--network", "none", "--runtime", "gpushare")
@@ -268,6 +269,12 @@ def machine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Machin
 )
 def test_device_rules_persist(machine: Machine, kind: type[Engine], way: str) -> None:
     engine = machine.engine(kind)
+    if kind is Docker and machine.low_level.endswith("/crun") and crun_version() < (1, 22):
+        # docker denies one device (fuse), and this crun can give systemd no such rule
+        with pytest.raises(AssertionError, match="systemd does not support deny rules for devices"):
+            engine.start(way)
+        engine.remove()
+        return
     engine.start(way)
     try:
         assert machine.opened(*engine.exec) == GRANTED
