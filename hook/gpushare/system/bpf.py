@@ -224,9 +224,13 @@ def _pin_again(path: str, old: int, new: int) -> None:
     for candidate in (name, scope, scope.partition("-")[2]) if not suffix else ():
         pin = f"{_PINS}/{candidate}"
         if candidate and os.path.exists(pin) and _id_of_pinned(pin) == _id(old, pin):
-            temporary = syscalls.buffer(f"{pin}_new\0".encode())
-            syscalls.bpf(_PIN, _attr("QI", syscalls.address(temporary), new), f"pin {pin}")
+            _pin(new, f"{pin}_new")
             os.rename(f"{pin}_new", pin)
+
+
+def _pin(program: int, path: str) -> None:
+    name = syscalls.buffer(f"{path}\0".encode())
+    syscalls.bpf(_PIN, _attr("QI", syscalls.address(name), program), f"pin {path}")
 
 
 def _id_of_pinned(pin: str) -> int:

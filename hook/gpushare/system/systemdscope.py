@@ -42,11 +42,11 @@ def allow(directory: str, rules: Sequence[Rule]) -> Optional[Callable[[], None]]
     unit = os.path.basename(directory)
     scope = _Scope(unit[1:] if unit.startswith("_") else unit)  # systemd's escape of names such as `cpu.scope`
     try:
-        policy, present = scope.policy(), scope.entries()
+        present = scope.entries()
         paths = {path for path, access in present if {"r", "w"} <= set(access)}
         wanted = [f"/dev/char/{major}:{minor}" for major, minor in rules]
         missing = [(path, "rw") for path in wanted if path not in paths]
-        if not missing or (policy == "auto" and not present):
+        if not missing or (not present and scope.policy() == "auto"):
             return None
         scope.set_entries(missing)
     finally:
