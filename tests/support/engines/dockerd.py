@@ -120,14 +120,15 @@ class Dockerd:
         words = ("--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}")
         return [CLIENT, *words, *args]
 
-    def docker(self, *args: str, timeout_s: float = 60) -> Result:
+    def docker(self, *args: str, timeout_s: float = 60, **variables: str) -> Result:
+        """Run a client command; `variables` are added to its environment."""
         done = subprocess.run(
             self.command(*args),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env={"PATH": "/usr/bin:/bin"},
+            env={"PATH": "/usr/bin:/bin", **variables},
         )
         return Result(done.returncode, done.stdout, done.stderr)
 
