@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,37 @@ def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
             os.rmdir(path)
 
     assert view.run(body) == [errno.EPERM, errno.ENXIO, errno.EPERM, errno.EPERM]
+
+
+def test_pinned_program_is_replaced(view: View) -> None:
+    """crun 1.28 gives systemd the pin of a scope's program, which systemd attaches at each daemon-reload. The pin of
+    another program stays."""
+
+    def body() -> list[list[bool]]:
+        path, pins = f"/sys/fs/cgroup/gs-{os.getpid()}.scope", "/sys/fs/bpf/crun"
+        subprocess.run(["mount", "-t", "bpf", "gpushare-test", "/sys/fs/bpf"], check=True)
+        os.mkdir(pins)
+        os.mkdir(path)
+        try:
+            directory = os.open(path, os.O_RDONLY)
+            bpf.attach(path, bpf.denying(GRANTED))
+            (first,), _ = bpf._attached(directory, path)
+            own, other = f"{pins}/gs-{os.getpid()}_scope", f"{pins}/gs-{os.getpid()}"
+            bpf._pin(bpf._program(first, path), own)
+            bpf._pin(bpf.load(bpf.denying(GRANTED), path), other)
+            kept = bpf._id_of_pinned(other)
+            seen = []
+            undo = bpf.allow(path, GRANTED)
+            for change in (undo, lambda: None):
+                (now,), _ = bpf._attached(directory, path)
+                seen.append([now == first, bpf._id_of_pinned(own) == now, bpf._id_of_pinned(other) == kept])
+                change()
+            return seen
+        finally:
+            os.rmdir(path)
+            subprocess.run(["umount", "/sys/fs/bpf"], check=True)
+
+    assert view.run(body) == [[False, True, True], [True, True, True]]
 
 
 # Programs as values

@@ -181,6 +181,7 @@ class IntoNamespace(session.Way):
         if placed.lease is None and mounts and rootfs.shows(self._root.fd, mounts):
             return False  # a request without devices has no lease
         self._applied = apply.apply(placed.plan, start.bundle, self._init.pid, start.host.config.state_dir)
+        self.warnings = self._applied.warnings
         return True
 
     def holder(self) -> Optional[procs.Process]:

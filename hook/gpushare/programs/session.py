@@ -51,10 +51,12 @@ class Preview(NamedTuple):
 
 
 class Way:
-    """How a plan is carried out: one object for each start. `taken`: what was removed from config.json."""
+    """How a plan is carried out: one object for each start. `taken`: what was removed from config.json; `warnings`:
+    what the container may lose later."""
 
     name = ""  # in the audit log
     taken: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     def image(self, start: Start, lease: Optional[Lease]) -> AbstractContextManager[Union[inroot.Root, str]]:
         """Return the container's root, for probing."""
@@ -202,7 +204,7 @@ def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed)
         request,
         way.name,
         *audit_log.details("clamped", clamped),
-        *audit_log.details("notes", (*lending.notes(request), *said)),
+        *audit_log.details("notes", (*lending.notes(request), *said, *way.warnings)),
         *audit_log.details("taken_out", way.taken),
     )
 

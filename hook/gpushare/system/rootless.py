@@ -25,10 +25,10 @@ COOPERATIVE = "rootless, so cooperative only: no device cgroup, and shares of ot
 
 
 def is_rootless() -> bool:
-    """Whether this process lacks root rights on this host. For root this costs one access(2): a process that may write
-    to /run is root of this host or of a whole machine-like container. Root on a host with a read-only /run gets an
-    error later that reports it."""
-    if os.access(_RUN, os.W_OK):
+    """Whether this process lacks root rights on this host. A process that may write to /run is root of this host or of
+    a whole machine-like container, unless its root is one ordinary user: rootless docker has a writable /run. Root on a
+    host with a read-only /run gets an error later that reports it."""
+    if os.access(_RUN, os.W_OK) and not _is_one_user(_uid_map()):
         return False
     return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
 
@@ -51,6 +51,11 @@ def require_mounts() -> None:
             f"user {os.geteuid()} may not change the mounts of a container that is started this way",
             "use rootless podman or `gpushare run`, or run as root",
         )
+
+
+def _is_one_user(uid_map: list[str]) -> bool:
+    """Whether root of this user namespace is one user of the namespace above, not a range as in a system container."""
+    return len(uid_map) == 3 and uid_map[0] == "0" != uid_map[1] and uid_map[2] == "1"
 
 
 def _uid_map() -> list[str]:
