@@ -38,7 +38,7 @@ sys.exit(main())
 
 
 def program(state: Path, *args: str) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, "--config", "/none.yaml", "--state", str(state), *args]
+    return [sys.executable, "-c", PROGRAM, "--state", str(state), *args]
 
 
 @pytest.fixture
@@ -138,8 +138,11 @@ def test_unreadable_state_is_reported(cli: Callable[..., Any], state: Path, tmp_
         ("r", View("memory", True, 5)),
         ("up", View("memory", False, 4)),
         ("page down", View("memory", False, 15)),
-        ("right", View("compute")),
+        ("right", View("percent")),
         ("left", View("name")),
+        ("p", View("percent")),
+        ("h", View("memory", False, 5, True)),
+        ("?", View("memory", False, 5, True)),
         ("x", View("memory", False, 5)),
         ("", View("memory", False, 5)),
     ],
@@ -202,17 +205,19 @@ def test_every_size_shows_only_whole_lines(state: Path, width: int, height: int,
 
 def titles(taken: sample.Sample, width: int) -> tuple[list[str], int]:
     """The titles of the shown columns, and the length of the bars."""
-    shown, length = topscreen.fitting(topscreen.CONTAINERS, taken.lines, width)
-    return [topscreen.CONTAINERS[n].column.title for n in shown], length
+    cells = topscreen.without_empty(topscreen.SCREEN_CONTAINERS, taken.lines)
+    shown, length = topscreen.fitting(cells, taken.lines, width)
+    return [cells[n].column.title for n in shown], length
 
 
 def test_width_selects_columns_and_bar_length(state: Path) -> None:
     taken = many(state, 3)
     wide, length = titles(taken, 200)
-    assert wide == [cell.column.title for cell in topscreen.CONTAINERS] and wide.count("used/limit") == 2
+    cells = topscreen.without_empty(topscreen.SCREEN_CONTAINERS, taken.lines)
+    assert wide == [cell.column.title for cell in cells if not cell.spare] and wide.count("used/limit") == 2
     assert length > topscreen.BAR_CELLS
     at_80, length = titles(taken, 80)  # one running device: no column shows that
-    assert at_80 == ["container", "memory", "used/limit", "compute", "used/limit", "throttled"] and length >= 5
+    assert at_80 == ["container", "memory", "used/limit", "compute", "used/limit", "trend", "throttled"] and length >= 5
     assert titles(taken, 20)[0] == ["container", "memory", "compute"]
     dead = taken.lines[0]._replace(container=taken.lines[0].container._replace(state="dead"))
     assert "state" in titles(taken._replace(lines=(dead, *taken.lines[1:])), 80)[0]
