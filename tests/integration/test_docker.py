@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.docker_host import GIB, TWO_GIB, DockerHost, Events, docker_host, total
 from tests.support.engines.base import SLEEP, Refused
-from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer
+from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer, start
 from tests.support.engines.image import PROBE
 
 RUNC = ("--runtime", "runc", "--network", "none")
@@ -188,11 +188,12 @@ def test_concurrent_containers_fill_the_devices(docker: DockerHost) -> None:
 
 def test_commands_take_docker_s_names(docker: DockerHost) -> None:
     """Also after a rename, for containers of Compose and with a shared network, and while the daemon hangs."""
+    shared = (*TWO_GIB, "--name", "side", "--runtime", "gpushare")
     labels = ("--label", "com.docker.compose.project=shop", "--label", "com.docker.compose.service=web")
     with (
         docker.start_with(*TWO_GIB, "--name", "before", args=SLEEP) as one,
         docker.start_with(*TWO_GIB, *labels, "--name", "shop-web-1", args=SLEEP) as web,
-        docker.start_with(*TWO_GIB, "--name", "side", "--network", f"container:{web.id}", args=SLEEP) as side,
+        start(docker.daemon, *shared, "--network", f"container:{web.id}", IMAGE, *SLEEP) as side,
     ):
         docker.daemon.must("rename", "before", "train")
         os.kill(docker.daemon.pid, signal.SIGSTOP)

@@ -36,6 +36,6 @@ def test_progress_is_one_line_on_a_terminal(tmp_path: Path) -> None:
     assert b"CC one.c" in one.raw and text == "done: longer than the line before\n"
 
 
-def test_make_test_says_how_long_it_takes() -> None:
+def test_duration_is_shown_before_all_tests() -> None:
     done = subprocess.run(["make", "say-test"], cwd=TREE, capture_output=True, text=True, check=True)
     assert "20 minutes" in done.stdout and done.stdout.count("\n") == 1

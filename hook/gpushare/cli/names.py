@@ -1,5 +1,5 @@
 """Names of containers, from files that their engines wrote: docker's and podman's names, Compose services, Kubernetes
-pods. No daemon is asked, so one that hangs or is down delays no command. Not on the start path.
+pods. A daemon that hangs or is down delays no command. Not on the start path.
 
 The bundle in a lease leads to the engine's file:
 

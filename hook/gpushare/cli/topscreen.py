@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _GAP = 2  # between columns
 _FEWEST_ROWS = 3  # of containers, even if there are many devices
 _SHORT, _LONG = 5, 30  # least and greatest number of cells of a bar
+_LONGEST_NAME = 24  # characters on a terminal
 _PERCENT = len(" 100%")  # after a bar
 _SAME = 10  # added to `leaves` of a dull column whose rows are all equal
 # Help texts for keys; the first that fits is shown
@@ -115,6 +116,11 @@ def _memory_bar(line: Line, cells: int) -> str:
     return bar(line.use.used_bytes, line.use.limit_bytes, cells) if line.use else ""
 
 
+def _cut(name: str) -> str:
+    """A name that leaves room for the other columns: its begin and its end, both of which can tell it from another."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2 - 2]}..{name[-_LONGEST_NAME // 2 :]}"
+
+
 def _memory_percent(line: Line, _: int) -> str:
     return f"{int(_of_limit(line))}%" if _of_limit(line) >= 0 else "-"
 
@@ -146,6 +152,7 @@ def _age(line: Line) -> str:
 
 _ID = Cell(Column("container"), lambda line, _: constants.short(line.container.id))
 _NAME = Cell(Column("name"), lambda line, _: line.container.name.shown or "-", 1)
+_CUT_NAME = _NAME._replace(text=lambda line, _: _cut(line.container.name.shown) or "-")
 _DEVICE = Cell(Column("device", True), lambda line, _: device_name(line.use.share.device) if line.use else "-", 3, True)
 _COMPUTE = Cell(Column("compute", True), lambda line, _: compute_text(line.use) if line.use else "-")
 _THROTTLED = Cell(Column("throttled", True), lambda line, _: _throttled(line), 4)
@@ -157,9 +164,9 @@ _REST = (
 )
 # Columns on a terminal, and in a pipe, where each column holds one value
 CONTAINERS = (
-    *(_ID, _NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line))),
+    *(_ID, _CUT_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line))),
     *(Cell(Column("mem%", True, style=bar_style), _memory_percent, 4, spare=True), Cell(BAR, _memory_bar, 5)),
-    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 6), _THROTTLED, *_REST),
+    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 7), _THROTTLED, *_REST),
 )
 PLAIN = (
     *(_ID, _NAME, _DEVICE),
@@ -189,7 +196,7 @@ _TREND = bar_column("trend", _pace)
 def _with_trend(cells: tuple[Cell, ...], text: Callable[[Any, int], str]) -> tuple[Cell, ...]:
     """The columns of the full screen, which has earlier samples, too."""
     at = 1 + max(n for n, cell in enumerate(cells) if cell.column.only_tty)
-    return (*cells[:at], Cell(_TREND, text, 5), *cells[at:])
+    return (*cells[:at], Cell(_TREND, text, 6), *cells[at:])
 
 
 SCREEN_CONTAINERS = _with_trend(CONTAINERS, lambda line, cells: sparkline(line.compute_history, cells))
@@ -198,7 +205,11 @@ SCREEN_DEVICES = _with_trend(DEVICES, lambda one, cells: sparkline(one["trend"],
 
 def without_empty(cells: tuple[Cell, ...], lines: Sequence[Line]) -> tuple[Cell, ...]:
     """The columns without NAME if no container has one, as where `gpushare run` starts all programs."""
-    return cells if any(line.container.name.shown for line in lines) else tuple(one for one in cells if one != _NAME)
+    return (
+        cells
+        if any(line.container.name.shown for line in lines)
+        else tuple(one for one in cells if one.column != _NAME.column)
+    )
 
 
 def in_order(sample: Sample, view: View) -> list[Line]:
