@@ -109,8 +109,8 @@ def main() -> int:
         return 1
     show.step("Each got all of its share, and not a byte more.")
     show.step("Next:")
-    show.remark("make playground    a shell with a simulated GPU, gpushare and docker: docs/tour.md")
-    show.remark("README.md          install gpushare on a host with a GPU; `gpushare doctor` then checks it")
+    show.remark("make playground   a shell with this GPU, gpushare and docker: docs/tour.md")
+    show.remark("README.md         how to install gpushare on a host with a GPU")
     return 0
 
 
