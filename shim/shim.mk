@@ -67,10 +67,12 @@ $(2)/obj/$(1)/linkable.o: $(2)/gen/$(1)/linkable.s
 
 $(2)/obj/$(1)/zstd.o: build/zstd/zstd.c shim/shim.mk
 	@mkdir -p $$(@D)
+	$$(call progress,CC $$<)
 	$(3) $$(ZSTD_CFLAGS) $$(filter-out -fanalyzer,$(4)) -c -o $$@ $$<
 
 $(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
 	@mkdir -p $$(@D)
+	$$(call progress,CC $$<)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -isystem $$(SHIM_INCLUDE_$(1)) -isystem build/zstd -c -o $$@ $$<
 
 -include $$(wildcard $(2)/obj/$(1)/*/*.d)

@@ -18,7 +18,7 @@ from tools.config_docs import WHEN
 _COMMON = {"--help", "--no-color"}
 _FORMATS = ["table", "json"]
 COMMON = (
-    ("--format [table|json]", "For people, or for programs. [default: table]"),
+    ("-o, --format [table|json]", "For people, or for programs. [default: table]"),
     ("--no-color", "No colour, as with NO_COLOR=1."),
     ("-h, --help", "Show the help of a command and exit."),
 )
@@ -82,7 +82,11 @@ def walk() -> Iterator[Command]:
 
 # command -> (command line, what it does)
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
-    "list": (("gpushare list --format json", "for a program"),),
+    "list": (
+        ("gpushare list --format json", "for a program"),
+        ("gpushare list --filter name=web --filter status=running", "by name and state"),
+    ),
+    "help": (("gpushare help limit set", "the same as `gpushare limit set --help`"),),
     "top": (
         ("gpushare top --sort compute", "sort by compute use"),
         ("gpushare top --format json --interval 10", "one object per line every ten seconds"),
@@ -91,7 +95,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare export --once", "print the current metrics"),
         ("gpushare export --listen 0.0.0.0 --port 9878", "reachable from other hosts (docs/metrics.md)"),
     ),
-    "inspect": (("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),),
+    "inspect": (
+        ("gpushare inspect web", "the container that docker calls web"),
+        ("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),
+    ),
     "explain": (("gpushare explain .", "explain the bundle in this directory"),),
     "limit set": (
         ("gpushare limit set 3f2a --memory 6Gi --compute 40", "on all its devices"),
@@ -131,6 +138,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         "an array of containers, oldest first",
         {
             "id": "full ID",
+            "name": "name in docker or podman, or `NAMESPACE/POD/CONTAINER`; null: none",
+            "service": "`PROJECT/SERVICE` of Compose; null: none",
             "state": "`starting`, `running`, `paused`, `ended` (a program of `gpushare run`), `dead`, `damaged`",
             "note": "why it is ended, dead or damaged, or a warning about its activity file; else empty",
             "created": "seconds since 1970; null for a damaged lease",
@@ -172,6 +181,10 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "containers": "as in `gpushare list`, plus:",
             "containers.shares.compute_throttled_percent": "percent since the last sample, summed over threads",
         },
+    ),
+    "status": (
+        "an object as one of `gpushare top`",
+        {"time": "", "note": "", "devices": "as in `gpushare top`", "containers": "as in `gpushare top`"},
     ),
     "inspect": (
         "a container as in `gpushare list`, plus:",

@@ -68,6 +68,8 @@ ADVICE = {
     ("inject/apply.py", ""): "run `gpushare refresh`; `gpushare doctor` checks the device nodes",
     ("system/bpf.py", ""): "use fewer devices in the container's device rules",
     ("cli/cdi.py", ""): "follow the message",
+    ("cli/containers.py", ""): "write one of these keys, as in --filter name=web",
+    ("cli/help.py", ""): "see `gpushare --help`",
     ("cli/main.py", "standard output"): "check the target of the output: it is full or closed",
     ("cli/runtime.py", ""): "follow the message",
     (

@@ -35,6 +35,9 @@ Grafana (`dashboard.json`); a package installs them below `/usr/share/doc/gpusha
 * `container`, `pod` and `namespace` are the names in Kubernetes, from the container's `config.json`. Outside of a pod
   `container` is the id, and the other two are empty. `id` is always the engine's id, and `slot` the device's number in
   the container.
+* `name` is for people: the name in docker or podman, NAMESPACE/POD/CONTAINER, or else the short id. `service` is
+  PROJECT/SERVICE of Compose, or empty. The exporter reads names from files of the engine, so it must see the host's
+  files.
 * A container has metrics while it runs; its counters start at 0. Values that its processes report count up to the
   size of the device and not beyond.
 * Values from NVML are those of the last query (`--interval`, 10 seconds). A series is missing if there is no value:

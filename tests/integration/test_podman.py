@@ -370,3 +370,15 @@ def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path
         )
         assert done.returncode != 0
         assert "cannot be restored from a checkpoint" in done.stderr
+
+
+def test_commands_take_podman_s_names(podman: Podman) -> None:
+    """Also of a container with `--rm`, which podman keeps in another file, and after a rename."""
+    with podman.start(Want(SLEEP, TWO_GIB)) as kept, podman.start(Want(SLEEP, TWO_GIB), "--rm") as removed:
+        podman.command("rename", kept.name, f"{kept.name}-renamed")
+        try:
+            for one, name in ((kept, f"{kept.name}-renamed"), (removed, removed.name)):
+                found = json.loads(podman.node.cli("inspect", name, "-o", "json").stdout)
+                assert (found["id"], found["name"]) == (one.id, name)
+        finally:
+            podman.command("rename", f"{kept.name}-renamed", kept.name)

@@ -93,7 +93,8 @@ def test_state_is_in_the_user_s_runtime_directory(podman: RootlessPodman) -> Non
         assert podman.node.leases() == [one.id]
         assert (rootless.STATE / "containers").stat().st_uid == rootless.UID
         listed = gpushare(podman, "list")
-        assert one.id[:12] in listed.stdout, listed.stderr
+        assert one.id[:12] in listed.stdout and one.name in listed.stdout, listed.stderr
+        assert gpushare(podman, "limit", "show", one.name).returncode == 0
         assert not Path("/run/gpushare").exists()
 
 

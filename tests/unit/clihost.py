@@ -40,9 +40,11 @@ def init() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def cli(state: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """cli(*args) -> (exit code, standard output, standard error)."""
+    config = state.parent / "cli.yaml"
+    config.write_text("version: 1\n")
 
     def run(*args: str) -> tuple[int, str, str]:
-        code = main(["--config", "/none.yaml", "--state", str(state), *args])
+        code = main(["--config", str(config), "--state", str(state), *args])
         return (code, *capfd.readouterr())
 
     return run

@@ -27,6 +27,7 @@ COMMANDS = [
     ["top", "--once"],
     ["inspect", "c1"],
     ["devices"],
+    ["status"],
     ["prune", "--dry-run"],
     ["prune"],
     ["refresh"],

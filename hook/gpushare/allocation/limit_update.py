@@ -94,6 +94,9 @@ def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lea
                 f"container {shown(constants.short(container_id))} has a lease that cannot be read: {damage.reason}",
                 "make sure that it does not run, then `gpushare prune --assume-free`",
             )
+    for lease, why in seen.dead:
+        if lease.id == container_id:
+            raise RequestError(f"container {shown(constants.short(container_id))} has ended: {why}", "start it again")
     raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows containers with a share")
 
 
