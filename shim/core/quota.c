@@ -208,11 +208,14 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
                 return false;
             continue;
         }
+        gs_account(dev);
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* Read the limit after the addition: a host that lowers the limit and then reads the use
          * sees everything that the earlier limit allowed. */
-        if (has_room(view, dev, 0, moves))
+        if (has_room(view, dev, 0, moves)) {
+            gs_account_peak(dev);
             return true;
+        }
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     }
     return false;
@@ -276,14 +279,19 @@ bool gs_reserve_patiently(int dev, uint64_t bytes) {
 
 void gs_charge_anyway(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
-    if (slot && dev >= 0)
-        __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    if (!slot || dev < 0)
+        return;
+    gs_account(dev);
+    __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    gs_account_peak(dev);
 }
 
 void gs_release(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
-    if (slot && dev >= 0 && bytes)
-        __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    if (!slot || dev < 0 || !bytes)
+        return;
+    gs_account(dev);
+    __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
 }
 
 void gs_count_refusal(int dev) {

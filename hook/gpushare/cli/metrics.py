@@ -21,11 +21,13 @@ from ..core.model import Lease
 from ..gpu.nvml_usage import Gpu
 from ..monitor.overuse import Comparison, Finding
 from ..request import oci
+from ..state.accounts import Account
 from . import facts
 from .options import Paths
 from .sample import Line, Sampler
 
 SHARE_LABELS = ("container", "pod", "namespace", "uuid", "slot", "id")
+ACCOUNT_LABELS = (*SHARE_LABELS, "user")
 DEVICE_LABELS = ("uuid", "device", "model")
 _MAX_SPEC_BYTES = 4 << 20
 
@@ -51,6 +53,17 @@ METRICS = (
     Metric("gpushare_throttled_seconds_total", SHARE_LABELS,
            "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_oom_total", SHARE_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_account_granted_seconds_total", ACCOUNT_LABELS,
+           "Device time that the container was granted: its compute limit multiplied by time."),
+    Metric("gpushare_account_used_seconds_total", ACCOUNT_LABELS, "Device time that the container used."),
+    Metric("gpushare_account_granted_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container was granted, multiplied by time."),
+    Metric("gpushare_account_used_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container used, multiplied by time."),
+    Metric("gpushare_account_peak_bytes", ACCOUNT_LABELS, "Most memory that the container used at one time."),
+    Metric("gpushare_account_refused_total", ACCOUNT_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_account_throttled_seconds_total", ACCOUNT_LABELS,
+           "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id"),
            "How often the container exceeded its memory limit by the driver's count."),
     Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
@@ -162,6 +175,8 @@ class Metrics(Collector):
             labels = (*self._names.of(lease), uuid, str(line.use.share.slot), _utf8(lease.id))
             for name, value in _of_share(line, findings.pop((lease.id, uuid), None)):
                 put(name, labels, value)
+            for name, value in _of_account(line.use.account):
+                put(name, (*labels, "" if lease.uid < 0 else str(lease.uid)), value)
         for (container_id, uuid), one in findings.items():  # usage of a device without a share of it
             if container_id in leases and one.slot is None:
                 labels = (*self._names.of(leases[container_id]), uuid, "", _utf8(container_id))
@@ -193,6 +208,21 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     if finding is not None:
         yield "gpushare_memory_physical_bytes", finding.physical_bytes
         yield "gpushare_memory_over_bytes", finding.over_bytes
+
+
+def _of_account(account: Optional[Account]) -> Iterator[tuple[str, Optional[float]]]:
+    if account is not None:
+        yield "gpushare_account_granted_seconds_total", account.granted_ns / 1e9
+        yield "gpushare_account_used_seconds_total", _over(account.used_ns)
+        yield "gpushare_account_granted_byte_seconds_total", account.granted_byte_ns / 1e9
+        yield "gpushare_account_used_byte_seconds_total", _over(account.used_byte_ns)
+        yield "gpushare_account_peak_bytes", account.peak_bytes
+        yield "gpushare_account_refused_total", account.refused
+        yield "gpushare_account_throttled_seconds_total", _over(account.throttled_ns)
+
+
+def _over(ns: Optional[int]) -> Optional[float]:
+    return None if ns is None else ns / 1e9
 
 
 def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:

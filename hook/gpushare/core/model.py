@@ -215,6 +215,8 @@ class Share(NamedTuple):
     memory_backend: str = "shim"  # enforces the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
     virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; 0 = no host memory
+    granted_ns: int = 0  # device time granted from the start until Lease.counted_ns
+    granted_byte_ns: int = 0  # memory granted until then, multiplied by time
 
     @property
     def clamp_note(self) -> str:
@@ -246,6 +248,13 @@ class Lease(NamedTuple):
     driver_version: str = ""
     sandbox: str = ""  # of the pod, where an annotation that all its containers have requested the share
     cri: bool = False  # a CRI wrote annotations that name the container's pod
+    began_ns: int = 0  # CLOCK_BOOTTIME; 0: not recorded
+    counted_ns: int = 0  # the shares' granted_ns and granted_byte_ns are complete up to here; 0: since began_ns
+    uid: int = -1  # of the first process, on the host; -1: not recorded
+    namespace: str = ""  # as a CRI names them; "" elsewhere
+    pod: str = ""
+    container: str = ""
+    image: str = ""
 
 
 class LdEntry(NamedTuple):
