@@ -86,6 +86,7 @@ policy:
   allowed_backends: [mps]
   unlimited: deny
 reconcile: {action: stop}
+usage: {journal: /data/usage.log, journal_size: " 8Mi"}
 log: {decisions: /var/log/gpushare.log}
 """
 
@@ -104,6 +105,7 @@ def test_every_key_sets_its_field() -> None:
         SharingRule(10, 0.5, 2.0),
     )
     expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "spread", policy, log, runtime, 2.0, 1500, 80, sharing)
+    expected = expected._replace(usage_journal="/data/usage.log", usage_journal_size="8Mi")
     expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
     expected = expected._replace(turn_memory="4Gi")
     expected = expected._replace(reconcile="stop")

@@ -36,6 +36,7 @@ COMMANDS = {
     "top": ("top", "top"),
     "export": ("export", "export"),
     "inspect": ("containers", "inspect"),
+    "usage": ("usage", "usage"),
     "limit": ("limit", "limit"),
     "pause": ("limit", "pause"),
     "resume": ("limit", "resume"),

@@ -13,22 +13,26 @@ from typing import Any, NamedTuple
 from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Config
-from ..core.quantity import amount, whole_percent
+from ..core.quantity import amount, human, size_bytes, whole_percent
+from ..core.quoting import shown
 from ..request.dialects import registry
 from . import sharing
 
 VERSION = 1
+LEAST_JOURNAL = 1 << 20
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
 _SCHEDULERS = [row.name for row in registry.SCHEDULERS]
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
 _PATH_OR_EMPTY = "^(/[^\\u0000]*)?$"
+_JOURNAL = "^(auto|none|/[^\\u0000]*)$"
 _LOG = "^(syslog|none|/[^\\u0000]*)$"
 _DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
 # Pattern -> expected value, for messages and docs/config.md
 PATTERNS = {
     _PATH["pattern"]: "an absolute path",
     _PATH_OR_EMPTY: "an absolute path, or nothing",
+    _JOURNAL: "auto, none, or an absolute path",
     _LOG: "syslog, none, or an absolute path",
     _DEVICE: "an index such as 0 or a whole uuid",
 }
@@ -60,7 +64,14 @@ def _amount(path: str, value: str) -> str:
     return value.strip()
 
 
+def _journal_size(path: str, value: str) -> str:
+    if size_bytes(path, value) < LEAST_JOURNAL:
+        raise RequestError(f"{shown(value)} is too small for a journal", f"give at least {human(LEAST_JOURNAL)}")
+    return value.strip()
+
+
 SAME = Kind()
+JOURNAL_SIZE = Kind(_journal_size)
 DIRECTORY = Kind(lambda _, value: os.path.normpath(value))
 NUMBER = Kind(_number)
 WHOLE = Kind(lambda _, value: int(value))
@@ -199,6 +210,12 @@ _KEYS = (
     Key("reconcile.action", "reconcile", SAME, {"enum": ["report", "stop"]},
         "Action of `gpushare export` for a container that uses more memory than its limit according to the driver. "
         "report: write a line to log.decisions; stop: also kill the container."),
+    Key("usage.journal", "usage_journal", SAME, {"type": "string", "pattern": _JOURNAL},
+        "File that keeps what each container was granted and used, for `gpushare usage`. auto: "
+        "/var/lib/gpushare/usage.log, or ~/.local/state/gpushare/usage.log without root; with another state directory "
+        "there is none. none: no such file; or an absolute path."),
+    Key("usage.journal_size", "usage_journal_size", JOURNAL_SIZE, _TEXT,
+        "Maximum size of that file and the one before it together, such as 64Mi. Older lines are dropped."),
     Key("log.decisions", "log", SAME, {"type": "string", "pattern": _LOG},
         "Destination of the log line for each share that is granted, refused or released: syslog (the journal if the "
         "host runs systemd); none; or the absolute path of a file, or of a socket that accepts /dev/log messages."),

@@ -113,6 +113,8 @@ class Config(NamedTuple):
     oversubscribe_scaling: float = 2.0  # total memory of such a share, as a multiple of its part on the device
     turn_ms: int = 0  # migration slice: how long one such share has its host memory on the device; 0 = never
     turn_memory: str = "25%"  # part of each device that is kept free for migration slices
+    usage_journal: str = "auto"  # auto, none, or the path of a file
+    usage_journal_size: str = "64Mi"
     reconcile: str = "report"  # report | stop: for a container that uses more than its limit according to the driver
 
 

@@ -72,14 +72,14 @@ def counted(lease: Lease, now: int) -> Lease:
         share._replace(
             granted_ns=share.granted_ns + took * (NO_PERCENT if share.compute_percent is None else share.compute_percent)
             // NO_PERCENT,
-            granted_byte_ns=share.granted_byte_ns + took * _held_bytes(share),
+            granted_byte_ns=share.granted_byte_ns + took * held_bytes(share),
         )
         for share in lease.shares
     )
     return lease._replace(shares=shares, began_ns=began_ns(lease), counted_ns=max(since, now))
 
 
-def _held_bytes(share: Share) -> int:
+def held_bytes(share: Share) -> int:
     """Return the memory that the ledger counts for a share."""
     if share.memory_limit_bytes is None:
         return share.device.memory_bytes
@@ -97,9 +97,9 @@ def _account(share: Share, usage: Optional[Usage], age_ns: int) -> Account:
     if usage is None or share.slot >= len(usage.buckets):
         return granted
     bucket, memory = usage.buckets[share.slot], usage.memory[share.slot]
-    held_bytes = usage.used_bytes(share.slot)
-    used_byte_ns = memory.byte_ns + held_bytes * memory.since_ns(time.monotonic_ns())
-    if memory.until_ns or not held_bytes:  # else a shim of an earlier version
+    in_use = usage.used_bytes(share.slot)
+    used_byte_ns = memory.byte_ns + in_use * memory.since_ns(time.monotonic_ns())
+    if memory.until_ns or not in_use:  # else a shim of an earlier version
         granted = granted._replace(
             used_byte_ns=min(used_byte_ns, granted.granted_byte_ns or used_byte_ns),
             peak_bytes=min(memory.peak_bytes, share.device.memory_bytes or memory.peak_bytes),

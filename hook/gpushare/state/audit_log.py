@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..core.errors import GpushareError
@@ -194,11 +194,6 @@ def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_byt
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
-
-
-def ending(where: str, by: str) -> Callable[[Closed], None]:
-    """Return a leases.Ended that logs each release."""
-    return lambda closed: released(where, closed, by)
 
 
 def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from ..core.errors import KernelError, what_to_do
 from ..core.model import Device, Lease, Node, Share
 from ..core.quoting import shown
 from ..system import mountns, procs, rootless, syscalls
-from . import accounts, activity_files, audit_log, leasefile, leases, mounttables, shm_abi, storage
+from . import accounts, activity_files, audit_log, journal, leasefile, leases, mounttables, shm_abi, storage
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
@@ -217,7 +217,7 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
-    return leases.of_init(lease, found.init.pid)
+    return journal.restored(node.config, leases.of_init(lease, found.init.pid))
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
