@@ -66,7 +66,7 @@ def test_peak_outlives_the_memory_and_refused_allocations_do_not_count() -> None
 
 
 def test_exit_without_free_counts_to_the_end() -> None:
-    program = 'start(); ok(alloc(GIB)); print(time.monotonic_ns()); end = time.monotonic_ns() + 100 * 10**6\n'
+    program = "start(); ok(alloc(GIB)); print(time.monotonic_ns()); end = time.monotonic_ns() + 100 * 10**6\n"
     program += "while time.monotonic_ns() < end: pass\nprint(time.monotonic_ns())"
     with Box() as box:
         first, last = map(int, run(box, program))

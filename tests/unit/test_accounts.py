@@ -1,4 +1,4 @@
-"""What a share was granted and used: multiplied by time, over changes, and bounded whatever a container writes."""
+"""Accounts of shares: amounts multiplied by time, over changes, and bounded whatever a container writes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_change_of_limits_keeps_what_was_granted(state: Path, start: Callable[..
 
 
 @pytest.mark.parametrize("byte", [b"\xff", b"\x7f"])
-def test_lies_in_the_usage_file_are_bounded(state: Path, start: Callable[..., Path], byte: bytes) -> None:
+def test_false_numbers_in_the_usage_file_are_bounded(state: Path, start: Callable[..., Path], byte: bytes) -> None:
     page = start("web", Share(0, DEVICE, 4 * GIB, 30))
     data = bytearray(page.read_bytes())
     for field in ("refused", "bucket", "account", "slot"):
@@ -94,7 +94,7 @@ def account(page: Path, until_ns: int, held_gib_ns: int, peak_bytes: int) -> Non
     page.write_bytes(data)
 
 
-def test_end_that_nobody_reported_is_the_last_sign_of_life(state: Path, start: Callable[..., Path]) -> None:
+def test_unreported_end_is_the_last_sign_of_life(state: Path, start: Callable[..., Path]) -> None:
     page = start("web", Share(0, DEVICE, 4 * GIB))
     account(page, time.monotonic_ns() - 30 * S, 5 * S, GIB)
     compute(page, 0, 0, waited_ns=S, busy_ns=2 * S)

@@ -134,7 +134,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "page": 0,
             "clamped_from": None,
             "refused": 7,
-                "account": account,
+            "account": account,
         }
     ]
 

@@ -1,4 +1,4 @@
-"""gpushare usage: sums over a period, over reboots, clock changes and ends that nobody reported."""
+"""gpushare usage: sums over a period, over reboots, clock changes and unreported ends."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_wrong_since_is_one_line(cli: Callable[..., Any], book: Path, text: str,
     [
         ("{journal: here}", 'usage.journal: "here" is wrong; expected auto, none, or an absolute path'),
         ("{journal: no}", 'usage.journal: "false" is wrong'),
-        ("{jurnal: auto}", "usage.jurnal: unknown key; did you mean usage.journal?"),
+        ("{journa: auto}", "usage.journa: unknown key; did you mean usage.journal?"),
         ("{journal_size: 64}", 'usage.journal_size: "64" is wrong'),
         ('{journal_size: "1"}', 'usage.journal_size: "1" is too small for a journal; give at least 1 MiB'),
         ("{journal_size: 10%}", 'usage.journal_size: "10%": unknown unit "%"'),

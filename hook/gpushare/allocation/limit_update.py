@@ -142,9 +142,7 @@ def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep
         return lease
     known = accounts.counted(lease, accounts.now_ns())
     after = known._replace(
-        shares=tuple(
-            share._replace(draining_bytes=new.draining_bytes) for share, new in zip(known.shares, shares)
-        )
+        shares=tuple(share._replace(draining_bytes=new.draining_bytes) for share, new in zip(known.shares, shares))
     )
     if keep:
         leases.rewrite(state_dir, after)

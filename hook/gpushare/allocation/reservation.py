@@ -56,6 +56,11 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
             live = _changed(state_dir, seen.live)
             ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
             shares = placement.grant(request, node, ledger)
+            whose = accounts.labels(bundle, request.uid)
+            if node.config.policy.quotas:
+                from . import quotas
+
+                quotas.require(whose["uid"], whose["namespace"], shares, live, node.config.policy)
             new = [share.device.uuid for share in shares if not activity_files.is_ready(state_dir, share.device.uuid)]
             if not new:
                 lease = Lease(
@@ -72,7 +77,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                     sandbox=policy.pod_wide(request, bundle),
                     cri=bool(bundle.container_name),
                     began_ns=accounts.now_ns(),
-                    **accounts.labels(bundle, request.uid),
+                    **whose,
                 )
                 _make(state_dir, lease, live)
                 return lease

@@ -16,7 +16,19 @@ from ..state import accounts, log
 from . import facts
 from .ids import complete_ids
 from .options import Paths, with_format
-from .output import BAR, Column, age, bar, is_tty, state_style, user_name, write_json, write_line, write_table, write_text
+from .output import (
+    BAR,
+    Column,
+    age,
+    bar,
+    is_tty,
+    state_style,
+    user_name,
+    write_json,
+    write_line,
+    write_table,
+    write_text,
+)
 
 _LIST = (
     Column("container"),
@@ -231,7 +243,7 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
 
 
 def account_cells(account: Optional[accounts.Account]) -> tuple[str, ...]:
-    """What a share was granted and used: device time, memory multiplied by time, peak, refusals, throttled time."""
+    """The cells of an account: device time, memory multiplied by time, peak, refusals, throttled time."""
     if account is None:
         return ("-",) * (len(_ACCOUNT) - 1)
     return (

@@ -17,7 +17,7 @@ from ..core.quantity import human
 from ..core.quoting import printable, shown
 from ..monitor import usage as sums
 from ..state import log
-from .options import Paths, with_no_color
+from .options import Paths, given, with_no_color
 from .output import Column, user_name, write, write_json, write_table
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -31,7 +31,12 @@ _COLUMNS = tuple(
 
 @click.command()
 @click.option(
-    "--since", default="24h", show_default=True, metavar="TIME", help="A duration until now, or a date or time."
+    "--since",
+    callback=given,
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="A duration until now, or a date or time.",
 )
 @click.option("--by", type=click.Choice([*sums.BY]), default=sums.USER, show_default=True, help="What to sum by.")
 @click.option(
@@ -145,7 +150,7 @@ def _csv(report: sums.Report, by: str) -> str:
 
 
 def _notes(report: sums.Report) -> list[str]:
-    """What is missing from the sums."""
+    """Return a line for each part that the sums lack."""
     notes = []
     if not report.path:
         notes.append("there is no usage journal (usage.journal): only running containers are counted")
@@ -156,5 +161,7 @@ def _notes(report: sums.Report) -> list[str]:
         notes.append(f"the usage journal begins at {first}")
     if report.unreadable:
         lines = "1 line" if report.unreadable == 1 else f"{report.unreadable} lines"
-        notes.append(f"{lines} of the usage journal could not be read and {'is' if lines[:2] == '1 ' else 'are'} left out")
+        notes.append(
+            f"{lines} of the usage journal could not be read and {'is' if lines[:2] == '1 ' else 'are'} left out"
+        )
     return notes

@@ -16,7 +16,7 @@ from ..core.model import Config
 from ..core.quantity import amount, human, size_bytes, whole_percent
 from ..core.quoting import shown
 from ..request.dialects import registry
-from . import sharing
+from . import quotas, sharing
 
 VERSION = 1
 LEAST_JOURNAL = 1 << 20
@@ -35,6 +35,7 @@ PATTERNS = {
     _JOURNAL: "auto, none, or an absolute path",
     _LOG: "syslog, none, or an absolute path",
     _DEVICE: "an index such as 0 or a whole uuid",
+    **quotas.PATTERNS,
 }
 TYPES = {
     "array": "a list such as [a, b]",
@@ -197,6 +198,11 @@ _KEYS = (
     Key("policy.over_maximum", "policy.over_maximum", SAME, {"enum": ["refuse", "clamp"]},
         "Action for a container that requests more than a maximum, or no limit although there is a maximum. refuse: it "
         "does not start; clamp: it gets the maximum."),
+    Key(quotas.KEY, "", SAME, quotas.SCHEMA,
+        "Caps on what all containers of a user or Kubernetes namespace hold together on this host. Each entry has user "
+        "(name, uid, or * for every user) or namespace (a name, or a pattern such as team-*), and memory, compute or "
+        "containers. Each user or namespace that an entry matches has the quota for itself; the first entry that "
+        "matches applies. Empty: none."),
     Key("policy.allowed_devices", "policy.allowed_devices", LIST,
         {"type": "array", "items": {"type": "string", "pattern": _DEVICE}},
         "Devices that containers may get, by index (\"0\", \"0:1\" for a MIG device) or whole uuid; empty: all."),
@@ -224,7 +230,7 @@ _KEYS = (
 
 def effective(config: Config) -> dict[str, Any]:
     """Return every key with its value, as the file would set it."""
-    values = {"version": VERSION, **sharing.plain(config.sharing)}
+    values = {"version": VERSION, **sharing.plain(config.sharing), quotas.KEY: quotas.plain(config.policy.quotas)}
     for key in _KEYS:
         if key.field:
             part, _, name = key.field.rpartition(".")

@@ -24,7 +24,7 @@ from typing import Any, Callable, Optional
 
 from ..core import constants
 from ..core.errors import DeviceError, GpushareError
-from ..core.model import Config, Context, Device, Inventory, Node, Policy, SharingRule
+from ..core.model import Config, Context, Device, Inventory, Node, Policy, Quota, SharingRule
 from ..gpu import inventory
 from ..system import filelock
 from . import oci_runtime
@@ -74,6 +74,7 @@ def node_of(value: dict[str, Any]) -> Node:
     policy: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
     }
+    policy["quotas"] = tuple(Quota(*quota) for quota in policy["quotas"])
     measured = tuple(Context(*one) for one in host["contexts"])
     sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
     return Node(

@@ -60,6 +60,17 @@ class Inventory(NamedTuple):
     contexts: tuple[Context, ...] = ()  # of the kinds of devices that were measured or tried
 
 
+class Quota(NamedTuple):
+    """A cap on what all containers of a user or namespace hold together. Each user, or each namespace that the pattern
+    matches, has the quota for itself. "" and 0: no cap."""
+
+    user: str  # uid, or * for every user; "" if the quota is for namespaces
+    namespace: str  # pattern of fnmatch
+    memory: str = ""
+    compute_percent: int = 0
+    containers: int = 0
+
+
 class Policy(NamedTuple):
     """The resources that each container may request (NODE 4); the defaults are the workstation profile."""
 
@@ -81,6 +92,7 @@ class Policy(NamedTuple):
     accept_switches: str = "never"  # other schedulers' variables that switch their limits off
     enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
+    quotas: tuple[Quota, ...] = ()  # the first entry for a user and the first for a namespace apply
 
 
 class SharingRule(NamedTuple):

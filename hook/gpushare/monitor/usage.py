@@ -2,8 +2,8 @@
 
     collect(config, state_dir, since_s, by) -> Report
 
-A container's entries are points of its account in time. What falls into the period is the account at its end without
-the account at its beginning; between two points the account grows evenly. Within one boot all times are those of
+A container's entries are points of its account in time. The part in the period is the account at its end without the
+account at its beginning; between two points the account grows evenly. Within one boot all times are those of
 CLOCK_BOOTTIME, so a host's clock that is set does not change durations. A boot is placed in time by the last entry of
 it, when the clock was most likely right."""
 
@@ -44,7 +44,7 @@ class Group(NamedTuple):
     name: str
     containers: int
     running: int
-    unreported: int  # ended, and nobody reported when
+    unreported: int  # ended, at a time that was not reported
     unmeasured: int  # at least one of their shares has no known use
     peak_bytes: int  # of one share
     total: Total

@@ -24,7 +24,7 @@ from ..core.errors import KernelError, RequestError, reported
 from ..core.model import Bundle, Lease
 from ..core.quoting import shown
 from ..request import hookoutput, oci
-from ..state import audit_log, log
+from ..state import log
 from ..system import rootless
 from . import deadline, session
 

@@ -170,7 +170,7 @@ def preview(start: Start, way: Way) -> Preview:
     import time
 
     from ..allocation import limit_update, placement
-    from ..request import policy
+    from ..request import oci, policy
     from ..state import leases
     from ..system import procs
     from . import why
@@ -186,6 +186,10 @@ def preview(start: Start, way: Way) -> Preview:
         policy.refuse_second(request, bundle, others)
         ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
         shares = placement.grant(request, host, ledger)
+        if host.config.policy.quotas:
+            from ..allocation import quotas
+
+            quotas.require(request.uid, oci.pod_namespace(bundle.annotations), shares, others, host.config.policy)
         lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
         reasons = why.placed(request, host, ledger, shares), why.held(request, host, ledger, shares)
     placed = _planned(start, way, lease, lambda placed: way.check(placed.plan))

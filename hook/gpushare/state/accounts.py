@@ -1,12 +1,12 @@
-"""What each share was granted and used since its start: for `inspect`, metrics, the audit log and the usage journal.
+"""Account for what each share was granted and used since its start.
 
     labels(bundle, uid)              -> dict       fields of a Lease that tell whose it is
     counted(lease, now_ns)           -> Lease      with its grants counted up to now; before they change
     accounts(lease, usage, now_ns)   -> tuple[Account, ...]      by slot
     closed(state_dir, lease, known)  -> Closed     the final account, before the lease is removed
 
-Grants are the lease's: limits multiplied by time. Use is what the shim counts in the usage file, which the container can
-write, so each number is capped by what is possible. Times are of CLOCK_BOOTTIME, which no one can set."""
+Grants are the lease's: limits multiplied by time. Use is the shim's count in the usage file, which the container can
+write, so each number is capped by what is possible. Times are of CLOCK_BOOTTIME, which cannot be set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Account(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """A lease that has ended, with its final account. `known` False: nobody reported its end, so `end_ns` is the last
+    """A lease that has ended, with its final account. `known` False: its end was not reported, so `end_ns` is the last
     sign of life, if there was one, else the time at which the dead lease was found."""
 
     lease: Lease
@@ -70,8 +70,8 @@ def counted(lease: Lease, now: int) -> Lease:
     took = max(0, now - since)
     shares = tuple(
         share._replace(
-            granted_ns=share.granted_ns + took * (NO_PERCENT if share.compute_percent is None else share.compute_percent)
-            // NO_PERCENT,
+            granted_ns=share.granted_ns
+            + took * (NO_PERCENT if share.compute_percent is None else share.compute_percent) // NO_PERCENT,
             granted_byte_ns=share.granted_byte_ns + took * held_bytes(share),
         )
         for share in lease.shares

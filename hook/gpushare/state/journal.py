@@ -280,17 +280,10 @@ def _entry(line: bytes) -> Entry:
         raise ValueError("of another version")
     if not 0 <= float(value["time"]) < _LATEST_S:
         raise ValueError("time")
-    texts = {name: _text(value[name]) for name in ("boot", "id", "namespace", "pod", "container", "image", "by")}
-    numbers = {name: _whole(value[name]) for name in ("up_ns", "began_ns", "end_ns")}
-    return Entry(
-        what=value["what"],
-        time_s=float(value["time"]),
-        known=value["known"] is True,
-        uid=_whole(value["uid"], -1),
-        shares=tuple(_held(one) for one in value["shares"]),
-        **texts,
-        **numbers,
-    )
+    fields: dict[str, Any] = {"what": value["what"], "time_s": float(value["time"]), "known": value["known"] is True}
+    fields.update((name, _text(value[name])) for name in ("boot", "id", *_LABELS[1:], "by"))
+    fields.update((name, _whole(value[name])) for name in ("up_ns", "began_ns", "end_ns"))
+    return Entry(**fields, uid=_whole(value["uid"], -1), shares=tuple(_held(one) for one in value["shares"]))
 
 
 def _held(value: dict[str, Any]) -> Held:
@@ -320,9 +313,11 @@ def restored(config: Config, lease: Lease) -> Lease:
     except OSError:
         return lease
     mine = [one for one in found if (one.boot, one.id) == (procs.boot_id(), lease.id)]
-    if not mine or mine[-1].what == END or [one.uuid for one in mine[-1].shares] != [
-        share.device.uuid for share in lease.shares
-    ]:
+    if (
+        not mine
+        or mine[-1].what == END
+        or [one.uuid for one in mine[-1].shares] != [share.device.uuid for share in lease.shares]
+    ):
         return lease
     last = mine[-1]
     shares = tuple(

@@ -214,10 +214,18 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         cgroup=procs.cgroup_of(found.init.pid),
         created=time.time(),
         began_ns=accounts.now_ns(),
+        uid=_uid(found.init.pid),
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
     return journal.restored(node.config, leases.of_init(lease, found.init.pid))
+
+
+def _uid(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
