@@ -47,7 +47,7 @@ def usage(node: Node, by: str = "user") -> list[dict[str, Any]]:
 
 
 def test_container_is_accounted_from_start_to_end(container: MakeContainer, booked: Node, way: str) -> None:
-    """The program takes 4 GiB and is refused more. Its account is in `inspect`, the log, the metrics and the journal."""
+    """It takes 4 GiB and is refused more. Its account is in `inspect`, the log, the metrics and the journal."""
     mounts = python_mounts(GRAB)
     one = container(["sleep", "inf"], env=SHARE, mounts=mounts, annotations=POD, **booked.way(way, cri=True)).start()
     one.exec(PYTHON, f"/opt/{GRAB.name}")
@@ -151,7 +151,7 @@ def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], sim
         refused += [one for one in programs if one not in refused and one.poll() is not None]
     assert sorted(one.returncode for one in refused) == [75, 75, 75]
     said = [one.stderr.read() for one in refused if one.stderr]
-    assert all("policy.quotas[0] of user 0: 1 of containers asked, 2 of 2 used, held by" in text for text in said)
+    assert all("policy.quotas[0] of user 0: 1 container asked, 2 of 2 used, held by" in text for text in said)
     for one in programs:
         one.communicate()
     assert [one.returncode for one in programs].count(0) == 2

@@ -30,6 +30,7 @@ class _Kind(NamedTuple):
     cap: Callable[[Quota], Optional[int]]  # None: no cap
     of: Callable[[Sequence[Share]], int]
     text: Callable[[int], str]
+    asked: Callable[[int], str]
 
 
 _KINDS = (
@@ -38,14 +39,22 @@ _KINDS = (
         lambda quota: size_bytes("memory", quota.memory) if quota.memory else None,
         lambda shares: sum(map(held_bytes, shares)),
         human,
+        lambda size: f"{human(size)} of memory",
     ),
     _Kind(
         "compute",
         lambda quota: quota.compute_percent or None,
         lambda shares: sum(NO_PERCENT if s.compute_percent is None else s.compute_percent for s in shares),
         "{}%".format,
+        "{}% of compute".format,
     ),
-    _Kind("containers", lambda quota: quota.containers or None, lambda shares: int(bool(shares)), str),
+    _Kind(
+        "containers",
+        lambda quota: quota.containers or None,
+        lambda shares: int(bool(shares)),
+        str,
+        "{} container".format,
+    ),
 )
 
 
@@ -92,13 +101,13 @@ def _applying(
 def _refuse(quota: str, kind: _Kind, asked: int, used: int, cap: int, held: Sequence[tuple[str, int]]) -> None:
     if asked > cap:
         raise PolicyError(
-            f"{quota} allows {kind.text(cap)} of {kind.name} in all, and {kind.text(asked)} is requested",
+            f"{quota} allows {kind.asked(cap)} in all, and {kind.text(asked)} is requested",
             f"ask for at most {kind.text(cap)}",
         )
     names = [f"{constants.short(name)} ({kind.text(size)})" for name, size in held if size]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise CapacityError(
-        f"{quota}: {kind.text(asked)} of {kind.name} asked, {kind.text(used)} of {kind.text(cap)} used, "
+        f"{quota}: {kind.asked(asked)} asked, {kind.text(used)} of {kind.text(cap)} used, "
         f"held by {', '.join(names[:_NAMED])}{more}",
         f"stop {'it' if len(names) == 1 else 'one of them'}"
         + ("" if kind.name == "containers" else ", or ask for less"),
