@@ -18,6 +18,7 @@ from tests.support.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
 GIB = 1 << 30
+TENANT = TREE / "demo" / "tenant.py"
 GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
 SHARE = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "50%"}
 POD = {
@@ -48,9 +49,9 @@ def usage(node: Node, by: str = "user") -> list[dict[str, Any]]:
 
 def test_container_is_accounted_from_start_to_end(container: MakeContainer, booked: Node, way: str) -> None:
     """It takes 4 GiB and is refused more. Its account is in `inspect`, the log, the metrics and the journal."""
-    mounts = python_mounts(GRAB)
+    mounts = python_mounts(TENANT, GRAB)
     one = container(["sleep", "inf"], env=SHARE, mounts=mounts, annotations=POD, **booked.way(way, cri=True)).start()
-    one.exec(PYTHON, f"/opt/{GRAB.name}")
+    assert one.exec(PYTHON, f"/opt/{GRAB.name}").returncode == 0
     value = json.loads(booked.cli("inspect", one.id, "--format", "json").stdout)
     account = value["shares"][0]["account"]
     assert (value["namespace"], value["pod"], value["container"]) == ("team-a", "pod", "main")
@@ -70,18 +71,18 @@ def test_container_is_accounted_from_start_to_end(container: MakeContainer, book
     assert (line["end"], line["peak"]) == ("recorded", str(account["memory_peak_bytes"]))
 
 
-def test_reboot_ends_containers_without_a_line(container: MakeContainer, booked: Node) -> None:
+def test_reboot_ends_containers_without_a_line(container: MakeContainer, booked: Node, tmp_path: Path) -> None:
     """The container and its state directory are gone, and no hook ran; the journal stays."""
     one = container(["sleep", "inf"], env=SHARE, **booked.way("hook")).start()
     other = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, **booked.way("hook")).start()
-    text = (booked.config.parent / "lib" / "usage.log").read_text()
+    text = (tmp_path / "lib" / "usage.log").read_text()
     for container_ in (one, other):
         os.kill(container_.pid, signal.SIGKILL)
     rootfs.run("umount", "--lazy", booked.state)
     (group,) = usage(booked)
     assert (group["containers"], group["running"], group["end_unknown"]) == (2, 0, 2)
     assert 0 < group["gpu_seconds_granted"] < 60  # up to the start of the second, which would have found it dead
-    assert (booked.config.parent / "lib" / "usage.log").read_text() == text  # reading writes nothing
+    assert (tmp_path / "lib" / "usage.log").read_text() == text  # reading writes nothing
 
 
 def test_lost_state_directory_loses_no_account(container: MakeContainer, booked: Node) -> None:

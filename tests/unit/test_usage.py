@@ -196,7 +196,6 @@ def test_state_directory_that_is_gone_loses_only_what_ran(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a duration and not a date"),
         ("24", "not a duration and not a date"),
         ("-1h", "not a duration and not a date"),
         ("1e3s", "not a duration and not a date"),
