@@ -38,6 +38,7 @@ Grafana (`dashboard.json`); a package installs them below `/usr/share/doc/gpusha
 * `name` is for people: the name in docker or podman, NAMESPACE/POD/CONTAINER, or else the short id. `service` is
   PROJECT/SERVICE of Compose, or empty. The exporter reads names from files of the engine, so it must see the host's
   files.
+* `user` is the uid of the container's first process, as the host numbers it.
 * A container has metrics while it runs; its counters start at 0. Values that its processes report count up to the
   size of the device and not beyond.
 * Values from NVML are those of the last query (`--interval`, 10 seconds). A series is missing if there is no value:
@@ -69,7 +70,11 @@ container of each process by its cgroup or its pid namespace, and compares the s
 def text() -> str:
     """Return the page."""
     lines = ["| metric | labels | meaning |", "|---|---|---|"]
-    names = {metrics.SHARE_LABELS: "of a share", metrics.DEVICE_LABELS: "of a device"}
+    names = {
+        metrics.SHARE_LABELS: "of a share",
+        metrics.ACCOUNT_LABELS: "of a share, `user`",
+        metrics.DEVICE_LABELS: "of a device",
+    }
     for one in metrics.METRICS:
         labels = names.get(one.labels) or ", ".join(f"`{label}`" for label in one.labels)
         lines.append(f"| `{one.name}` | {labels} | {one.help} |")

@@ -70,6 +70,10 @@ CASES = {
         *("limit set 0123", "limit set 0123 --memory 4Gy", "limit set web-1 --device 7 --memory 1Gi"),
         *("pause 0123", "list", "pause 0123", "resume 0123 --format json", "pause dead"),
     ],
+    "usage": [
+        *("usage", "$ usage --since 2h --by namespace", "usage --format json", "usage --format csv --by image"),
+        *("usage --since tomorrow", "usage --by pod", "usage --format yaml"),
+    ],
     "devices": ["devices", "$ devices", "devices --format json", "devices --what"],
     "prune": ["prune --dry-run", "$ prune --dry-run", "prune --dry-run --format json", "prune web-1"],
     "refresh": ["refresh", "$ refresh", "refresh --format json", "refresh now"],

@@ -13,7 +13,7 @@ from gpushare.cli import main
 from gpushare.config import node
 from gpushare.core.model import Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.state import leasefile, leases, shm_abi, storage, usage_reader
+from gpushare.state import accounts, leasefile, leases, shm_abi, storage, usage_reader
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -105,5 +105,6 @@ def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CLOCK_MONOTONIC stands still."""
+    """CLOCK_MONOTONIC and CLOCK_BOOTTIME stand still."""
     monkeypatch.setattr(time, "monotonic_ns", lambda: 987_654_321_012_345)
+    monkeypatch.setattr(accounts, "now_ns", lambda: 987_654_321_012_345)

@@ -13,12 +13,24 @@ from ..core.errors import RequestError
 from ..core.quantity import human
 from ..core.quoting import printable, shown
 from ..gpu.selectors import device_name
-from ..state import log
+from ..state import accounts, log
 from . import facts
 from .ids import complete_ids
 from .names import Names
 from .options import Paths, with_format
-from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table, write_text
+from .output import (
+    BAR,
+    Column,
+    age,
+    bar,
+    is_tty,
+    state_style,
+    user_name,
+    write_json,
+    write_line,
+    write_table,
+    write_text,
+)
 
 _LIST = (
     Column("container"),
@@ -37,6 +49,10 @@ _LIST = (
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=4)
 _HOST = Column("on host", right=True)
 _NAME_AT = 1  # in _LIST
+_ACCOUNT = tuple(
+    Column(title, right=True)
+    for title in ("slot", "gpu granted", "gpu used", "memory granted", "memory used", "peak", "refused", "throttled")
+)
 
 
 # key of --filter -> whether a container has the value
@@ -205,10 +221,30 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "page": use.share.page,
                 "clamped_from": use.share.clamped or None,
                 "refused": use.refused,
+                "account": plain_account(use.account),
             }
             for use in one.uses
         ],
     }
+
+
+def plain_account(account: Optional[accounts.Account]) -> Optional[dict[str, Any]]:
+    """An account as JSON values; null stands for what is not known."""
+    if account is None:
+        return None
+    return {
+        "gpu_seconds_granted": round(account.granted_ns / 1e9, 3),
+        "gpu_seconds_used": _seconds(account.used_ns),
+        "memory_byte_seconds_granted": account.granted_byte_ns // 10**9,
+        "memory_byte_seconds_used": None if account.used_byte_ns is None else account.used_byte_ns // 10**9,
+        "memory_peak_bytes": account.peak_bytes,
+        "refused": account.refused,
+        "throttled_seconds": _seconds(account.throttled_ns),
+    }
+
+
+def _seconds(ns: Optional[int]) -> Optional[float]:
+    return None if ns is None else round(ns / 1e9, 3)
 
 
 @click.command()
@@ -240,6 +276,8 @@ def _details(container_id: str, one: Optional[facts.Container], refusal: str) ->
     if one is not None and one.lease is not None:
         lease = one.lease
         value.update(bundle=lease.bundle, cgroup=lease.cgroup, dialect=lease.dialect, driver=lease.driver_version)
+        value.update(uid=None if lease.uid < 0 else lease.uid)
+        value.update((name, getattr(lease, name) or None) for name in ("namespace", "pod", "container", "image"))
         value["processes"] = [
             {"pid": pid, "container_pid": slot.pid, "memory_used_bytes": list(slot.bytes)}
             for slot, pid in facts.processes(one)
@@ -262,6 +300,8 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
             ("init pid", str(lease.init_pid or "-")),
             ("dialect", lease.dialect),
             ("driver", lease.driver_version),
+            ("user", "-" if lease.uid < 0 else user_name(lease.uid)),
+            *((name, text) for name in ("namespace", "pod", "container", "image") if (text := getattr(lease, name))),
         ]
     pairs += [("note", one.note)] if one and one.note else []
     pairs += [("last refusal", refusal)] if refusal else []
@@ -269,6 +309,29 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
         write_text(printable(f"{label:<13} {text}"), 14)
     if one is not None and one.uses:
         _print_uses(one)
+
+
+def account_cells(account: Optional[accounts.Account]) -> tuple[str, ...]:
+    """The cells of an account: device time, memory multiplied by time, peak, refusals, throttled time."""
+    if account is None:
+        return ("-",) * (len(_ACCOUNT) - 1)
+    return (
+        _time_text(account.granted_ns),
+        _time_text(account.used_ns),
+        _byte_time_text(account.granted_byte_ns),
+        _byte_time_text(account.used_byte_ns),
+        "-" if account.peak_bytes is None else human(account.peak_bytes),
+        "-" if account.refused is None else str(account.refused),
+        _time_text(account.throttled_ns),
+    )
+
+
+def _time_text(ns: Optional[int]) -> str:
+    return "-" if ns is None else f"{ns / 1e9:.1f} s"
+
+
+def _byte_time_text(byte_ns: Optional[int]) -> str:
+    return "-" if byte_ns is None else f"{byte_ns / 2**30 / 3.6e12:.3f} GiB h"
 
 
 def _print_uses(one: facts.Container) -> None:
@@ -297,6 +360,8 @@ def _print_uses(one: facts.Container) -> None:
         for use in one.uses
     ]
     write_table(columns, rows)
+    write_line()
+    write_table(_ACCOUNT, [(str(use.share.slot), *account_cells(use.account)) for use in one.uses])
     found = facts.processes(one)
     if found:
         write_line()

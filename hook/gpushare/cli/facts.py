@@ -14,7 +14,7 @@ from ..core.model import Device, Inventory, Lease, Node, Share
 from ..core.quantity import human
 from ..core.quoting import shown
 from ..gpu import contexts
-from ..state import leases, log, shm_abi, storage, usage_reader
+from ..state import accounts, leases, log, shm_abi, storage, usage_reader
 from ..system import procs, rootless
 from .names import Name, Names
 from .options import Paths
@@ -41,6 +41,7 @@ class Use(NamedTuple):
     refused: int  # allocations refused since the start
     compute: Optional[Compute] = None  # None: the usage file cannot be read
     host_bytes: int = 0  # memory of an oversubscribed share that is on the host
+    account: Optional[accounts.Account] = None  # None: its lease is damaged
 
     @property
     def limit_bytes(self) -> int:
@@ -72,6 +73,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
             notes.append(str(error))
     notes += [share.clamp_note for share in lease.shares if share.clamped]
     uses = []
+    books = accounts.accounts(lease, usage, accounts.now_ns())
     for share in lease.shares:
         used = usage.used_bytes(share.slot) if usage else 0
         most = share.device.memory_bytes or used
@@ -84,24 +86,20 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
             )
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
         on_host = min(usage.host_bytes(share.slot), share.virtual_bytes) if usage else 0
-        uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created), on_host))
+        compute = _compute(usage, share.slot, books[share.slot])
+        uses.append(Use(share, min(used, most), refused_here, compute, on_host, books[share.slot]))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)
     return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots, names.of(lease))
 
 
-def _compute(usage: Optional[usage_reader.Usage], slot: int, created: float) -> Optional[Compute]:
-    """The container's compute usage, capped by its lifetime. None if the usage file has no numbers for the slot."""
-    if usage is None or slot >= len(usage.buckets):
+def _compute(usage: Optional[usage_reader.Usage], slot: int, account: accounts.Account) -> Optional[Compute]:
+    """The container's compute usage. None if the usage file has no numbers for the slot."""
+    if usage is None or account.used_ns is None or account.throttled_ns is None:
         return None
-    bucket = usage.buckets[slot]
-    age_ns = int(max(0.0, time.time() - created) * 1e9)
-    return Compute(
-        usage_reader.recent_percent(bucket, time.monotonic_ns()),
-        min(bucket.busy_ns, age_ns),
-        min(bucket.waited_ns, age_ns * shm_abi.MAX_SLOTS),
-    )
+    recent = usage_reader.recent_percent(usage.buckets[slot], time.monotonic_ns())
+    return Compute(recent, account.used_ns, account.throttled_ns)
 
 
 def _state(lease: Lease) -> str:

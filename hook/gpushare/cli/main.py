@@ -36,6 +36,7 @@ GROUPS = {
         "list": ("containers", "list_"),
         "top": ("top", "top"),
         "inspect": ("containers", "inspect"),
+        "usage": ("usage", "usage"),
         "run": ("run", "run"),
         "limit": ("limit", "limit"),
         "pause": ("limit", "pause"),

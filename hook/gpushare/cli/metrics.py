@@ -18,11 +18,13 @@ from ..core import constants
 from ..core.errors import GpushareError
 from ..gpu.nvml_usage import Gpu
 from ..monitor.overuse import Comparison, Finding
+from ..state.accounts import Account
 from . import facts
 from .options import Paths
 from .sample import Line, Sampler
 
 SHARE_LABELS = ("container", "pod", "namespace", "uuid", "slot", "id", "name", "service")
+ACCOUNT_LABELS = (*SHARE_LABELS, "user")
 DEVICE_LABELS = ("uuid", "device", "model")
 
 
@@ -47,6 +49,17 @@ METRICS = (
     Metric("gpushare_throttled_seconds_total", SHARE_LABELS,
            "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_oom_total", SHARE_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_account_granted_seconds_total", ACCOUNT_LABELS,
+           "Device time that the container was granted: its compute limit multiplied by time."),
+    Metric("gpushare_account_used_seconds_total", ACCOUNT_LABELS, "Device time that the container used."),
+    Metric("gpushare_account_granted_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container was granted, multiplied by time."),
+    Metric("gpushare_account_used_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container used, multiplied by time."),
+    Metric("gpushare_account_peak_bytes", ACCOUNT_LABELS, "Most memory that the container used at one time."),
+    Metric("gpushare_account_refused_total", ACCOUNT_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_account_throttled_seconds_total", ACCOUNT_LABELS,
+           "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id", "name", "service"),
            "How often the container exceeded its memory limit by the driver's count."),
     Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
@@ -85,6 +98,11 @@ def _names(one: facts.Container) -> tuple[str, ...]:
 def _ids(one: facts.Container) -> tuple[str, ...]:
     """The labels id, name and service. Without a name, `name` is the id as tables show it, so that it suits legends."""
     return _utf8(one.id), _utf8(one.name.shown or constants.short(one.id)), _utf8(one.name.service)
+
+
+def _user(one: facts.Container) -> str:
+    """The label user: the uid of the first process, or empty if the lease is older than gpushare's record of it."""
+    return "" if one.lease is None or one.lease.uid < 0 else str(one.lease.uid)
 
 
 class Metrics(Collector):
@@ -133,6 +151,8 @@ class Metrics(Collector):
             labels = (*_names(line.container), uuid, str(line.use.share.slot), *_ids(line.container))
             for name, value in _of_share(line, findings.pop((line.container.id, uuid), None)):
                 put(name, labels, value)
+            for name, value in _of_account(line.use.account):
+                put(name, (*labels, _user(line.container)), value)
         for (container_id, uuid), one in findings.items():  # usage of a device without a share of it
             container = containers.get(container_id)
             if container is not None and one.slot is None:
@@ -164,6 +184,21 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     if finding is not None:
         yield "gpushare_memory_physical_bytes", finding.physical_bytes
         yield "gpushare_memory_over_bytes", finding.over_bytes
+
+
+def _of_account(account: Optional[Account]) -> Iterator[tuple[str, Optional[float]]]:
+    if account is not None:
+        yield "gpushare_account_granted_seconds_total", account.granted_ns / 1e9
+        yield "gpushare_account_used_seconds_total", _over(account.used_ns)
+        yield "gpushare_account_granted_byte_seconds_total", account.granted_byte_ns / 1e9
+        yield "gpushare_account_used_byte_seconds_total", _over(account.used_byte_ns)
+        yield "gpushare_account_peak_bytes", account.peak_bytes
+        yield "gpushare_account_refused_total", account.refused
+        yield "gpushare_account_throttled_seconds_total", _over(account.throttled_ns)
+
+
+def _over(ns: Optional[int]) -> Optional[float]:
+    return None if ns is None else ns / 1e9
 
 
 def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:

@@ -253,6 +253,16 @@ class Progress:
             sys.stderr.flush()
 
 
+def user_name(uid: int) -> str:
+    """The name of a user of this host, or the number."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
 def age(seconds: float) -> str:
     """A duration in its largest unit: 5s, 3m, 2h, 4d."""
     whole = max(0, int(seconds))

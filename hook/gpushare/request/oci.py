@@ -276,6 +276,11 @@ def pod_name(annotations: dict[str, str]) -> str:
     return _first(annotations, constants.POD_NAME_ANNOTATIONS)
 
 
+def image_name(annotations: dict[str, str]) -> str:
+    """Return the name of the container's image; "" if no engine sets it."""
+    return _first(annotations, constants.IMAGE_NAME_ANNOTATIONS)
+
+
 def sandbox_id(annotations: dict[str, str]) -> str:
     """Return the id of the sandbox that the containers of a pod share; "" if no engine sets it."""
     return _first(annotations, constants.SANDBOX_ID_ANNOTATIONS)

@@ -66,16 +66,20 @@ def _uid_map() -> list[str]:
         return _WHOLE_MAP
 
 
+def real_uid() -> int:
+    """This user's id on the host."""
+    inside, outside, count = (int(field) for field in _uid_map())
+    uid = os.geteuid()
+    return uid - inside + outside if inside <= uid < inside + count else uid
+
+
 def state_dir() -> str:
     """/run/gpushare; for a user, `gpushare` in the runtime directory of the user's session. `storage.prepare` checks
     later whether it is usable: a container without a request needs no state directory."""
     if not is_rootless():
         return constants.STATE_DIR
-    inside, outside, count = (int(field) for field in _uid_map())
-    uid = os.geteuid()
-    real_uid = uid - inside + outside if inside <= uid < inside + count else uid
     named = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = named if _is_own_directory(named) else f"/run/user/{real_uid}"
+    base = named if _is_own_directory(named) else f"/run/user/{real_uid()}"
     return f"{base.rstrip('/')}/gpushare"
 
 
