@@ -235,6 +235,27 @@ def test_module_missing_from_the_snapshot_restarts_the_start(
     assert decisions[-3:] == ["refused", "granted", "released"]  # first the module was missing, then it was there
 
 
+@pytest.mark.parametrize("form", ["--config={}", "--config {}"])
+def test_hook_keeps_its_state_when_it_becomes_the_ordinary_program(node: Node, tmp_path: Path, form: str) -> None:
+    """The configuration is not compiled yet, so the snapshot reads the state and the ordinary program reads it again."""
+    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "/"}}')
+    state = f'{{"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 4194303, "bundle": "{tmp_path}"}}'
+    words = [node.hook().program, *form.format(node.config).split(), "--state", node.state, "prestart"]
+    done = subprocess.run(words, input=state, capture_output=True, text=True)
+    assert "no process has pid 4194303" in done.stderr
+
+
+def test_missing_ordinary_program_is_an_error_with_one_line(
+    container: MakeContainer, node: Node, with_snapshot: Callable[..., Path]
+) -> None:
+    programs = with_snapshot(SNAPSHOT)
+    (programs.parent / "libexec/gpushare-runtime").unlink()
+    words = [programs / "gpushare-runtime", *node.runtime()[1:], "create"]
+    one = container(["true"], env=SHARE)
+    done = subprocess.run([*words, "--bundle", one.bundle, one.id], env={"": "x"}, capture_output=True, text=True)
+    assert re.fullmatch(r"gpushare: [^\n]*No such file or directory; install gpushare again\n", done.stderr)
+
+
 def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:
     """The hash seed is known, so anyone can choose colliding keys. The start stays below its limit of 20 s."""
     code = "print(*(key for key in map(str, range(8_000_000)) if not hash(key) & 4095))"
