@@ -99,9 +99,8 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     if words[0].endswith("/snapshot"):  # called by its own name, to see whether it goes on
         syscalls.filesystem_magic(0)
         return 0
-    hook.audit_log.begin()
-    name = os.path.basename(words[0])  # a wheel's ends in .py
-    code = (hook if name.startswith("gpushare-hook") else runtime).main()
+    audit_log.begin()
+    code = (hook if os.path.basename(words[0]).startswith("gpushare-hook") else runtime).main()  # or gpushare-hook.py
     if others.missing:
         others.become_ordinary()
     return code
@@ -111,13 +110,14 @@ for file in posix.read(0, 1 << 16).decode().split():
     importlib.import_module(file[len("hook/") : -len(".py")].replace("/", "."))
 from gpushare.core import constants, installed  # noqa: E402
 from gpushare.programs import hook, runtime, waiting  # noqa: E402
+from gpushare.state import audit_log  # noqa: E402
 from gpushare.system import syscalls  # noqa: E402
 
 waiting.leave = lambda *_: None  # starting again takes no longer than being waited for
 sys.meta_path[:] = [others := Others()]
 posix.environ.clear()
 os.environ._data.clear()
-hook.audit_log._began_ns = 0
+audit_log._began_ns = 0
 threading._main_thread._native_id = 0
 gc.collect()
 gc.freeze()
