@@ -25,9 +25,16 @@ class Paths(NamedTuple):
 
 
 def require_config(paths: Paths) -> None:
-    """Raise ConfigError if --config names a file that does not exist. The default file need not exist."""
-    if paths.config != constants.CONFIG_PATH and not os.path.lexists(paths.config):
-        raise ConfigError(f"{paths.config}: no such file", "create it, or leave out --config")
+    """Raise ConfigError if --config names a file that does not exist. The default file need not exist, nor must the
+    user be able to search its folder: `doctor` reports that."""
+    if paths.config == constants.CONFIG_PATH:
+        return
+    try:
+        os.lstat(paths.config)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{paths.config}: no such file", "create it, or leave out --config") from None
+    except (OSError, ValueError):
+        pass  # the command says so when it reads the file
 
 
 def _no_color(context: click.Context, _: click.Parameter, value: bool) -> None:
