@@ -246,8 +246,9 @@ def test_ctrl_c_at_any_point_ends_without_traceback(tmp_path: Path) -> None:
     ids=lambda w: w[0],
 )
 def test_ctrl_c_while_a_start_loads_python_prints_no_traceback(words: tuple[str, ...]) -> None:
-    """A start that has not begun ends by the signal; afterwards it is refused with one line. Without the snapshot, which
-    loads nothing."""
+    """A start that has not begun ends by the signal; afterwards it is refused with one line.
+
+    Without the snapshot, which loads nothing."""
     printed = set()
     for number in range(5, 120, 9):
         inject = f"inject=openat:signal=INT:when={number}"
