@@ -225,8 +225,8 @@ def test_module_missing_from_the_snapshot_restarts_the_start(
 
 @pytest.mark.parametrize("form", ["--config={}", "--config {}"])
 def test_hook_keeps_its_state_when_it_becomes_the_ordinary_program(node: Node, tmp_path: Path, form: str) -> None:
-    """The configuration is not compiled yet, so the snapshot reads the state and the ordinary program reads it again."""
-    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "/"}}')
+    """The configuration is not compiled yet, so both the snapshot and the ordinary program read the state."""
+    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "rootfs"}}')
     state = f'{{"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 4194303, "bundle": "{tmp_path}"}}'
     words = [node.hook().program, *form.format(node.config).split(), "--state", node.state, "prestart"]
     done = subprocess.run(words, input=state, capture_output=True, text=True)
