@@ -244,6 +244,25 @@ def test_missing_ordinary_program_is_an_error_with_one_line(
     assert re.fullmatch(r"gpushare: [^\n]*No such file or directory; install gpushare again\n", done.stderr)
 
 
+@pytest.mark.parametrize(
+    "text", ['{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "r"}}', "GPUSHARE_MEMORY"]
+)
+def test_ordinary_program_gets_the_signals_of_the_start(
+    node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, text: str
+) -> None:
+    """Before and after an error, which makes the start ignore them. The low-level runtime would pass them on."""
+    programs = with_snapshot(SNAPSHOT)
+    ordinary = programs.parent / "libexec" / "gpushare-runtime"
+    ordinary.write_text(f"#!{sys.executable} -IS\nprint(open('/proc/self/status').read())")
+    (tmp_path / "config.json").write_text(text)
+    words = [programs / "gpushare-runtime", *node.runtime()[1:], "create", "--bundle", tmp_path, "c"]
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=block)
+    found = re.findall(r"^Sig(?:Blk|Ign):\t(\w+)$", done.stdout, re.M)
+    watched = sum(1 << number - 1 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGALRM, signal.SIGTERM))
+    assert [int(word, 16) & watched for word in found] == [1 << signal.SIGTERM - 1, 0]
+
+
 def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:
     """The hash seed is known, so anyone can choose colliding keys. The start stays below its limit of 20 s."""
     code = "print(*(key for key in map(str, range(8_000_000)) if not hash(key) & 4095))"
