@@ -217,7 +217,7 @@ static void resume_python(int count, char **argv) {
     for (int i = 0; words && i < count; i++)
         PyList_SET_ITEM(words, i, PyUnicode_DecodeFSDefault(argv[i]));
     for (char **one = environ; variables && *one; one++) { /* the first of a name counts */
-        const char *equals = strchr(*one, '=');
+        const char *equals = **one == '=' ? NULL : strchr(*one, '=');
         PyObject *name = equals ? PyBytes_FromStringAndSize(*one, equals - *one) : NULL;
         PyObject *value = name ? PyBytes_FromString(equals + 1) : NULL;
         if (value && !PyDict_SetDefault(variables, name, value))

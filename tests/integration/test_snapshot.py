@@ -237,8 +237,8 @@ def test_module_missing_from_the_snapshot_restarts_the_start(
 
 @pytest.mark.parametrize("form", ["--config={}", "--config {}"])
 def test_hook_keeps_its_state_when_it_becomes_the_ordinary_program(node: Node, tmp_path: Path, form: str) -> None:
-    """Without a compiled configuration, the snapshot reads the state, and the ordinary program reads it again."""
-    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "/"}}')
+    """The configuration is not compiled yet, so both the snapshot and the ordinary program read the state."""
+    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "rootfs"}}')
     state = f'{{"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 4194303, "bundle": "{tmp_path}"}}'
     words = [node.hook().program, *form.format(node.config).split(), "--state", node.state, "prestart"]
     done = subprocess.run(words, input=state, capture_output=True, text=True)
@@ -254,6 +254,25 @@ def test_missing_ordinary_program_is_an_error_with_one_line(
     one = container(["true"], env=SHARE)
     done = subprocess.run([*words, "--bundle", one.bundle, one.id], env={"": "x"}, capture_output=True, text=True)
     assert re.fullmatch(r"gpushare: [^\n]*No such file or directory; install gpushare again\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "r"}}', "GPUSHARE_MEMORY"]
+)
+def test_ordinary_program_gets_the_signals_of_the_start(
+    node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, text: str
+) -> None:
+    """Before and after an error, which makes the start ignore them. The low-level runtime would pass them on."""
+    programs = with_snapshot(SNAPSHOT)
+    ordinary = programs.parent / "libexec" / "gpushare-runtime"
+    ordinary.write_text(f"#!{sys.executable} -IS\nprint(open('/proc/self/status').read())")
+    (tmp_path / "config.json").write_text(text)
+    words = [programs / "gpushare-runtime", *node.runtime()[1:], "create", "--bundle", tmp_path, "c"]
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=block)
+    found = re.findall(r"^Sig(?:Blk|Ign):\t(\w+)$", done.stdout, re.M)
+    watched = sum(1 << number - 1 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGALRM, signal.SIGTERM))
+    assert [int(word, 16) & watched for word in found] == [1 << signal.SIGTERM - 1, 0]
 
 
 def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:

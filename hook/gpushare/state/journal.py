@@ -16,6 +16,7 @@ that a disk that fills up later loses nothing. Nothing here raises: a start neve
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -74,6 +75,16 @@ class Entry(NamedTuple):
     shares: tuple[Held, ...]
 
 
+def _home(uid: int) -> str:
+    """Return the home of a local user, or "". A hook has no HOME, and a snapshot cannot load libraries for other users."""
+    with contextlib.suppress(OSError), open("/etc/passwd", encoding="utf-8", errors="surrogateescape") as users:
+        for line in users:
+            entry = line.rstrip("\n").split(":")
+            if len(entry) == 7 and entry[2] == str(uid):
+                return entry[5]
+    return ""
+
+
 def path_of(config: Config) -> str:
     if config.usage_journal == NOWHERE:
         return ""
@@ -82,12 +93,8 @@ def path_of(config: Config) -> str:
     if config.state_dir == constants.STATE_DIR:
         return PATH
     if rootless.is_rootless() and config.state_dir == rootless.state_dir():
-        import pwd
-
-        try:
-            return os.path.join(pwd.getpwuid(rootless.real_uid()).pw_dir, _OF_A_USER)
-        except KeyError:
-            return ""
+        home = _home(rootless.real_uid())
+        return os.path.join(home, _OF_A_USER) if home else ""
     return ""  # another state directory, as of a test: its containers are not this host's
 
 
