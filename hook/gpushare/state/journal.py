@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
 
 def _home(uid: int) -> str:
-    """Return the home of a local user, or "". A hook has no HOME, and a snapshot cannot load libraries for other users."""
+    """Return the home of a local user, or "". A hook has no HOME, and the snapshot cannot load NSS modules."""
     with contextlib.suppress(OSError), open("/etc/passwd", encoding="utf-8", errors="surrogateescape") as users:
         for line in users:
             entry = line.rstrip("\n").split(":")
