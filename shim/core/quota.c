@@ -218,8 +218,8 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         /* Read the limit after the addition: a host that lowers the limit and then reads the use
          * sees everything that the earlier limit allowed. */
         if (has_room(view, dev, 0, moves, &all)) {
-            if (all > atomic_load_explicit(&view->usage->account[dev].peak_bytes,
-                                           memory_order_relaxed))
+            if (all >
+                atomic_load_explicit(&view->usage->account[dev].peak_bytes, memory_order_relaxed))
                 gs_account_peak(dev);
             return true;
         }

@@ -59,7 +59,8 @@ def test_container_is_accounted_from_start_to_end(container: MakeContainer, book
     assert 3.5 * GIB < account["memory_peak_bytes"] <= 4 * GIB and account["refused"] >= 1
     assert 0 < account["memory_byte_seconds_used"] <= account["memory_byte_seconds_granted"]
     text = booked.cli("export", "--once").stdout
-    assert f'gpushare_account_peak_bytes{{container="main",id="{one.id}",namespace="team-a",pod="pod"' in text
+    labels = f'container="main",id="{one.id}",name="team-a/pod/main",namespace="team-a",pod="pod"'
+    assert f"gpushare_account_peak_bytes{{{labels}" in text
     assert usage(booked, "namespace")[0]["running"] == 1
     one.delete()
     (group,) = usage(booked, "image")

@@ -34,7 +34,7 @@ def require_config(paths: Paths) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{paths.config}: no such file", "create it, or leave out --config") from None
     except (OSError, ValueError):
-        pass  # the command says so when it reads the file
+        pass  # the command reports it when it reads the file
 
 
 def _no_color(context: click.Context, _: click.Parameter, value: bool) -> None:
