@@ -282,8 +282,9 @@ int main(int count, char **argv) {
     PyObject *main_module = PyImport_AddModule("__main__");
     /* gpushare/system/syscalls.py calls these: a static program cannot look up symbols. */
     PyObject *functions =
-        Py_BuildValue("{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
-                      "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
+        Py_BuildValue("{sKsKsKsKsKsKsKsK}", "connect", connect, "fallocate", fallocate, "fstatfs",
+                      fstatfs, "setns", setns, "socket", socket, "syscall", syscall, "umount2",
+                      umount2, "unshare", unshare);
     if (!boot || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
         PyRun_SimpleFileEx(boot, argv[1], 1) != 0)
         _exit(1);

@@ -176,6 +176,13 @@ def test_no_function_for_this_processor_is_in_the_snapshot() -> None:
         assert selected.isdisjoint(part[at : at + 8] for at in range(0, len(part), 8))
 
 
+def test_snapshot_has_the_functions_that_modules_call() -> None:
+    """A static program cannot look up symbols. A missing one fails the start that calls it, with an internal error."""
+    called = set(re.findall(r'_libc_call\(\s*"(\w+)"', (TREE / "hook/gpushare/system/syscalls.py").read_text()))
+    text = (TREE / "hook/snapshot/snapshot.c").read_text()
+    assert called - {"syscall"} and called <= set(re.findall(r'"(\w+)",\s+\1\b', text))
+
+
 def test_source_stays_small() -> None:
     assert sum(len(file.read_text().splitlines()) for file in (TREE / "hook/snapshot").iterdir()) <= 500
 
@@ -268,7 +275,11 @@ def test_ordinary_program_gets_the_signals_of_the_start(
     ordinary.write_text(f"#!{sys.executable} -IS\nprint(open('/proc/self/status').read())")
     (tmp_path / "config.json").write_text(text)
     words = [programs / "gpushare-runtime", *node.runtime()[1:], "create", "--bundle", tmp_path, "c"]
-    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def block() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if the tests run under nohup
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
     done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=block)
     found = re.findall(r"^Sig(?:Blk|Ign):\t(\w+)$", done.stdout, re.M)
     watched = sum(1 << number - 1 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGALRM, signal.SIGTERM))

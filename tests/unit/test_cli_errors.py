@@ -317,7 +317,7 @@ def test_empty_option_value_is_refused() -> None:
     for name, command, option in text_options(group, ""):
         if not {name, f"{name} {option}"} & READERS or option == "--name":
             with pytest.raises(click.BadParameter, match="it is empty"):
-                command.make_context(name or "gpushare", [option, " "])
+                command.make_context(name or "gpushare", [option, " "], **group.context_settings)
             seen.add(f"{name} {option}".strip())
     assert {"--state", "run --name", "mps start --memory", "cdi generate --output", "labels --output"} <= seen
 
