@@ -1,5 +1,5 @@
-/* Byte-seconds and peak of the container on each device. Every change of a charge first counts what
- * the container held since the change before, whichever process made it: the exchange of `until_ns`
+/* Byte-seconds and peak of the container on each device. A large change of a charge (quota.c) first
+ * counts what the container held until then, whichever process makes it: the exchange of `until_ns`
  * gives each interval to one process, which is the only one to add it. A process that is killed in
  * between loses its interval. The parked thread counts once a second, so no interval is longer, and
  * the memory of a killed process is counted to within a second of its end. */

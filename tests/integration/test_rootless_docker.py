@@ -13,7 +13,7 @@ import pytest
 
 from simulator.simhost import make_simhost
 from tests.support.engines import rootless
-from tests.support.engines.base import SLEEP, Refused, Want
+from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.image import PROBE, make_root
 from tests.support.engines.rootless import RootlessDocker
 from tests.support.host import BIN, Node
@@ -70,11 +70,7 @@ def test_state_is_in_the_user_s_runtime_directory(docker: RootlessDocker) -> Non
 
 
 def test_containers_of_one_user_do_not_exceed_the_device(docker: RootlessDocker) -> None:
-    with docker.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
-        with pytest.raises(Refused) as refused:
-            docker.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
-        assert "7Gi" in refused.value.result.err
-    assert docker.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
+    rootless.require_device_is_not_exceeded(docker)
 
 
 def test_restarted_container_gets_its_share_again(docker: RootlessDocker) -> None:

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from .. import processes
 from ..host import Node
 from ..rootfs import run, unmount_below
+from .base import SLEEP, Engine, Refused, Want
 from .docker import Docker
 from .dockerd import Dockerd
 from .podman import Podman
@@ -144,3 +147,12 @@ def session(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "XDG_RUNTIME_DIR": str(RUNTIME_DIR),
     }
+
+
+def require_device_is_not_exceeded(engine: Engine) -> None:
+    """Start containers of one user on a device of 16 GiB: the one that does not fit is refused."""
+    with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
+        with pytest.raises(Refused) as refused:
+            engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
+        assert "7Gi" in refused.value.result.err
+    assert engine.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 << 30
