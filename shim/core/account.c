@@ -1,5 +1,5 @@
-/* Byte-seconds and peak of the container on each device. A large change of a charge (quota.c) first
- * counts what the container held until then, whichever process makes it: the exchange of `until_ns`
+/* Byte-seconds and peak of the container on each device. A large change of a charge (quota.c) and a
+ * new process first count what the container held until then: the exchange of `until_ns`
  * gives each interval to one process, which is the only one to add it. A process that is killed in
  * between loses its interval. The parked thread counts once a second, so no interval is longer, and
  * the memory of a killed process is counted to within a second of its end. */
@@ -47,10 +47,14 @@ void gs_account_peak(int dev) {
         ;
 }
 
-/* Also at the end of a program, most of which exit without freeing their memory. */
-__attribute__((destructor)) void gs_account_all(void) {
-    const struct gs_slot *slot = gs_slot();
-    for (int dev = 0; slot && (unsigned)dev < GS_MAX_DEVICES; dev++)
-        if (__atomic_load_n(&slot->bytes[dev], __ATOMIC_RELAXED))
-            gs_account(dev);
+void gs_account_all(void) {
+    const struct gs_view *view = gs_region();
+    for (uint32_t dev = 0; view && dev < view->limits->n_devices; dev++)
+        gs_account((int)dev);
+}
+
+/* Most programs exit without freeing their memory. */
+__attribute__((destructor)) static void at_exit(void) {
+    if (gs_slot())
+        gs_account_all();
 }

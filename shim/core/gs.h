@@ -157,7 +157,7 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
 void gs_account(int dev);
 /* Count a new maximum. Call after a charge. */
 void gs_account_peak(int dev);
-/* gs_account of every device where this process holds memory. */
+/* gs_account of every device of the container. */
 void gs_account_all(void);
 
 /* ---- exports.c ------------------------------------------------------------------------ */

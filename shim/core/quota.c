@@ -195,11 +195,10 @@ static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, u
     ;
 }
 
-/* Count the memory held so far if the change is large, or the first one of this process, since
- * nothing was counted before it. The parked thread counts the others, each wrong by a second at
- * most: reading the clock here would make each small allocation some 20 % slower. */
-static void account(const struct gs_slot *slot, int dev, uint64_t bytes) {
-    if (bytes >= LARGE || !__atomic_load_n(&slot->bytes[dev], __ATOMIC_RELAXED))
+/* Count the memory held so far before a large change. The parked thread counts small ones, each
+ * wrong by a second at most: reading the clock here would make each of them some 20 % slower. */
+static void account(int dev, uint64_t bytes) {
+    if (bytes >= LARGE)
         gs_account(dev);
 }
 
@@ -222,7 +221,7 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
                 return false;
             continue;
         }
-        account(slot, dev, bytes);
+        account(dev, bytes);
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* Read the limit after the addition: a host that lowers the limit and then reads the use
          * sees everything that the earlier limit allowed. */
@@ -297,7 +296,7 @@ void gs_charge_anyway(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     if (!slot || dev < 0)
         return;
-    account(slot, dev, bytes);
+    account(dev, bytes);
     __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     gs_account_peak(dev);
 }
@@ -306,7 +305,7 @@ void gs_release(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
     if (!slot || dev < 0 || !bytes)
         return;
-    account(slot, dev, bytes);
+    account(dev, bytes);
     __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
 }
 

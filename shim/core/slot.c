@@ -219,6 +219,7 @@ bool gs_slot_claim(const struct gs_view *view, void (*changed)(void)) {
         gs_warn(GS_WARN_NO_SLOT);
         return false;
     }
+    gs_account_all(); /* so that no time before this process counts for its memory */
     self->index = (uint32_t)(parked.slot - view->usage->slot);
     atomic_store_explicit(&self->slot, parked.slot, memory_order_release);
     return true;
