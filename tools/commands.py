@@ -69,7 +69,7 @@ def walk() -> Iterator[Command]:
     """Yield all commands, each group before its commands."""
 
     def below(words: tuple[str, ...], command: click.Command, parent: click.Context | None) -> Iterator[Command]:
-        context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM)
+        context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM, **group.context_settings)
         yield Command(words, command, context)
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
