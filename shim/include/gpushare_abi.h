@@ -58,29 +58,27 @@ enum gs_device_flag {
     /* memory_limit_bytes is the request, memory_virtual_bytes the limit. With OVERSUBSCRIBE, what
      * is between both is managed memory that prefers the device. */
     GS_DEVICE_LENT = 1u << 3,
-    GS_DEVICE_LENDING =
-        1u << 4, /* LENT without OVERSUBSCRIBE: the limit is in force, not the request */
+    GS_DEVICE_LENDING = 1u << 4, /* LENT: the limit is in force on the device, not the request */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel also enforces the memory limit */
 };
 
 /* One granted device. `uuid` is the raw 16 bytes of GPU-<uuid> or MIG-<uuid>. 192 bytes. */
 struct gs_device_limit {
     uint8_t uuid[16];
-    char uuid_text[64];          /* NUL-terminated, with its GPU-/MIG- prefix */
-    uint64_t memory_limit_bytes; /* GS_UNLIMITED = no limit */
-    uint64_t memory_total_bytes; /* of the whole device; 0 = unknown */
-    uint64_t context_bytes;      /* charged for each process's context */
-    uint64_t granularity_bytes;  /* the driver's physical block, 2 MiB */
-    uint64_t
-        memory_virtual_bytes; /* with OVERSUBSCRIBE or LENT: limit and host part together; else 0 */
-    uint32_t compute_percent; /* 1..100; GS_NO_PERCENT = no limit */
-    uint32_t priority;        /* 0 = normal, 1 = high */
-    uint32_t weight;          /* soft sharing, 0 = by compute_percent */
-    uint32_t flags;           /* enum gs_device_flag */
-    uint32_t page;            /* this container's number in peers/<uuid>/ */
-    uint32_t slice_ns;        /* the device's time slice; 0 = default (throttle.c) */
-    uint32_t switch_ns;       /* mean cost of a context switch; 0 = default */
-    uint32_t turn_mib;        /* device memory kept free for migration slices (gs_turn); 0: none */
+    char uuid_text[64];            /* NUL-terminated, with its GPU-/MIG- prefix */
+    uint64_t memory_limit_bytes;   /* GS_UNLIMITED = no limit */
+    uint64_t memory_total_bytes;   /* of the whole device; 0 = unknown */
+    uint64_t context_bytes;        /* charged for each process's context */
+    uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
+    uint64_t memory_virtual_bytes; /* OVERSUBSCRIBE, LENT: limit and host part together; else 0 */
+    uint32_t compute_percent;      /* 1..100; GS_NO_PERCENT = no limit */
+    uint32_t priority;             /* 0 = normal, 1 = high */
+    uint32_t weight;               /* soft sharing, 0 = by compute_percent */
+    uint32_t flags;                /* enum gs_device_flag */
+    uint32_t page;                 /* this container's number in peers/<uuid>/ */
+    uint32_t slice_ns;             /* the device's time slice; 0 = default (throttle.c) */
+    uint32_t switch_ns;            /* mean cost of a context switch; 0 = default */
+    uint32_t turn_mib; /* device memory kept free for migration slices (gs_turn); 0: none */
     /* The second copy of the values that can change: in force while the generation is even. */
     uint64_t next_memory_limit_bytes;
     uint32_t next_compute_percent;
@@ -137,8 +135,7 @@ struct gs_slot {
     uint32_t pid;        /* getpid() as the process sees itself; information only */
     uint64_t started_ns; /* CLOCK_MONOTONIC */
     uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
-    uint64_t
-        wants; /* device slot << 56 | bytes of its request that others borrowed, see lending.c */
+    uint64_t wants;  /* device slot << 56 | bytes that it waits for, see lending.c */
     uint8_t reserved[24];
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
@@ -165,6 +162,14 @@ struct gs_share {
 #define GS_SHARES_OWN 128u      /* rows from here on are for GS_SHARE_ANY */
 #define GS_SHARES_LOST 2u       /* openings were not recorded: all exports count as open */
 
+/* Memory of the container on one device over time, for accounting. 32 bytes. */
+struct gs_account {
+    _Atomic uint64_t until_ns; /* CLOCK_MONOTONIC; held_gib_ns is complete up to here; 0: unused */
+    _Atomic uint64_t held_gib_ns; /* held memory, summed over time: 2^30 bytes for a nanosecond */
+    _Atomic uint64_t peak_bytes;
+    uint64_t reserved;
+};
+
 struct gs_usage {
     uint64_t magic;
     uint32_t version;
@@ -179,7 +184,8 @@ struct gs_usage {
     struct gs_share share[GS_MAX_SHARES];
     uint8_t reserved[80];
     struct gs_bucket bucket[GS_MAX_DEVICES];
-    uint8_t reserved2[2048];
+    struct gs_account account[GS_MAX_DEVICES];
+    uint8_t reserved2[1536];
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
@@ -337,6 +343,12 @@ GS_AT(gs_share, owner, 8);
 GS_AT(gs_share, what, 16);
 _Static_assert(sizeof(struct gs_share) == 24, "gs_share");
 
+GS_AT(gs_account, until_ns, 0);
+GS_AT(gs_account, held_gib_ns, 8);
+GS_AT(gs_account, peak_bytes, 16);
+GS_AT(gs_account, reserved, 24);
+_Static_assert(sizeof(struct gs_account) == 32, "gs_account");
+
 GS_AT(gs_usage, magic, 0);
 GS_AT(gs_usage, version, 8);
 GS_AT(gs_usage, size, 12);
@@ -350,7 +362,8 @@ GS_AT(gs_usage, shares_used, 168);
 GS_AT(gs_usage, share, 176);
 GS_AT(gs_usage, reserved, 4016);
 GS_AT(gs_usage, bucket, 4096);
-GS_AT(gs_usage, reserved2, 6144);
+GS_AT(gs_usage, account, 6144);
+GS_AT(gs_usage, reserved2, 6656);
 GS_AT(gs_usage, slot, 8192);
 _Static_assert(sizeof(struct gs_usage) == 50 * 4096, "gs_usage");
 
