@@ -42,10 +42,9 @@ uint64_t gs_limit(int dev) {
         return host_limit(view->limits, (unsigned)dev);
     const struct gs_device_limit *l = &view->limits->device[dev];
     bool first = __atomic_load_n(&view->limits->generation, __ATOMIC_SEQ_CST) & 1;
-    if (__builtin_expect(LOAD(first ? &l->flags : &l->next_flags) & GS_DEVICE_LENDING, 0)) {
-        struct gs_limit_now now = gs_limit_now(view->limits, (unsigned)dev);
-        return limit_in_force(&now);
-    }
+    if (LOAD(first ? &l->flags : &l->next_flags) & GS_DEVICE_LENDING)
+        return __atomic_load_n(first ? &l->memory_virtual_bytes : &l->next_memory_virtual_bytes,
+                               __ATOMIC_SEQ_CST);
     return __atomic_load_n(first ? &l->memory_limit_bytes : &l->next_memory_limit_bytes,
                            __ATOMIC_SEQ_CST);
 }
