@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demo.tenant import LAST_BYTES
-from tests.support.host import BIN, Node
+from tests.support.host import Node
 from tests.support.judge import peak_bytes
+from tests.support.lending import agent, wait_until_lent
 from tests.support.runc import Container
 from tests.support.tenant import Tenant
 
@@ -41,20 +40,6 @@ def tenants(tmp_path: Path) -> Iterator[Callable[..., Tenant]]:
     yield make
     for one in made:
         one.close()
-
-
-@contextmanager
-def agent(node: Node, said: list[str]) -> Iterator[None]:
-    """Run `gpushare agent` until the end of the block; its standard error is then in `said`."""
-    words = [str(BIN / "gpushare"), "--config", str(node.config), "--state", str(node.state), "agent"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("lending memory")
-        try:
-            yield
-        finally:
-            process.terminate()
-            said.append(process.communicate()[1])
 
 
 def shares(node: Node) -> dict[str, dict[str, Any]]:
@@ -149,16 +134,6 @@ def test_two_requests_at_once_are_both_served(
             assert one.expect("full")["got_bytes"] > REQUEST - GIB
         assert time.monotonic() - began < RECLAIM_S
         assert first.container.wait() != 0 != second.container.wait()
-
-
-def wait_until_lent(node: Node) -> None:
-    """Wait for the agent's next round."""
-    from gpushare.state import shm_abi, storage
-
-    end = time.monotonic() + 10
-    for path in node.state.glob("containers/*/share/limits"):
-        while not storage.read_limits(str(path)).devices[0].flags & shm_abi.DEVICE_LENDING:
-            assert time.monotonic() < end
 
 
 def test_request_is_the_limit_without_an_agent(
