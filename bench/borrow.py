@@ -1,11 +1,12 @@
 """The program in the containers of bench/elastic.py. Its events are those of demo/tenant.py.
 
-BORROW=all    allocate memory until an allocation is refused, and write to all of it
+BORROW=all    allocate memory until an allocation is refused, and read all of it, so that it is on the device
 BORROW=N      time one allocation of N bytes
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -17,18 +18,25 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 CHUNK = 256 << 20
+READ_NS = 100_000
 OK, OUT_OF_MEMORY = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
 
 def fill() -> int:
     """Return the bytes that it got."""
+    error, module = cuda.cuModuleLoadData(b"SIMMOD globals=0 code=1\n")
+    assert error == OK, error
+    error, sweep = cuda.cuModuleGetFunction(module, b"sweep_ns_arg")
+    assert error == OK, error
     held = 0
     while True:
         error, pointer = cuda.cuMemAlloc(CHUNK)
         if error == OUT_OF_MEMORY:
             return held
         assert error == OK, error
-        assert cuda.cuMemsetD8(pointer, 1, CHUNK)[0] == OK
+        words = ((READ_NS, int(pointer), CHUNK), (ctypes.c_uint64,) * 3)
+        assert cuda.cuLaunchKernel(sweep, 64, 1, 1, 1, 1, 1, 0, 0, words, 0)[0] == OK
+        assert cuda.cuCtxSynchronize()[0] == OK
         held += CHUNK
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from simulator.simhost import make_simhost
 from tests.support import host
+from tests.support.judge import taken
 from tests.support.lending import agent, wait_until_lent
 from tests.support.tenant import Tenant
 
@@ -57,9 +58,10 @@ def _once(node: host.Node, directory: Path, way: str) -> float:
         if way == "evict":
             wait_until_lent(node)
         borrower.go()
-        held = borrower.expect("full")["result"]
-        if held < LEAST_BORROWED_BYTES:
-            raise RuntimeError(f"the borrower has only {held} bytes, so the run shows nothing")
+        borrower.expect("full")
+        on_device = taken(node.driver_root, borrower.pid_namespace()).current_bytes
+        if on_device < LEAST_BORROWED_BYTES:
+            raise RuntimeError(f"the borrower has only {on_device} bytes on the device, so the run shows nothing")
         asking = tenant("asking", REQUEST, str(ASKED_BYTES))
         asking.go()
         return float(asking.expect("full")["result"])

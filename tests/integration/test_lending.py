@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,32 @@ def test_movable_memory_is_lent_beside_another_request(
     for name, size in (("request", REQUEST), ("limit", LIMIT)):
         found = [line for line in lines if line.startswith(f"gpushare_memory_{name}_bytes{{") and "second" in line]
         assert [float(line.rpartition(" ")[2]) for line in found] == [size]
+
+
+@pytest.mark.parametrize("lending", ["movable", "evict"])
+def test_both_get_their_part_of_16_gib(
+    make_node: Callable[..., Node], make_host: Callable[..., Path], tenants: Callable[..., Tenant], lending: str
+) -> None:
+    """One borrows up to 12 GiB; the other then has its 4 GiB in time, and the first goes on."""
+    node = make_node(
+        make_host(memory_bytes=16 * GIB), policy={"lending": lending}, oversubscription={"host_memory": "24Gi"}
+    )
+    with agent(node, []) if lending == "evict" else nullcontext():
+        first = tenants("first", node, "hook", BOTH)
+        first.expect("seen")
+        if lending == "evict":
+            wait_until_lent(node)
+        first.go()
+        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        second = tenants("second", node, "hook", BOTH)
+        second.expect("seen")
+        began = time.monotonic()
+        second.go()
+        got = second.expect("full")["got_bytes"]
+        assert time.monotonic() - began < RECLAIM_S and got > REQUEST - GIB
+        assert shares(node)[first.container.id]["memory_borrowed_bytes"] > 8 * GIB - GIB
+        first.go()
+        first.expect("freed")
 
 
 @pytest.mark.parametrize("env", [BOTH, {"GPUSHARE_MEMORY": "4Gi"}], ids=["borrower", "plain"])
