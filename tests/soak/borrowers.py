@@ -6,7 +6,9 @@ does not borrow."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +69,7 @@ class Borrowers:
             namespace = Path(f"/proc/{one.pid}/ns/pid").stat().st_ino
             self.stage.stopped.wait(dice.uniform(0, 6))
             group = taken(self.node.driver_root, namespace)
-            one.kill()
+            os.kill(one.pid, signal.SIGKILL)  # a zombie of this process if the agent has ended it
             code = one.wait()
             if group.peak_bytes > limit * GIB:
                 self.stage.record_error(f"{one.id} had {group.peak_bytes} bytes, its limit is {limit} GiB")
