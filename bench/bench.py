@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import compute, oversub, scrape, start
+from bench import compute, elastic, oversub, scrape, start
 from simulator.simhost import make_simhost
 from tests.limiter import matrix, reaction
 from tests.support import host, judge
@@ -143,6 +143,11 @@ def oversubscribed(_directory: Path) -> dict[str, Figure]:
     return {key: figure(values, "ratio") for key, values in oversub.slowdowns().items()}
 
 
+def reclaimed(_directory: Path) -> dict[str, Figure]:
+    """Measure how long an allocation waits for memory that another container has borrowed."""
+    return {key: figure(values, "ms") for key, values in elastic.reclaims_ms().items()}
+
+
 def show(figures: dict[str, Figure]) -> None:
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("what")
@@ -165,6 +170,7 @@ def main() -> int:
         compute_shares,
         compute_in_containers,
         oversubscribed,
+        reclaimed,
         overshoot,
         scrape_cost,
         start_cost,

@@ -95,6 +95,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare export --once", "print the current metrics"),
         ("gpushare export --listen 0.0.0.0 --port 9878", "reachable from other hosts (docs/metrics.md)"),
     ),
+    "agent": (("gpushare agent", "lend memory until it is stopped (docs/lending.md)"),),
     "inspect": (
         ("gpushare inspect web", "the container that docker calls web"),
         ("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),
@@ -106,6 +107,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "explain": (("gpushare explain .", "explain the bundle in this directory"),),
     "limit set": (
         ("gpushare limit set 3f2a --memory 6Gi --compute 40", "on all its devices"),
+        ("gpushare limit set 3f2a --memory 4Gi..12Gi", "request and limit (docs/lending.md)"),
         ("gpushare limit set 3f2a --device 0 --memory +1Gi --dry-run", "show what would change"),
     ),
     "pause": (("gpushare pause 3f2a", "until `gpushare resume 3f2a`"),),
@@ -157,7 +159,10 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.mig_index": "index of the MIG device; null for a whole GPU",
             "shares.parent_uuid": "UUID of the MIG device's GPU, else null",
             "shares.memory_used_bytes": "memory in use by all its processes",
+            "shares.memory_request_bytes": "guaranteed part of the limit; null: no limit",
             "shares.memory_limit_bytes": "limit; null: none",
+            "shares.memory_borrowed_bytes": "memory in use above the request",
+            "shares.lending": "how that is taken back: `movable`, `evict`; null: nothing is lent (docs/lending.md)",
             "shares.memory_virtual_bytes": "total of an oversubscribed share on device and host; else null",
             "shares.memory_host_bytes": "the part of it on the host",
             "shares.compute_percent": "limit; null: none",

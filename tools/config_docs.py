@@ -55,7 +55,7 @@ WHEN = {
 def values(schema: dict[str, Any]) -> str:
     """Describe briefly which values the schema accepts."""
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"] if value)
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema["type"] == "object":

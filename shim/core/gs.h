@@ -109,9 +109,10 @@ uint64_t gs_limit(int dev);
 static inline int gs_host_part(int dev) {
     return dev < 0 ? dev : (int)GS_HOST_PART((unsigned)dev);
 }
-/* Both parts together, as programs see them. */
+/* Both parts together, as programs see them. `left`: until the limit in force; `request`: what is
+ * guaranteed on the device. */
 struct gs_whole {
-    uint64_t limit, used;
+    uint64_t limit, used, left, request;
     bool oversubscribed;
 };
 struct gs_whole gs_whole(int dev);
@@ -151,6 +152,31 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
 
+/* ---- lending.c ------------------------------------------------------------------------ */
+
+/* Whether another container on the device may have borrowed memory; `until_evicted`: that only
+ * comes back when the agent ends the container. */
+bool gs_others_borrow(int dev, bool until_evicted);
+/* The free memory that a program sees, where the driver says `free_real`. */
+uint64_t gs_free_now(int dev, const struct gs_whole *whole, uint64_t free_real);
+/* Call when the driver has no memory for `bytes` that are charged: wait a moment. Return whether to
+ * call the driver again, which ends after some seconds. Afterwards call gs_reclaim_end. */
+struct gs_reclaim {
+    uint64_t since_ns, wants;
+};
+bool gs_reclaim(struct gs_reclaim *reclaim, int dev, uint64_t bytes);
+void gs_reclaim_end(const struct gs_reclaim *reclaim);
+/* Make `call`, with the memory that is taken back from other containers if need be. */
+#define GS_WITH_RECLAIM(result, dev, bytes, call) \
+    do { \
+        (result) = (call); \
+        if (__builtin_expect((result) == CUDA_ERROR_OUT_OF_MEMORY, 0)) { \
+            struct gs_reclaim reclaim_ = {0}; \
+            while ((result) == CUDA_ERROR_OUT_OF_MEMORY && gs_reclaim(&reclaim_, dev, bytes)) \
+                (result) = (call); \
+            gs_reclaim_end(&reclaim_); \
+        } \
+    } while (0)
 /* ---- account.c ------------------------------------------------------------------------ */
 
 /* Count the memory that the container holds up to now. Call before it changes. */

@@ -13,9 +13,11 @@
 #define LARGE (16u << 20) /* bytes of a change that are counted at once */
 #define LASTING 20u       /* times 50 us and more */
 
+#define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
+
 static bool is_oversubscribed(const struct gs_limits *limits, const struct gs_limit_now *now) {
     return limits->n_devices <= GS_MAX_DEVICES / 2 && now->flags & GS_DEVICE_OVERSUBSCRIBE &&
-           now->virtual_bytes > now->memory_bytes;
+           (now->virtual_bytes > now->memory_bytes || now->flags & GS_DEVICE_LENT);
 }
 
 /* The limit of the host part with that number; 0 if its device has none. */
@@ -27,6 +29,11 @@ static uint64_t host_limit(const struct gs_limits *limits, unsigned part) {
     return is_oversubscribed(limits, &now) ? now.virtual_bytes - now.memory_bytes : 0;
 }
 
+/* On the device. */
+static uint64_t limit_in_force(const struct gs_limit_now *now) {
+    return now->flags & GS_DEVICE_LENDING ? now->virtual_bytes : now->memory_bytes;
+}
+
 uint64_t gs_limit(int dev) {
     const struct gs_view *view = gs_region();
     if (!view || dev < 0)
@@ -34,12 +41,14 @@ uint64_t gs_limit(int dev) {
     if ((uint32_t)dev >= view->limits->n_devices)
         return host_limit(view->limits, (unsigned)dev);
     const struct gs_device_limit *l = &view->limits->device[dev];
-    uint64_t generation = __atomic_load_n(&view->limits->generation, __ATOMIC_SEQ_CST);
-    return __atomic_load_n(generation & 1 ? &l->memory_limit_bytes : &l->next_memory_limit_bytes,
+    bool first = __atomic_load_n(&view->limits->generation, __ATOMIC_SEQ_CST) & 1;
+    if (LOAD(first ? &l->flags : &l->next_flags) & GS_DEVICE_LENDING)
+        return __atomic_load_n(first ? &l->memory_virtual_bytes : &l->next_memory_virtual_bytes,
+                               __ATOMIC_SEQ_CST);
+    return __atomic_load_n(first ? &l->memory_limit_bytes : &l->next_memory_limit_bytes,
                            __ATOMIC_SEQ_CST);
 }
 
-#define LOAD(member) __atomic_load_n(member, __ATOMIC_RELAXED)
 /* Read again after a change in between: the host writes only the copy that is not in force. */
 struct gs_limit_now gs_limit_stated(const struct gs_limits *limits, unsigned dev) {
     const struct gs_device_limit *l = &limits->device[dev];
@@ -114,12 +123,15 @@ struct gs_whole gs_whole(int dev) {
     if (!view || dev < 0 || (uint32_t)dev >= view->limits->n_devices)
         return whole;
     struct gs_limit_now now = gs_limit_now(view->limits, (unsigned)dev);
-    whole.limit = now.memory_bytes;
+    uint64_t most = limit_in_force(&now);
+    whole.request = now.memory_bytes == GS_UNLIMITED ? 0 : now.memory_bytes;
+    whole.limit = now.flags & GS_DEVICE_LENT ? now.virtual_bytes : now.memory_bytes;
     whole.oversubscribed = is_oversubscribed(view->limits, &now);
     if (whole.oversubscribed) {
-        whole.limit = now.virtual_bytes;
+        whole.limit = most = now.virtual_bytes;
         whole.used += gs_used(gs_host_part(dev));
     }
+    whole.left = whole.used < most ? most - whole.used : 0;
     return whole;
 }
 
@@ -209,7 +221,7 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         return false;
     if (bytes == 0) /* allowed even if a limit was lowered below the use */
         return true;
-    if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
+    if (bytes >= GS_NO_BYTES)
         return false;
     uint64_t all;
     for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {

@@ -101,6 +101,7 @@ static void fill(struct gs_slot *slot, uint32_t tid) {
     for (unsigned d = 0; d < GS_MAX_DEVICES; d++)
         __atomic_store_n(&slot->bytes[d], 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&slot->bounds, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&slot->wants, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&slot->generation, slot->generation + 1, __ATOMIC_SEQ_CST);
     slot->pid = (uint32_t)getpid();
     slot->started_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;

@@ -27,11 +27,14 @@ CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
     return result;
 }
 
-bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round) {
+bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round,
+                      struct gs_reclaim *reclaim) {
     const struct timespec nap = {.tv_nsec = NAP_NS};
     int saved = errno;
-    if (result != CUDA_ERROR_OUT_OF_MEMORY || charge->passed || (*round)++ >= NAPS)
+    if (result != CUDA_ERROR_OUT_OF_MEMORY || charge->passed)
         return false;
+    if ((*round)++ >= NAPS)
+        return gs_reclaim(reclaim, charge->dev, charge->bytes);
     nanosleep(&nap, NULL);
     errno = saved;
     return true;

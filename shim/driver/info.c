@@ -6,16 +6,12 @@ struct answer {
     uint64_t free, total;
 };
 
-/* Total is the limit, used is the container's use, and free is at most what the driver reports,
- * unless the share has a host part. */
+/* Total is the limit, used is the container's use, and free is what it can have now. */
 static struct answer own_memory(int dev, uint64_t free_real, uint64_t total_real) {
     gs_pools_settle(dev);
     struct gs_whole whole = gs_whole(dev);
-    if (whole.oversubscribed)
-        total_real = free_real = UINT64_MAX;
-    uint64_t total = whole.limit < total_real ? whole.limit : total_real;
-    uint64_t left = whole.used < total ? total - whole.used : 0;
-    return (struct answer){left < free_real ? left : free_real, total};
+    bool all = whole.oversubscribed || whole.limit < total_real;
+    return (struct answer){gs_free_now(dev, &whole, free_real), all ? whole.limit : total_real};
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total) {

@@ -55,6 +55,10 @@ enum gs_device_flag {
     GS_DEVICE_OVERSUBSCRIBE =
         1u << 1,                /* memory_virtual_bytes applies, beyond the limit on the host */
     GS_DEVICE_PAUSED = 1u << 2, /* launches wait */
+    /* memory_limit_bytes is the request, memory_virtual_bytes the limit. With OVERSUBSCRIBE, what
+     * is between both is managed memory that prefers the device. */
+    GS_DEVICE_LENT = 1u << 3,
+    GS_DEVICE_LENDING = 1u << 4, /* LENT: the limit is in force on the device, not the request */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel also enforces the memory limit */
 };
 
@@ -66,7 +70,7 @@ struct gs_device_limit {
     uint64_t memory_total_bytes;   /* of the whole device; 0 = unknown */
     uint64_t context_bytes;        /* charged for each process's context */
     uint64_t granularity_bytes;    /* the driver's physical block, 2 MiB */
-    uint64_t memory_virtual_bytes; /* with OVERSUBSCRIBE: limit and host part together; else 0 */
+    uint64_t memory_virtual_bytes; /* OVERSUBSCRIBE, LENT: limit and host part together; else 0 */
     uint32_t compute_percent;      /* 1..100; GS_NO_PERCENT = no limit */
     uint32_t priority;             /* 0 = normal, 1 = high */
     uint32_t weight;               /* soft sharing, 0 = by compute_percent */
@@ -131,7 +135,8 @@ struct gs_slot {
     uint32_t pid;        /* getpid() as the process sees itself; information only */
     uint64_t started_ns; /* CLOCK_MONOTONIC */
     uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
-    uint8_t reserved[32];
+    uint64_t wants;  /* device slot << 56 | bytes that it waits for, see lending.c */
+    uint8_t reserved[24];
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
@@ -328,7 +333,8 @@ GS_AT(gs_slot, generation, 8);
 GS_AT(gs_slot, pid, 12);
 GS_AT(gs_slot, started_ns, 16);
 GS_AT(gs_slot, bounds, 24);
-GS_AT(gs_slot, reserved, 32);
+GS_AT(gs_slot, wants, 32);
+GS_AT(gs_slot, reserved, 40);
 GS_AT(gs_slot, bytes, 64);
 _Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
 

@@ -82,7 +82,7 @@ static void destroy_array(CUarray array, CUmipmappedArray mipmap) {
     CUresult result = gs_charge_begin(&charge, bound_of_shape(shape, levels)); \
     if (result != CUDA_SUCCESS) \
         return result; \
-    result = real(__VA_ARGS__); \
+    GS_WITH_RECLAIM(result, charge.dev, charge.bytes, real(__VA_ARGS__)); \
     if (result != CUDA_SUCCESS || !(handle)) { \
         gs_charge_abort(&charge); \
         return result; \

@@ -40,6 +40,10 @@ static CUresult begin_alloc(struct async *a, size_t bytes, CUmemoryPool pool, CU
     return gs_room_begin(&a->room, a->pool, bytes, 0);
 }
 
+static int charged_dev(const struct async *a) {
+    return a->pool ? a->pool->dev : GS_NO_DEV;
+}
+
 static CUresult undo_alloc(struct async *a, CUdeviceptr *out, CUstream stream, free_fn undo) {
     if (!undo || undo(*out, stream) != CUDA_SUCCESS)
         return CUDA_SUCCESS; /* it cannot be freed, so it stays charged */
@@ -94,9 +98,10 @@ static CUresult retry_on_host(const struct async *a, CUresult result, CUdevicept
     struct async a; \
     CUresult result = \
         begin_alloc(&a, bytesize, pool, hStream, GS_REAL(cuStreamIsCapturing##suffix)); \
-    if (result == CUDA_SUCCESS) \
-        result = end_alloc(&a, real(__VA_ARGS__), dptr, bytesize, hStream, \
-                           GS_REAL(cuMemFreeAsync##suffix)); \
+    if (result == CUDA_SUCCESS) { \
+        GS_WITH_RECLAIM(result, charged_dev(&a), bytesize, real(__VA_ARGS__)); \
+        result = end_alloc(&a, result, dptr, bytesize, hStream, GS_REAL(cuMemFreeAsync##suffix)); \
+    } \
     return retry_on_host(&a, result, dptr, bytesize)
 
 GS_EXPORT CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream) {

@@ -28,6 +28,7 @@ CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     charge->passed = !gs_here(&here);
+    charge->dev = GS_NO_DEV;
     if (charge->passed)
         return CUDA_SUCCESS;
     charge->context = here.context;

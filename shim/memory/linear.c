@@ -28,7 +28,7 @@ static CUresult count_and_refuse(void) {
         return instead; \
     if (result != CUDA_SUCCESS) \
         return result; \
-    result = real(__VA_ARGS__); \
+    GS_WITH_RECLAIM(result, charge.dev, charge.bytes, real(__VA_ARGS__)); \
     if (result == CUDA_ERROR_OUT_OF_MEMORY && !charge.passed && gs_virtual_has(charge.dev)) { \
         gs_charge_abort(&charge); \
         return instead; \

@@ -197,7 +197,7 @@ GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, siz
     CUdevice asked = prop->location.id;
     CUresult result = gs_charge_try_on(&charge, asked, size);
     if (result == CUDA_SUCCESS) {
-        result = real(handle, size, prop, flags);
+        GS_WITH_RECLAIM(result, charge.dev, charge.bytes, real(handle, size, prop, flags));
         if (result != CUDA_ERROR_OUT_OF_MEMORY || !gs_virtual_has(charge.dev))
             return add_record(&charge, result, handle, false, asked);
         gs_charge_abort(&charge);

@@ -6,8 +6,7 @@ struct numbers {
     uint64_t total, used, free;
 };
 
-/* Compute the same numbers as cuMemGetInfo: free is never more than the device has free, used never
- * more than total. */
+/* Compute the same numbers as cuMemGetInfo; used is never more than total. */
 static nvmlReturn_t own_numbers(nvmlDevice_t device, uint64_t total_real, uint64_t free_real,
                                 struct numbers *n) {
     int dev;
@@ -15,11 +14,11 @@ static nvmlReturn_t own_numbers(nvmlDevice_t device, uint64_t total_real, uint64
     if (result != NVML_SUCCESS)
         return result;
     struct gs_whole whole = gs_whole(dev);
-    if (whole.oversubscribed) /* the device's numbers do not include the host part */
-        total_real = free_real = UINT64_MAX;
-    n->total = whole.limit < total_real ? whole.limit : total_real;
+    /* The device's numbers do not include the host part. */
+    n->total = whole.oversubscribed || whole.limit < total_real ? whole.limit : total_real;
     n->used = whole.used < n->total ? whole.used : n->total;
-    n->free = n->total - n->used < free_real ? n->total - n->used : free_real;
+    uint64_t free = gs_free_now(dev, &whole, free_real), left = n->total - n->used;
+    n->free = free < left ? free : left;
     return NVML_SUCCESS;
 }
 

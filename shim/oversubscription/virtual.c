@@ -84,13 +84,19 @@ CUresult gs_virtual_advise(CUdeviceptr address, uint64_t bytes, bool to_device, 
     return result;
 }
 
+/* Whether the host part is borrowed memory: on the device while that has room. The driver moves it
+ * to the host when another container allocates there. */
+static bool is_lent(int dev) {
+    return gs_limit_now(gs_region()->limits, (unsigned)dev).flags & GS_DEVICE_LENT;
+}
+
 /* The start may migrate to the device; any reader of the rest reads it from the host. */
 static CUresult advise_parts(CUdeviceptr address, uint64_t bytes, struct parts parts,
-                             CUdevice device) {
+                             const struct gs_here *here) {
     uint64_t from = parts.device < bytes ? parts.device : bytes;
-    CUresult result = gs_virtual_advise(address, from, true, device);
+    CUresult result = gs_virtual_advise(address, from, true, here->device);
     if (result == CUDA_SUCCESS)
-        result = gs_virtual_advise(address + from, bytes - from, false, device);
+        result = gs_virtual_advise(address + from, bytes - from, is_lent(here->dev), here->device);
     return result;
 }
 
@@ -105,7 +111,7 @@ static CUresult alloc_managed(CUdeviceptr *out, uint64_t bytes, unsigned int fla
                              .context = (uint64_t)(uintptr_t)here->context,
                              .dev = here->dev,
                              .kind = GS_KIND_VIRTUAL};
-    if (advise_parts(*out, bytes, parts, here->device) != CUDA_SUCCESS) {
+    if (advise_parts(*out, bytes, parts, here) != CUDA_SUCCESS) {
         gs_log("oversubscription", "this device cannot use memory that stays on the host");
     } else {
         /* A deferred move belongs to an earlier allocation at this address. */

@@ -56,6 +56,7 @@ CASES = {
         *("export --once", "export --port 70000", "export --listen nowhere", "export --interval 0"),
         "export --socket /proc/none",
     ],
+    "agent": ["agent --interval 0"],
     "inspect": [
         "inspect 0123",
         "$ inspect 0123",

@@ -63,6 +63,7 @@ class Box:
     `compute`: percent per device. The box then has activity files in the directory `company`, which the boxes of one
     simulated host can share; by default it has its own.
     `whole`: bytes per device on device and host together, for oversubscribed shares.
+    `lending`: how memory from `memory` up to `whole` is lent: movable or evict.
     `migration_slice`: its length in microseconds, and the bytes of each device reserved for the tenant that has it.
     """
 
@@ -78,6 +79,7 @@ class Box:
         company: Optional[Path] = None,
         whole: Optional[Sequence[int]] = None,
         migration_slice: tuple[int, int] = (0, 0),
+        lending: str = "",
     ) -> None:
         from gpushare.core.model import Share
         from gpushare.state.shm_abi import pack_limits, pack_usage
@@ -97,6 +99,7 @@ class Box:
             Share(
                 *(slot, device, limit, None if percent[slot] == 100 else percent[slot]),
                 virtual_bytes=whole[slot] if whole else 0,
+                lending=lending,
             )
             for slot, (device, limit) in enumerate(zip(self.devices, memory))
         ]

@@ -1,8 +1,8 @@
-/* Counts the instructions that launches execute in the shim, by single-stepping.
+/* Counts the instructions that launches or allocations execute in the shim, by single-stepping.
  *
  *   steps N [CALL]      after a warm-up, N launches: one line "INSTRUCTIONS EXITS" each. CALL is
  *                       cuLaunchKernel, cuLaunchKernelEx or cuGraphLaunch, or one of these with
- * _ptsz
+ *                       _ptsz; or cuMemAlloc_v2
  *
  * EXITS is how often control left the shim: once for the driver's own function, and again for a
  * clock, a lock's system call or another call of the driver. x86-64. */
@@ -55,6 +55,8 @@ static void launches(int n, const char *name) {
     CALL("cuStreamCreate", &stream, 1);
     struct config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, NULL, 0};
     bool configured = strstr(name, "KernelEx"), is_graph = strstr(name, "Graph");
+    bool allocates = strstr(name, "Alloc");
+    unsigned long long address = 0;
     if (is_graph) {
         CALL("cuStreamBeginCapture_v2", stream, 2);
         CALL("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
@@ -65,12 +67,15 @@ static void launches(int n, const char *name) {
     for (int i = -200; i < n; i++) {
         if (i >= 0)
             before();
-        int code = configured ? launch(&config, function, NULL, NULL)
-                   : is_graph ? launch(executable, stream)
-                              : launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+        int code = allocates    ? launch(&address, (size_t)4 << 20)
+                   : configured ? launch(&config, function, NULL, NULL)
+                   : is_graph   ? launch(executable, stream)
+                                : launch(function, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
         after();
         if (code)
             _exit(1);
+        if (allocates)
+            CALL("cuMemFree_v2", address);
     }
     _exit(0);
 }

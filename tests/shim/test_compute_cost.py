@@ -1,17 +1,20 @@
-"""The cost of a launch that need not wait: instructions in the shim, and no call but the driver's launch."""
+"""The cost of an allocation, and of a launch that need not wait: instructions in the shim, and calls of the driver."""
 
 from __future__ import annotations
 
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gpushare.state.shm_abi import DEVICE_LENDING, DEVICE_LENT
 
 from tests.shim.box import TREE, Box
 from tests.support.busy import build, words
 
 LAUNCHES = 30
+ALLOCATION, ALLOCATION_LENT = 716, 716  # gcc: 683 and 685; before memory was lent 716
 INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread cached, two atomic additions
 
 
@@ -43,6 +46,24 @@ def test_prepaid_launch_costs_few_instructions(percent: int, call: str, tmp_path
             break
     assert len(paid) > LAUNCHES * 2 // 3
     assert max(paid) <= INSTRUCTIONS
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_allocation_costs_few_instructions(lent: bool, tmp_path: Path) -> None:
+    """Without a clock and a lock, also where the limit is above the request and in force."""
+    program = tmp_path / "steps"
+    source = TREE / "tests" / "shim" / "steps.c"
+    subprocess.run(["gcc", "-std=gnu11", "-O2", "-o", program, source, "-ldl"], check=True)
+    options: dict[str, Any] = {"whole": [12 << 30], "lending": "evict"} if lent else {}
+    with Box([4 << 30], **options) as box:
+        if lent:
+            box.set_limit(flags=DEVICE_LENT | DEVICE_LENDING)
+        done = box.run([str(program), "50", "cuMemAlloc_v2"])
+    assert done.returncode == 0, done.stderr
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(counts) == 50
+    assert max(steps for steps, _ in counts) <= (ALLOCATION_LENT if lent else ALLOCATION)
+    assert max(exits for _, exits in counts) <= 3  # the current context, the address, the driver's own call
 
 
 def test_throttled_process_uses_little_processor_time() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.support import host, processes
 
-from . import churn, starts, tenants
+from . import borrowers, churn, starts, tenants
 from .show import Show
 from .stage import DEVICES, Stage, Stopped
 from .traces import count, left
@@ -44,7 +44,8 @@ def time_limit_s(minutes: float) -> float:
 PHASES: dict[str, Callable[[Stage, float, float], dict[str, Any]]] = {
     "starts": lambda stage, minutes, _: starts.in_a_row(stage, scaled(STARTS, minutes), time_limit_s(minutes)),
     "at_once": lambda stage, minutes, _: starts.at_once(stage, scaled(AT_ONCE, minutes)),
-    "churn": lambda stage, minutes, left_s: churn.run(stage, max(0.25 * 60 * minutes, 0.5 * left_s)),
+    "churn": lambda stage, minutes, left_s: churn.run(stage, max(0.2 * 60 * minutes, 0.4 * left_s)),
+    "borrowers": lambda stage, minutes, left_s: borrowers.run(stage, max(0.3 * 60 * minutes, 0.5 * left_s)),
     "tenants": lambda stage, minutes, left_s: tenants.run(stage, max(0.2 * 60 * minutes, 0.8 * left_s)),
 }
 

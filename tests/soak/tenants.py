@@ -28,9 +28,9 @@ LOOK_S = 5.0
 COMPUTE_POINTS = 15.0
 
 
-def books(stage: Stage) -> dict[str, Any]:
+def books(stage: Stage, minor: int = DEVICE) -> dict[str, Any]:
     """The device's ledger, read by a separate process."""
-    program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{DEVICE}"
+    program, device = TREE / "simulator/ledger.py", stage.node.driver_root / f"dev/nvidia{minor}"
     command = [sys.executable, str(program), str(device), "--format", "json"]
     report: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return report

@@ -1,4 +1,4 @@
-"""A container that runs demo/tenant.py, and the host's end of its two FIFOs."""
+"""A container that runs demo/tenant.py, or a program with the same events, and the host's end of its two FIFOs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Tenant:
         node: Node | None,
         extra_mounts: list[Mount] | None = None,
         way: str = "hook",
+        program: Path = PROGRAM,
         **arguments: Any,
     ) -> None:
         self.name = name
@@ -41,11 +42,11 @@ class Tenant:
         self._unread = b""
         self.container = Container(
             directory,
-            [PYTHON, f"/opt/{PROGRAM.name}", CHANNEL_IN_CONTAINER],
+            [PYTHON, f"/opt/{program.name}", CHANNEL_IN_CONTAINER],
             env=env,
             **(node.way(way) if node else {}),
             mounts=[
-                *python_mounts(PROGRAM),
+                *python_mounts(program),
                 Mount(self.channel, CHANNEL_IN_CONTAINER, ("rw", "nosuid", "nodev")),
                 *(extra_mounts or []),
             ],

@@ -137,3 +137,14 @@ def test_time_that_the_usage_file_lacks_counts_while_memory_is_held() -> None:
     assert usage_reader.Memory(0, 0, 0).since_ns(5) == 0
     assert usage_reader.Memory(3, 0, 0).since_ns(5) == 2
     assert usage_reader.Memory(9, 0, 0).since_ns(5) == 0
+
+
+@pytest.mark.parametrize(("lending", "used_gib"), [("evict", 100), ("", 40)])
+def test_use_above_the_request_counts_where_memory_is_lent(lending: str, used_gib: int) -> None:
+    """The request is granted; what the container borrowed above it is used. Without lending that cannot be."""
+    memory = usage_reader.Memory(1, 100 * GIB * S, 12 * GIB)
+    usage = usage_reader.Usage(1, 1, (), (0,), (), (usage_reader.Bucket(0, 0, ()),), (), (memory,))
+    share = Share(0, DEVICE, 4 * GIB, virtual_bytes=12 * GIB, lending=lending)
+    (one,) = accounts.accounts(lease(share), usage, 110 * S)
+    assert (one.granted_byte_ns, one.used_byte_ns) == (40 * GIB * S, used_gib * GIB * S)
+    assert one.peak_bytes == 12 * GIB

@@ -119,7 +119,10 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "mig_index": None,
             "parent_uuid": None,
             "memory_used_bytes": 1 * GIB,
+            "memory_request_bytes": 4 * GIB,
             "memory_limit_bytes": 4 * GIB,
+            "memory_borrowed_bytes": 0,
+            "lending": None,
             "memory_virtual_bytes": None,
             "memory_host_bytes": 0,
             "compute_percent": None,
@@ -337,7 +340,8 @@ def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Ca
     code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--format", "json")
     value = json.loads(out)
     assert (code, value["changed"], value["dry_run"]) == (0, False, False)
-    limits = {"memory_limit_bytes": 4 * GIB, "compute_percent": None, "compute_mode": "hard", "priority": 1}
+    limits = {"memory_request_bytes": 4 * GIB, "compute_percent": None, "compute_mode": "hard", "priority": 1}
+    limits["memory_limit_bytes"] = 4 * GIB
     assert value["shares"][0] == {
         "slot": 0,
         "device": 0,

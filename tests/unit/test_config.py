@@ -85,6 +85,7 @@ policy:
   allowed_devices: ["0", GPU-x]
   allowed_backends: [mps]
   unlimited: deny
+  lending: movable
   quotas: [{user: root, memory: 16Gi}, {namespace: team-*, compute: 250%, containers: 3}]
 reconcile: {action: stop}
 usage: {journal: /data/usage.log, journal_size: " 8Mi"}
@@ -92,12 +93,24 @@ log: {decisions: /var/log/gpushare.log}
 """
 
 
+@pytest.mark.parametrize(("text", "value"), [("off", "off"), ('"off"', "off"), ("false", "off"), ("evict", "evict")])
+def test_lending_may_be_off_without_quotes(text: str, value: str) -> None:
+    """YAML reads off as false."""
+    assert config.parse_config(f"version: 1\npolicy: {{lending: {text}}}\n", "f").policy.lending == value
+
+
+@pytest.mark.parametrize("text", ["on", "true", "movables", "0"])
+def test_wrong_lending_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"f:2: policy.lending: .* is wrong.*xpected one of off, movable, evict"):
+        config.parse_config(f"version: 1\npolicy: {{lending: {text}}}\n", "f")
+
+
 def test_every_key_sets_its_field() -> None:
     policy = Policy("never", "privileged", True, "50%", 40, ("0", "GPU-x"), ("mps",), "deny", "never")
     policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"), accept_widening="never")
-    policy = policy._replace(disabled_dialects=("mps",))
+    policy = policy._replace(disabled_dialects=("mps",), lending="movable")
     policy = policy._replace(quotas=(Quota("0", "", "16Gi"), Quota("", "team-*", "", 250, 3)))
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"

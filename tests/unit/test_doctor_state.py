@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpushare.core.errors import CapacityError
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result
-from gpushare.state import leaseend, log, storage
+from gpushare.state import agentlock, leaseend, log, storage
 
 from tests.unit import pure
 from tests.unit.clihost import GIB
@@ -42,6 +42,16 @@ def test_read_only_state_directory_fails(machine: Machine, cli: Callable[..., An
     assert ask("state", machine).result == FAIL
     code, _, error = cli("prune")
     assert code and error.endswith('/lock": Read-only file system; make it writable: mount -o remount,rw\n')
+
+
+def test_lending_without_an_agent_is_reported(machine: Machine) -> None:
+    assert machine.config is not None
+    evict = machine._replace(config=machine.config._replace(policy=machine.config.policy._replace(lending="evict")))
+    assert ask("lending", machine) == Result(OK, "policy.lending is off")
+    assert ask("lending", evict).result == WARN
+    lock = agentlock.take(machine.state_dir)
+    assert ask("lending", evict) == Result(OK, "policy.lending is evict")
+    os.close(lock)
 
 
 def test_leases_are_counted_and_dead_ones_reported(machine: Machine, start: Callable[..., Path], state: Path) -> None:

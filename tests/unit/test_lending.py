@@ -1,18 +1,22 @@
-"""A memory limit above its request: the Request has both, and only the request is granted while no memory is lent."""
+"""A memory limit above its request: what is granted of it, and why not more."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.allocation import placement
-from gpushare.core.errors import PolicyError, RequestError
-from gpushare.core.model import Request
+from gpushare.allocation import limit_request, placement
+from gpushare.core.errors import CapacityError, PolicyError, RequestError
+from gpushare.core.model import Lease, Node, Request, Share
+from gpushare.inject import plan
 from gpushare.request import lending, request
+from gpushare.state import agentlock, leasefile, shm_abi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.pure import UUIDS, bundle, ledger, node
+from tests.unit.pure import UUIDS, bundle, lease, ledger, node, share
 
 GIB = 1 << 30
 DEVICE = "GPUSHARE_DEVICES=0"
@@ -51,9 +55,132 @@ def test_no_limit_raises_the_grant(request_gib: int, more_gib: int) -> None:
 
 def test_note_has_the_limit_that_is_not_granted() -> None:
     found = resolved("GPUSHARE_DEVICES=0,1", "GPUSHARE_MEMORY=0=4Gi..8Gi,1=2Gi")
-    line = "memory 4Gi..8Gi: this version lends no memory, so the limit is the request (4Gi, not 8Gi)"
-    assert found.ignored == lending.notes(found) == (line,)
-    assert lending.notes(resolved(DEVICE, "GPUSHARE_MEMORY=4Gi")) == ()
+    line = "memory 4Gi..8Gi: policy.lending is off, so the limit is the request (4Gi, not 8Gi)"
+    assert found.ignored == lending.notes(found, node().config) == (line,)
+    assert lending.notes(resolved(DEVICE, "GPUSHARE_MEMORY=4Gi"), node().config) == ()
+
+
+# Limits that policy grants
+
+
+def shares_of(*env: str, host: Any, others: tuple[Lease, ...] = ()) -> tuple[Any, tuple[Share, ...]]:
+    found = request.resolve(bundle(DEVICE, *env), host)
+    assert found is not None
+    return found, placement.grant(found, host, placement.ledger_of(others, host.config.policy))
+
+
+def lending_node(way: str, host_memory: str = "64Gi", **rules: Any) -> Node:
+    host = node(lending=way, **rules)
+    inventory = host.inventory._replace(host_memory_bytes=256 * GIB)
+    return Node(host.config._replace(host_memory=host_memory), inventory)
+
+
+@pytest.mark.parametrize("text", ["4Gi..12Gi", "25%..75%"])
+def test_movable_memory_is_lent_and_the_request_is_counted(text: str) -> None:
+    host = lending_node("movable")
+    asked, (share,) = shares_of(f"GPUSHARE_MEMORY={text}", host=host)
+    assert (share.memory_limit_bytes, share.virtual_bytes, share.lending) == (4 * GIB, 12 * GIB, "movable")
+    assert (share.ceiling_bytes, share.oversubscribe) == (12 * GIB, False)
+    assert plan.lending_notes(asked, (share,), host.config) == asked.ignored == ()
+    books = ledger(lease(share))
+    assert (books.used[UUIDS[0]], books.host_bytes) == (4 * GIB, 12 * GIB)
+
+
+def test_requests_and_not_limits_fill_a_device() -> None:
+    """Four containers of 4..12 GiB fit on 16 GiB, a fifth does not."""
+    host, others = lending_node("movable"), ()
+    for number in range(4):
+        _, shares = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
+        others = (*others, lease(*shares, container_id=f"c{number + 2}"))
+    with pytest.raises(CapacityError, match=r"4Gi\.\.12Gi asked, 0 B free of 16 GiB"):
+        shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
+
+
+@pytest.mark.parametrize(
+    ("host", "env", "why"),
+    [
+        (lending_node("off"), (), "policy.lending is off"),
+        (lending_node("movable", ""), (), "oversubscription.host_memory gives no memory to move to"),
+        (lending_node("movable", "8Gi"), (), "oversubscription.host_memory has no room for the limit"),
+        (lending_node("movable"), ("GPUSHARE_OVERSUBSCRIBE=true",), "the share is oversubscribed already"),
+        (lending_node("movable", max_memory="4Gi"), (), "the device and policy.max_memory allow no more"),
+        (lending_node("evict"), (), "gpushare agent does not run"),
+    ],
+)
+def test_limit_is_the_request_where_memory_cannot_be_taken_back(host: Node, env: Any, why: str) -> None:
+    asked, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", *env, host=host)
+    assert (share.memory_limit_bytes, share.lending) == (4 * GIB, "")
+    (line,) = (*asked.ignored, *plan.lending_notes(asked, (share,), host.config))
+    assert why in line and line.endswith("so the limit is the request (4Gi, not 12Gi)")
+
+
+def test_limit_is_reduced_to_what_policy_and_device_allow() -> None:
+    for host, most in ((lending_node("movable", max_memory="8Gi"), 8), (lending_node("movable"), 16)):
+        asked, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..32Gi", host=host)
+        assert share.virtual_bytes == most * GIB
+        (line,) = plan.lending_notes(asked, (share,), host.config)
+        assert line == f"memory 4Gi..32Gi: the limit is {most} GiB, all that device and policy.max_memory allow"
+
+
+def test_agent_that_runs_lets_memory_be_lent(state_dir: Path) -> None:
+    state_dir.mkdir(exist_ok=True)
+    host = lending_node("evict", "")
+    host = host._replace(config=host.config._replace(state_dir=str(state_dir)))
+    held = agentlock.take(str(state_dir))
+    with pytest.raises(CapacityError, match="another gpushare agent runs"):
+        agentlock.take(str(state_dir))
+    _, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host)
+    assert (share.lending, share.virtual_bytes) == ("evict", 12 * GIB)
+    assert ledger(lease(share)).host_bytes == 0
+    os.close(held)
+    assert not agentlock.is_held(str(state_dir))
+
+
+def test_lent_share_survives_its_files() -> None:
+    """lease.json and the limits file have request and limit. A lease that borrows nothing has no new field."""
+    for way in ("movable", "evict", ""):
+        before = share(0, 0, 4 * GIB)._replace(lending=way, virtual_bytes=12 * GIB if way else 0)
+        data = leasefile.to_json(lease(before))
+        assert leasefile.from_json(data, "c1").shares[0].lending == way
+        assert (b"lending" in data) == bool(way)
+        (limit,) = shm_abi.read_limits(shm_abi.pack_limits([before], 1)).devices
+        assert (limit.memory_limit_bytes, limit.virtual_bytes, limit.lending) == (
+            before.memory_limit_bytes,
+            before.virtual_bytes,
+            way,
+        )
+    with pytest.raises(ValueError, match="borrows memory by a way of another version"):
+        leasefile.from_json(leasefile.to_json(lease(share(0, 0, GIB)._replace(lending="dmem"))), "c1")
+
+
+def test_request_and_limit_change_together() -> None:
+    host = lending_node("movable")
+    before = share(0, 0, 4 * GIB)
+
+    def after(text: str, now: Share = before, node: Node = host) -> Share:
+        (new,) = limit_request.shares(lease(now), limit_request.parse(text), node, ())
+        return new
+
+    lent = after("4Gi..12Gi")
+    assert (lent.memory_limit_bytes, lent.ceiling_bytes, lent.lending) == (4 * GIB, 12 * GIB, "movable")
+    assert (after("6Gi..8Gi", lent).memory_limit_bytes, after("6Gi..8Gi", lent).ceiling_bytes) == (6 * GIB, 8 * GIB)
+    assert (after("6Gi", lent).ceiling_bytes, after("6Gi", lent).lending) == (6 * GIB, "movable")
+    (slower,) = limit_request.shares(lease(lent), limit_request.parse(compute="30"), host, ())
+    assert slower == lent._replace(compute_percent=30)
+    for text, match in (
+        ("+1Gi", r"slot 0 has 4 GiB\.\.12 GiB"),
+        ("unlimited", "slot 0 borrows up to 12 GiB"),
+        ("8Gi..4Gi", "is below the memory request"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            after(text, lent)
+    with pytest.raises(PolicyError, match=r"4Gi\.\.12Gi: policy.lending is off, so no memory is lent"):
+        after("4Gi..12Gi", node=lending_node("off"))
+    with pytest.raises(PolicyError, match="oversubscription.host_memory has 8 GiB free"):
+        after("4Gi..12Gi", node=lending_node("movable", "8Gi"))
+
+
+# Other schedulers and policy
 
 
 def test_scheduler_limit_stays_below_memory_annotations() -> None:

@@ -296,7 +296,7 @@ _LITTLE = SlotRequest(Amount(1, None, ""), 1)  # below every maximum
 def _refuse_beyond(share: Share, size: Optional[int]) -> None:
     """Refuse more than was promised to an oversubscribed container on device and host together."""
     whole = share.virtual_bytes
-    if whole and (size is None or size > whole):
+    if whole and not share.lending and (size is None or size > whole):
         raise RequestError(
             f"{'no limit' if size is None else human(size)} of memory: this container has {human(whole)} on device and "
             "host together",

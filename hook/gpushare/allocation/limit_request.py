@@ -38,7 +38,10 @@ def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "
     """Parse the options. Raise RequestError for everything that is wrong whatever the container is."""
     text = memory.strip()
     if text and text != NO_LIMIT:
-        quantity.amount(MEMORY, text[1:] if text[0] in "+-" else text)
+        if text[0] in "+-":
+            quantity.amount(MEMORY, text[1:])
+        else:
+            quantity.amount_or_range(MEMORY, text)
         if text[0] in "+-" and text.endswith("%"):
             raise quantity.wrong(
                 MEMORY, memory, "a percentage cannot be added or subtracted", "write +1Gi, -512Mi, or 25%"
@@ -75,8 +78,13 @@ def _changed(share: Share, wanted: LimitRequest, node: Node, ledger: books.Ledge
     compute = share.compute_percent if wanted.compute is None else wanted.compute
     compute = None if compute == 100 and share.compute_percent is None else compute
     soft = share.soft if wanted.soft is None else wanted.soft
-    asked = admission.SlotRequest(_memory(share, wanted.memory), compute)
-    changed = admission.regrant(share, asked, soft, node, ledger)
+    memory = _memory(share, wanted.memory)
+    before = share
+    if wanted.memory and (share.lending or (memory is not None and memory.ceiling is not None)):
+        from . import lending
+
+        before = lending.changed(share, memory, node, ledger)
+    changed = admission.regrant(before, admission.SlotRequest(memory, compute), soft, node, ledger)
     changed = changed if wanted.priority is None else changed._replace(priority=wanted.priority)
     backends.require_kept(changed)
     return changed
@@ -90,7 +98,12 @@ def _memory(share: Share, text: str) -> Optional[Amount]:
     if not text:
         return Amount(now, None, quantity.human(now or 0))
     if text[0] not in "+-":
-        return quantity.amount(MEMORY, text)
+        return quantity.amount_or_range(MEMORY, text)
+    if share.lending:
+        now_text = f"{quantity.human(now or 0)}..{quantity.human(share.virtual_bytes)}"
+        raise quantity.wrong(
+            MEMORY, text, f"slot {share.slot} has {now_text}", "write REQUEST..LIMIT, such as 4Gi..12Gi"
+        )
     by = quantity.size_bytes(MEMORY, text[1:])
     if now is None:
         raise quantity.wrong(MEMORY, text, f"slot {share.slot} has no memory limit", "give a size such as 4Gi")

@@ -4,6 +4,7 @@
     settled(state_dir, leases)     the leases without memory that their containers have freed since
     unfinished, finish             find and complete a change that was killed; `finish` needs the lock
     store(fd, shares)              write the limits file alone
+    lend, lend_locked              let limits of lent shares be in force, or their requests
 
 Other containers are admitted against lease.json. So it is written first, with all that the container may still hold.
 The limits file follows, by one store for all devices (gpushare_abi.h). A command that is killed in between leaves the
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Optional
 
 from ..core import constants
@@ -112,8 +113,8 @@ def _most(share: Share) -> int:
 
 
 def _more(share: Share, held_bytes: int) -> int:
-    """Return `held_bytes` if that is more than the share's limit."""
-    limit = share.memory_limit_bytes
+    """Return `held_bytes` if that is more than the share's limit and cannot be taken back."""
+    limit = None if share.lending == constants.EVICT else share.memory_limit_bytes
     return held_bytes if limit is not None and held_bytes > limit else 0
 
 
@@ -223,18 +224,21 @@ def _store(state_dir: str, lease: Lease) -> None:
         os.close(fd)
 
 
-def store(fd: int, shares: Sequence[Share]) -> None:
+def store(fd: int, shares: Sequence[Share], lent: Optional[Collection[str]] = None) -> None:
     """Write `shares` to the limits file `fd`, and wake all waiters. A reader sees the whole change or none of it.
-    Raise RegionError or KernelError."""
+    `lent`: uuids of the devices where limits are in force and not requests; None: as before. Raise RegionError or
+    KernelError."""
     known = shm_abi.read_limits(os.pread(fd, shm_abi.LIMITS_SIZE + 1, 0))
     if [limit.uuid for limit in known.devices] != [share.device.uuid for share in shares]:
         raise shm_abi.RegionError(f"limits file is damaged: it has {len(known.devices)} other devices")
+    lent = _lent(known) if lent is None else lent
+    lending = [share.slot for share in shares if share.lending == constants.EVICT and share.device.uuid in lent]
     with mmap.mmap(fd, shm_abi.LIMITS_SIZE) as file, memoryview(file) as plain, plain.cast("Q") as words:
         for index, share in enumerate(shares):  # the copy that no program reads
             words[(_DEVICE + index * shm_abi.DEVICE_SIZE + _DRAINING) // 8] = share.draining_bytes
-        while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, ""):
+        while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, lending):
             first = words[_GENERATION // 8] % 2
-            for at, word in shm_abi.stores(shares, "next_" if first else ""):
+            for at, word in shm_abi.stores(shares, "next_" if first else "", lending):
                 words[at // 8] = word
             syscalls.futex_wake(file, 0)  # no waiter is there: this is a barrier between the stores
             words[_GENERATION // 8] += 1
@@ -261,8 +265,50 @@ def _publish(state_dir: str, shares: Sequence[Share]) -> None:
             raise KernelError(f"{shown(path)}: {getattr(error, 'strerror', error)}", "run as root") from error
 
 
-def _is_other(words: memoryview, shares: Sequence[Share], prefix: str) -> bool:
-    return any(words[at // 8] != word for at, word in shm_abi.stores(shares, prefix))
+def _is_other(words: memoryview, shares: Sequence[Share], lending: Collection[int]) -> bool:
+    return any(words[at // 8] != word for at, word in shm_abi.stores(shares, "", lending))
+
+
+def _lent(limits: shm_abi.Limits) -> frozenset[str]:
+    return frozenset(limit.uuid for limit in limits.devices if limit.flags & shm_abi.DEVICE_LENDING)
+
+
+# Lending
+
+
+def lend(state_dir: str, lent: Collection[str]) -> None:
+    """Let the limits of shares that an agent can take back be in force on the devices `lent`, and their requests on all
+    other devices. Takes the lock if something changes."""
+    if not any(_differs(state_dir, lease, lent) for lease in leases.view(state_dir).live):
+        return
+    with leases.locked(state_dir):
+        finish(state_dir)
+        lend_locked(state_dir, leases.view(state_dir).live, lent)
+
+
+def lend_locked(state_dir: str, live: Iterable[Lease], lent: Collection[str]) -> None:
+    """The same; the caller holds the lock."""
+    for lease in live:
+        if _differs(state_dir, lease, lent):
+            try:
+                fd = _open(state_dir, lease.id)
+            except GpushareError:
+                continue  # it is ending
+            try:
+                store(fd, lease.shares, lent)
+            finally:
+                os.close(fd)
+
+
+def _differs(state_dir: str, lease: Lease, lent: Collection[str]) -> bool:
+    wanted = {s.device.uuid for s in lease.shares if s.lending == constants.EVICT and s.device.uuid in lent}
+    if lease.state != "held" or not any(share.lending == constants.EVICT for share in lease.shares):
+        return False
+    try:
+        limits = storage.read_limits(os.path.join(storage.container_dir(state_dir, lease.id), "share", "limits"))
+    except shm_abi.RegionError:
+        return False  # it is starting or ending
+    return _lent(limits) != wanted
 
 
 def _writable(path: str) -> int:

@@ -114,6 +114,10 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
         from . import oversubscribing
 
         oversubscribing.require_budget(shares, node, ledger, request.sources)
+    if any(memory.ceiling for _, memory in request.memory):
+        from . import lending
+
+        shares = lending.lent(shares, [one.memory for one in _wanted(request, len(shares))], node, ledger)
     return shares
 
 

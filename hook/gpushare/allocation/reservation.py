@@ -10,6 +10,7 @@ import os
 import time
 from typing import Optional
 
+from ..core import constants
 from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.quoting import shown
@@ -54,6 +55,7 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
             _refuse_taken(bundle.id, seen)
             policy.refuse_second(request, bundle, seen.live)
             live = _changed(state_dir, seen.live)
+            _stop_lending_alone(state_dir, live)
             ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
             shares = placement.grant(request, node, ledger)
             whose = accounts.labels(bundle, request.uid)
@@ -135,6 +137,15 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
     except GpushareError:  # `prune` reports it
         return live  # they still cover the previous limits
     return limit_update.settled(state_dir, live)
+
+
+def _stop_lending_alone(state_dir: str, live: tuple[Lease, ...]) -> None:
+    """Stop lending if the agent that could take the memory back was killed."""
+    if any(share.lending == constants.EVICT for lease in live for share in lease.shares):
+        from ..state import agentlock
+
+        if not agentlock.is_held(state_dir):
+            limit_update.lend_locked(state_dir, live, ())
 
 
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ _LIST = (
 )
 # Columns that are shown only if a container has a value for them. Note: why it is dead, damaged or over its limit.
 # Command: the program that `gpushare run` started. On host: memory of an oversubscribed share.
+# Borrowed: memory above the request.
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=4)
-_HOST = Column("on host", right=True)
+_HOST, _BORROWED = Column("on host", right=True), Column("borrowed", right=True)
 _NAME_AT = 1  # in _LIST
 _ACCOUNT = tuple(
     Column(title, right=True)
@@ -116,14 +117,16 @@ def list_(paths: Paths, quiet: bool, no_trunc: bool, filters: dict[str, list[str
     if not found and is_tty():
         write_line("no container matches" if everything else facts.none())
         return
-    virtual = any(use.share.virtual_bytes for one in found for use in one.uses)
+    virtual = any(use.share.virtual_bytes and not use.share.lending for one in found for use in one.uses)
+    lent = any(use.share.lending for one in found for use in one.uses)
     columns, rows = list(_LIST), [list(row) for one in found for row in _rows(one, no_trunc)]
-    if virtual:
-        at = columns.index(BAR)
-        columns.insert(at, _HOST)
-        texts = [host_text(use) for one in found for use in one.uses or (None,)]
-        for row, text in zip(rows, texts):
-            row.insert(at, text)
+    for column, cell, wanted in ((_HOST, host_text, virtual), (_BORROWED, borrowed_text, lent)):
+        if wanted:
+            at = columns.index(BAR)
+            columns.insert(at, column)
+            texts = [cell(use) for one in found for use in one.uses or (None,)]
+            for row, text in zip(rows, texts):
+                row.insert(at, text)
     more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, lambda one: one.note), (_COMMAND, _command)]
     more = [(column, text) for column, text in more if any(text(one) for one in found)]
     owners = [one for one in found for _ in one.uses or (None,)]
@@ -168,15 +171,24 @@ def _rows(one: facts.Container, full_ids: bool) -> Sequence[tuple[str, ...]]:
 
 
 def limit_text(use: facts.Use) -> str:
-    return "unlimited" if use.share.memory_limit_bytes is None else human(use.share.memory_limit_bytes)
+    """The memory limit; where memory is lent, the request and the limit: "4 GiB..12 GiB"."""
+    request = use.share.memory_limit_bytes
+    if request is None:
+        return "unlimited"
+    return f"{human(request)}..{human(use.share.virtual_bytes)}" if use.share.lending else human(request)
 
 
 def host_text(use: Optional[facts.Use]) -> str:
     """An oversubscribed share's memory on the host and its maximum: "1 GiB of 4 GiB"."""
-    if use is None or not use.share.virtual_bytes:
+    if use is None or not use.share.virtual_bytes or use.share.lending:
         return "-"
     most = use.share.virtual_bytes - (use.share.memory_limit_bytes or 0)
     return f"{human(use.host_bytes)} of {human(most)}"
+
+
+def borrowed_text(use: Optional[facts.Use]) -> str:
+    """The memory that a container borrowed."""
+    return human(use.borrowed_bytes) if use is not None and use.share.lending else "-"
 
 
 def compute_text(use: facts.Use) -> str:
@@ -206,8 +218,11 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "mig_index": use.share.device.mig_index if use.share.device.parent else None,
                 "parent_uuid": use.share.device.parent or None,
                 "memory_used_bytes": use.used_bytes,
-                "memory_limit_bytes": use.share.memory_limit_bytes,
-                "memory_virtual_bytes": use.share.virtual_bytes or None,
+                "memory_request_bytes": use.share.memory_limit_bytes,
+                "memory_limit_bytes": use.share.ceiling_bytes,
+                "memory_borrowed_bytes": use.borrowed_bytes,
+                "lending": use.share.lending or None,
+                "memory_virtual_bytes": None if use.share.lending else use.share.virtual_bytes or None,
                 "memory_host_bytes": use.host_bytes,
                 "compute_percent": use.share.compute_percent,
                 "compute_mode": "soft" if use.share.soft else "hard",
@@ -336,10 +351,12 @@ def _byte_time_text(byte_ns: Optional[int]) -> str:
 
 def _print_uses(one: facts.Container) -> None:
     write_line()
-    virtual = any(use.share.virtual_bytes for use in one.uses)
+    virtual = any(use.share.virtual_bytes and not use.share.lending for use in one.uses)
+    lent = any(use.share.lending for use in one.uses)
     columns = (
         *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
         *((_HOST,) if virtual else ()),
+        *((_BORROWED,) if lent else ()),
         *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
         *(Column("page", True, leaves=1), Column("uuid", leaves=2)),
     )
@@ -350,6 +367,7 @@ def _print_uses(one: facts.Container) -> None:
             human(use.used_bytes),
             limit_text(use),
             *((host_text(use),) if virtual else ()),
+            *((borrowed_text(use),) if lent else ()),
             bar(use.used_bytes, use.limit_bytes),
             str(use.refused),
             compute_text(use) + (", high priority" if use.share.priority else ""),

@@ -42,11 +42,12 @@ class Use(NamedTuple):
     compute: Optional[Compute] = None  # None: the usage file cannot be read
     host_bytes: int = 0  # memory of an oversubscribed share that is on the host
     account: Optional[accounts.Account] = None  # None: its lease is damaged
+    borrowed_bytes: int = 0  # the part of used_bytes above the share's request
 
     @property
     def limit_bytes(self) -> int:
         """The share's memory limit; for an unlimited share the size of the device (0: not known)."""
-        limit = self.share.memory_limit_bytes
+        limit = self.share.ceiling_bytes
         return self.share.device.memory_bytes if limit is None else limit
 
 
@@ -76,18 +77,24 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
     books = accounts.accounts(lease, usage, accounts.now_ns())
     for share in lease.shares:
         used = usage.used_bytes(share.slot) if usage else 0
+        beyond = min(usage.host_bytes(share.slot), share.virtual_bytes) if usage else 0
+        request = share.memory_limit_bytes or 0
+        on_host, lent = (0, beyond) if share.lending else (beyond, 0)
+        used += lent
+        borrowed = max(lent, used - request, 0) if share.lending else 0
+        limit = share.ceiling_bytes
         most = share.device.memory_bytes or used
         if used > most:
             notes.append(f"the usage page claims {used} bytes of device {share.device.index}, which has {most}")
-        if share.memory_limit_bytes is not None and share.memory_limit_bytes < min(used, most):
+        if limit is not None and limit < min(used, most):
             notes.append(
-                f"slot {share.slot}: over its limit by {human(min(used, most) - share.memory_limit_bytes)}, "
+                f"slot {share.slot}: over its limit by {human(min(used, most) - limit)}, "
                 "new allocations fail until it is below"
             )
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
-        on_host = min(usage.host_bytes(share.slot), share.virtual_bytes) if usage else 0
-        compute = _compute(usage, share.slot, books[share.slot])
-        uses.append(Use(share, min(used, most), refused_here, compute, on_host, books[share.slot]))
+        account = books[share.slot]
+        compute = _compute(usage, share.slot, account)
+        uses.append(Use(share, min(used, most), refused_here, compute, on_host, account, min(borrowed, most)))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)

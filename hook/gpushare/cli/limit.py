@@ -43,7 +43,7 @@ def limit() -> None:
 
 @limit.command("set")
 @click.argument("id", metavar="ID", shell_complete=complete_ids)
-@click.option("--memory", callback=_given, metavar="AMOUNT", help="6Gi, 50%, +1Gi, -512Mi, or unlimited.")
+@click.option("--memory", callback=_given, metavar="AMOUNT", help="6Gi, 50%, 4Gi..12Gi, +1Gi, -512Mi, or unlimited.")
 @click.option("--compute", callback=_given, metavar="PERCENT", help="Percent of the device's time; 100 is no limit.")
 @click.option("--compute-mode", "mode", type=click.Choice(["hard", "soft"]), help="soft: also use time that is idle.")
 @click.option("--priority", type=click.Choice(["normal", "high", "0", "1"]), help="high: gets idle time first.")
@@ -164,11 +164,14 @@ def _over(changed: limit_update.Changed) -> list[str]:
 
 
 def _over_bytes(share: Share, used: int) -> int:
-    return 0 if share.memory_limit_bytes is None else max(0, used - share.memory_limit_bytes)
+    return 0 if share.ceiling_bytes is None else max(0, used - share.ceiling_bytes)
 
 
 def _memory(share: Share) -> str:
-    return limit_request.NO_LIMIT if share.memory_limit_bytes is None else human(share.memory_limit_bytes)
+    if share.memory_limit_bytes is None:
+        return limit_request.NO_LIMIT
+    request = human(share.memory_limit_bytes)
+    return f"{request}..{human(share.virtual_bytes)}" if share.lending else request
 
 
 def _percent(share: Share) -> str:
@@ -218,7 +221,8 @@ def _plain(changed: limit_update.Changed) -> dict[str, Any]:
 
 def _limits(share: Share) -> dict[str, Any]:
     return {
-        "memory_limit_bytes": share.memory_limit_bytes,
+        "memory_limit_bytes": share.ceiling_bytes,
+        "memory_request_bytes": share.memory_limit_bytes,
         "compute_percent": share.compute_percent,
         "compute_mode": "soft" if share.soft else "hard",
         "priority": share.priority,

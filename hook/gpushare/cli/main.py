@@ -56,6 +56,7 @@ GROUPS = {
     },
     "Clusters and monitoring": {
         "export": ("export", "export"),
+        "agent": ("agent", "agent"),
         "cdi": ("cdi", "cdi_group"),
         "labels": ("labels", "labels"),
         "k8s-plugin": ("k8s_plugin", "k8s_plugin"),

@@ -39,6 +39,8 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes report."),
     Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
+    Metric("gpushare_memory_request_bytes", SHARE_LABELS, "Memory request of a share that borrows up to its limit."),
+    Metric("gpushare_memory_borrowed_bytes", SHARE_LABELS, "Memory above the request, which can be taken back."),
     Metric("gpushare_memory_host_bytes", SHARE_LABELS, "The part of an oversubscribed share that is in host memory."),
     Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes, by driver count."),
     Metric("gpushare_memory_over_bytes", SHARE_LABELS,
@@ -173,8 +175,10 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     assert use is not None
     share, compute = use.share, use.compute
     yield "gpushare_memory_used_bytes", use.used_bytes
-    yield "gpushare_memory_limit_bytes", share.memory_limit_bytes
-    yield "gpushare_memory_host_bytes", use.host_bytes if share.virtual_bytes else None
+    yield "gpushare_memory_limit_bytes", share.ceiling_bytes
+    yield "gpushare_memory_request_bytes", share.memory_limit_bytes if share.lending else None
+    yield "gpushare_memory_borrowed_bytes", use.borrowed_bytes if share.lending else None
+    yield "gpushare_memory_host_bytes", use.host_bytes if share.virtual_bytes and not share.lending else None
     yield "gpushare_compute_limit_ratio", None if share.compute_percent is None else share.compute_percent / 100
     yield "gpushare_oom_total", use.refused
     if compute is not None:

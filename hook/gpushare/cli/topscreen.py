@@ -108,7 +108,7 @@ def _memory_text(line: Line) -> str:
     """Used memory and limit in one text, like compute_text."""
     if line.use is None:
         return "-"
-    used, limit = human(line.use.used_bytes), line.use.share.memory_limit_bytes
+    used, limit = human(line.use.used_bytes), line.use.share.ceiling_bytes
     return used if limit is None else f"{used} of {human(limit)}"
 
 

@@ -232,7 +232,7 @@ def _expected(error: Any) -> str:
         "minimum": f"at least {wanted}",
         "maximum": f"at most {wanted}",
         "minItems": "at least one",
-        "enum": "one of " + ", ".join(map(str, wanted)) if isinstance(wanted, list) else "",
+        "enum": "one of " + ", ".join(map(str, filter(None, wanted))) if isinstance(wanted, list) else "",
         "type": TYPES.get(str(wanted), str(wanted)),
     }.get(error.validator, f"{error.validator} {wanted}")
 

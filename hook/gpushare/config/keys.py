@@ -74,6 +74,7 @@ def _journal_size(path: str, value: str) -> str:
 SAME = Kind()
 JOURNAL_SIZE = Kind(_journal_size)
 DIRECTORY = Kind(lambda _, value: os.path.normpath(value))
+OFF_OR_TEXT = Kind(lambda _, value: value or constants.NO_LENDING)  # YAML reads `off` as false
 NUMBER = Kind(_number)
 WHOLE = Kind(lambda _, value: int(value))
 LIST = Kind(lambda _, value: tuple(value), list)
@@ -213,6 +214,12 @@ _KEYS = (
     Key("policy.unlimited", "policy.unlimited", SAME, {"enum": ["exclusive", "shared", "deny"]},
         "Effect of a request without a memory limit. exclusive: the container gets the device for itself; shared: it "
         "shares the device with other containers; deny: it is refused."),
+    Key("policy.lending", "policy.lending", OFF_OR_TEXT,
+        {"enum": [constants.NO_LENDING, constants.MOVABLE, constants.EVICT, False]},
+        "How memory above a container's request is lent, up to its limit (4Gi..12Gi; docs/lending.md). off: never, "
+        "the request is the limit; movable: as memory that the driver can move to the host, within "
+        "oversubscription.host_memory; evict: as memory of the device, while `gpushare agent` runs. The agent ends "
+        "the container that borrowed most when another container needs its own request."),
     Key("reconcile.action", "reconcile", SAME, {"enum": ["report", "stop"]},
         "Action of `gpushare export` for a container that uses more memory than its limit according to the driver. "
         "report: write a line to log.decisions; stop: also kill the container."),

@@ -47,6 +47,8 @@ ANNOTATIONS = {
 # The two ends of ENV_MEMORY as annotations: memory request, memory limit
 MEMORY_ENDS = ("gpushare.io/memory-request", "gpushare.io/memory-limit")
 AUTO = "auto"
+# Values of policy.lending: how memory that a container borrowed above its request is taken back
+NO_LENDING, MOVABLE, EVICT = "off", "movable", "evict"
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
 BACKENDS = ("shim", "mps", "dmem")  # packages of allocation/backends
 APPLIED_ANNOTATION = "gpushare.io/applied"  # records what gpushare put into config.json, see specedit.py

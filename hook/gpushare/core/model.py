@@ -92,6 +92,7 @@ class Policy(NamedTuple):
     accept_switches: str = "never"  # other schedulers' variables that switch their limits off
     enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
+    lending: str = constants.NO_LENDING  # off | movable | evict: how borrowed memory is taken back; off = none is lent
     quotas: tuple[Quota, ...] = ()  # the first entry for a user and the first for a namespace apply
 
 
@@ -228,9 +229,20 @@ class Share(NamedTuple):
     draining_bytes: int = 0  # use that is tolerated after its limit was lowered; 0 = nothing above the limit
     memory_backend: str = "shim"  # enforces the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
-    virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; 0 = no host memory
+    virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; with `lending` the memory limit
     granted_ns: int = 0  # device time granted from the start until Lease.counted_ns
     granted_byte_ns: int = 0  # memory granted until then, multiplied by time
+    lending: str = ""  # movable | evict: memory above memory_limit_bytes, then the request, is lent up to virtual_bytes
+
+    @property
+    def ceiling_bytes(self) -> Optional[int]:
+        """The memory limit, with what may be borrowed."""
+        return self.virtual_bytes if self.lending else self.memory_limit_bytes
+
+    @property
+    def has_host_part(self) -> bool:
+        """Whether some of its memory is on the host, or may be moved there."""
+        return self.virtual_bytes > 0 and self.lending != constants.EVICT
 
     @property
     def clamp_note(self) -> str:

@@ -34,7 +34,9 @@ def _share_text(share: Share) -> str:
         memory = "all memory"
     else:
         memory = f"{human(share.memory_limit_bytes)} ({share.memory_limit_bytes} bytes)"
-    if share.virtual_bytes:
+    if share.lending:
+        memory += f", up to {human(share.virtual_bytes)} lent ({share.lending})"
+    elif share.virtual_bytes:
         memory += f", {human(share.virtual_bytes)} with host memory"
     compute = "" if share.compute_percent is None else f", {share.compute_percent}% compute"
     options = [option for option, on in (("soft", share.soft), ("high priority", share.priority > 0)) if on]

@@ -4,6 +4,7 @@
     percent(name, value)       -> float                                "12.5%" -> 12.5
     whole_percent(name, value) -> int                                  "30%" -> 30
     amount(name, value)        -> Amount                               size or percentage
+    amount_or_range(name, value) -> Amount                             also "4Gi..12Gi"
     spanning(name, value, request, limit) -> Amount                    request and limit, "4Gi" and "12Gi"
     amounts(name, value)       -> ((slot or None, Amount), ...)        also "4Gi..12Gi"
     single_amounts(name, value) -> the same without ranges
@@ -140,7 +141,7 @@ def _part(name: str, value: str, text: str, parse: Callable[[str, str], T]) -> T
         raise RequestError(f"{setting(name, value)}: in {wrong_item}", error.hint) from None
 
 
-def _amount_or_range(name: str, value: str) -> Amount:
+def amount_or_range(name: str, value: str) -> Amount:
     """Parse an amount, or a memory request and its limit as `4Gi..12Gi`."""
     low, dots, high = value.partition("..")
     if not dots:
@@ -170,7 +171,7 @@ def _by_slot(name: str, value: str, parse: Callable[[str, str], T]) -> tuple[tup
 
 def amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:
     """Parse memory amounts, or requests with their limits, for every device or for each slot."""
-    return _by_slot(name, value, _amount_or_range)
+    return _by_slot(name, value, amount_or_range)
 
 
 def single_amounts(name: str, value: str) -> tuple[tuple[Optional[int], Amount], ...]:

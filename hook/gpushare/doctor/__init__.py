@@ -55,6 +55,7 @@ CHECKS = (
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
     Check("state", "the state directory is gpushare's and has room", state.directory),
     Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),
+    Check("lending", "`gpushare agent` runs if policy.lending is evict", state.lending),
     Check("containers", "running containers were started with the driver that is loaded now", state.versions),
     Check(
         "MPS", "daemons run as root with unchanged limits, and no container was started with one that died", mps.daemons

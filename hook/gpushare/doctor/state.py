@@ -9,7 +9,7 @@ from ..allocation import limit_update
 from ..config import node, node_diff
 from ..core import constants
 from ..core.quoting import shown
-from ..state import leases, log, storage
+from ..state import agentlock, leases, log, storage
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
@@ -37,6 +37,19 @@ def directory(machine: Machine) -> Result:
         return Result(WARN, f"{path} is {max(used, files)}% full", "gpushare prune")
     fresh = node.read_node(machine.config_path, path) is not None
     return Result(OK, f"{path}, {used}% full, node.json {'is fresh' if fresh else 'is compiled by the next start'}")
+
+
+def lending(machine: Machine) -> Result:
+    if machine.config is None:
+        return no_driver(machine)
+    way = machine.config.policy.lending
+    if way == constants.EVICT and not agentlock.is_held(machine.state_dir):
+        return Result(
+            WARN,
+            "policy.lending is evict and no agent runs: no memory is lent",
+            "systemctl enable --now gpushare-agent",
+        )
+    return Result(OK, f"policy.lending is {way}")
 
 
 def stale_leases(machine: Machine) -> Result:

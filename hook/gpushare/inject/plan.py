@@ -77,7 +77,7 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
     state = storage.container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
-    if config.turn_ms and any(share.virtual_bytes for share in shares):
+    if config.turn_ms and any(share.virtual_bytes and not share.lending for share in shares):
         turns = tuple(turn_bytes(share.device, config) for share in shares)
         limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)
     return [
@@ -215,12 +215,21 @@ def request_notes(request: Request, shares: tuple[Share, ...]) -> tuple[str, ...
     return (*request.ignored, *(one.clamp_note for one in shares if one.clamped))
 
 
+def lending_notes(request: Request, shares: tuple[Share, ...], config: Config) -> tuple[str, ...]:
+    """Return the notes of memory limits that the devices cannot grant."""
+    if not any(memory.ceiling for _, memory in request.memory):
+        return ()
+    from ..allocation import lending
+
+    return lending.notes(request, shares, config)
+
+
 def make_plan(
     bundle: Bundle, request: Request, node: Node, lease: Optional[Lease], image: Image, driver_files: DriverFiles
 ) -> Plan:
     """Return all operations for this container."""
     shares = lease.shares if lease is not None else ()
-    notes = list(request_notes(request, shares))
+    notes = [*request_notes(request, shares), *lending_notes(request, shares, node.config)]
     ops: list[Op] = []
     if not image.libdir:
         notes.append(_no_glibc(shares))

@@ -69,7 +69,9 @@ def _gets(plan: Plan) -> list[str]:
         device, limit = share.device, share.memory_limit_bytes
         whole = human(device.memory_bytes) if device.memory_bytes else "an unknown size"
         much = f"all of {whole}" if limit is None else f"{human(limit)} of {whole}"
-        if share.virtual_bytes:
+        if share.lending:
+            much += f", up to {human(share.virtual_bytes)} while memory is free ({share.lending})"
+        elif share.virtual_bytes:
             much += f" and {human(share.virtual_bytes - (limit or 0))} in host memory"
         over = f", clamped from {share.clamped}" if share.clamped else ""
         if share.compute_percent is not None:

@@ -120,7 +120,7 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
         init = way.holder()
         if placed.lease is not None and init is not None:
             leases.hold(state_dir, placed.lease, init, procs.cgroup_of(init.pid))
-        _log_grant(sink, way, start.request, placed)
+        _log_grant(sink, way, start, placed)
         if placed.lease is not None:
             begun = placed.lease
             journal.started(book, begun)
@@ -203,12 +203,13 @@ def preview(start: Start, way: Way) -> Preview:
 # Messages and the audit log
 
 
-def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed) -> None:
+def _log_grant(sink: audit_log.Sink, way: Way, start: Start, placed: Placed) -> None:
     """Log what the container got, and everything that differs from its request."""
     from ..inject import plan
     from ..request import lending
 
     lease, steps = placed
+    request, config = start.request, start.host.config
     shares = lease.shares if lease else ()
     clamped = [f"slot {share.slot}: {share.clamped}" for share in shares if share.clamped]
     said = steps.notes[len(plan.request_notes(request, shares)) :]
@@ -219,7 +220,7 @@ def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed)
         request,
         way.name,
         *audit_log.details("clamped", clamped),
-        *audit_log.details("notes", (*lending.notes(request), *said, *way.warnings)),
+        *audit_log.details("notes", (*lending.notes(request, config), *said, *way.warnings)),
         *audit_log.details("taken_out", way.taken),
     )
 

@@ -69,7 +69,7 @@ def held(request: Request, node: Node, ledger: Ledger, shares: Sequence[Share]) 
     """Return one line, or one for each device if they differ."""
     found = {}
     for share in shares:  # equal shares can exceed the device without a request for that
-        checked = request._replace(oversubscribe=request.oversubscribe or share.virtual_bytes > 0)
+        checked = request._replace(oversubscribe=request.oversubscribe or share.has_host_part)
         site = Site(share.device, checked, node, ledger)
         found[placement.short_name(share.device)] = backends.reasons(share, site)
     told = {device: text for device, text in found.items() if text}

@@ -286,7 +286,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if any(amount.ceiling for _, amount in request.memory):
         from . import lending
 
-        request = request._replace(ignored=(*request.ignored, *lending.notes(request)))
+        request = request._replace(ignored=(*request.ignored, *lending.notes(request, node.config)))
     return _with_driver_env(request, bundle, node)
 
 

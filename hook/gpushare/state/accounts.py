@@ -100,8 +100,9 @@ def _account(share: Share, usage: Optional[Usage], age_ns: int) -> Account:
     in_use = usage.used_bytes(share.slot)
     used_byte_ns = memory.byte_ns + in_use * memory.since_ns(time.monotonic_ns())
     if memory.until_ns or not in_use:  # else a shim of an earlier version
+        most = share.device.memory_bytes * age_ns if share.lending else granted.granted_byte_ns
         granted = granted._replace(
-            used_byte_ns=min(used_byte_ns, granted.granted_byte_ns or used_byte_ns),
+            used_byte_ns=min(used_byte_ns, most or used_byte_ns),
             peak_bytes=min(memory.peak_bytes, share.device.memory_bytes or memory.peak_bytes),
         )
     return granted._replace(

@@ -3,6 +3,7 @@
     granted    a share, and who requested it             released   a share ended, and by what
     refused    no share, and the kind of reason          withheld   devices denied to a privileged container
     changed    new limits, or paused                     exceeded   more use than the limit, as the driver counts
+    evicted    a borrower that was ended for another container's request
     ignored    containers that the search after a lost state directory left out
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..core.errors import GpushareError
-from ..core.model import Lease, Request
+from ..core.model import Lease, Request, Share
 from ..core.quoting import quoted
 from .accounts import Closed, began_ns
 
@@ -96,7 +97,10 @@ def facts(lease: Lease) -> str:
     """Return the fields of a lease: limits in the order of its devices, memory in bytes, compute in percent."""
     shares = lease.shares
     memory = ",".join("none" if s.memory_limit_bytes is None else str(s.memory_limit_bytes) for s in shares)
-    if any(s.virtual_bytes for s in shares):
+    if any(s.lending for s in shares):
+        memory += " limit=" + ",".join(str(s.ceiling_bytes) for s in shares)
+        memory += " lending=" + ",".join(s.lending or "no" for s in shares)
+    elif any(s.virtual_bytes for s in shares):
         memory += " virtual=" + ",".join(str(s.virtual_bytes) for s in shares)
     compute = ",".join("none" if s.compute_percent is None else str(s.compute_percent) for s in shares)
     backend = "+".join(sorted({name for s in shares for name in (s.memory_backend, s.compute_backend)}))
@@ -194,6 +198,13 @@ def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_byt
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
+
+
+def evicted(where: str, lease: Lease, share: Share, used_bytes: int, needed_by: str) -> None:
+    """Log that the agent ends a container that borrowed memory, because container `needed_by` needs its request."""
+    what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={share.device.uuid} used={used_bytes}"
+    sizes = f"memory={share.memory_limit_bytes} limit={share.virtual_bytes}"
+    _write(open_sink(where), WARNING, f"decision=evicted {what} {sizes} needed_by={value(needed_by)} way=agent")
 
 
 def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "virtual_bytes": (int,),
     "granted_ns": (int,),
     "granted_byte_ns": (int,),
+    "lending": (str,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -89,7 +90,7 @@ _LATEST = 1e12  # seconds
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
 _EARLIER_SHARE.update(
     (name, Share._field_defaults[name])
-    for name in ("memory_backend", "compute_backend", "granted_ns", "granted_byte_ns")
+    for name in ("memory_backend", "compute_backend", "granted_ns", "granted_byte_ns", "lending")
 )
 _EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # annotations were trusted
 _EARLIER_LEASE.update(
@@ -101,9 +102,14 @@ _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
 def to_json(lease: Lease) -> bytes:
-    """Return lease.json: objects with the field names of model.py."""
+    """Return lease.json: objects with the field names of model.py. `lending` is left out of a share that borrows
+    nothing, so that earlier versions can read it."""
     shares = [
-        {**share._asdict(), "device": {name: getattr(share.device, name) for name in _DEVICE}} for share in lease.shares
+        {
+            **{name: value for name, value in share._asdict().items() if value or name != "lending"},
+            "device": {name: getattr(share.device, name) for name in _DEVICE},
+        }
+        for share in lease.shares
     ]
     return json.dumps({**lease._asdict(), "shares": shares}).encode()
 
@@ -146,6 +152,8 @@ def from_json(data: bytes, container_id: str) -> Lease:
             raise ValueError(f"share {slot} has numbers that cannot be")  # it would distort the sums
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
+        if one.lending not in ("", constants.MOVABLE, constants.EVICT):
+            raise ValueError(f"share {slot} borrows memory by a way of another version of gpushare")
     return Lease(**{**fields, "shares": tuple(shares)})
 
 

@@ -27,7 +27,7 @@ class Ledger(NamedTuple):
     pages: dict[str, frozenset[int]] = {}  # numbers of activity files in use
     compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
     holding: dict[str, frozenset[str]] = {}  # backends that enforce compute there
-    host_bytes: int = 0  # promised to oversubscribed shares on all devices
+    host_bytes: int = 0  # promised on all devices to shares that are oversubscribed, or lent movable memory
 
 
 def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
@@ -42,7 +42,7 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
-            host_bytes += share.virtual_bytes
+            host_bytes += share.virtual_bytes if share.has_host_part else 0
             limit_bytes = share.memory_limit_bytes
             held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))

@@ -273,13 +273,14 @@ def _share(slot: int, limit: shm_abi.Limit, device: Device, mps_device: int = 0)
         limit.compute_percent,
         bool(limit.flags & shm_abi.DEVICE_COMPUTE_SOFT),
         limit.priority,
-        bool(limit.flags & shm_abi.DEVICE_OVERSUBSCRIBE),
+        bool(limit.flags & shm_abi.DEVICE_OVERSUBSCRIBE) and not limit.lending,
         memory_backend=next((name for name, flag in shm_abi.HOLDERS.items() if limit.flags & flag), "shim"),
         page=limit.page,
         paused=bool(limit.flags & shm_abi.DEVICE_PAUSED),
         draining_bytes=limit.draining_bytes,
         compute_backend="mps" if mps_device == slot + 1 else "shim",
         virtual_bytes=limit.virtual_bytes,
+        lending=limit.lending,
     )
 
 

@@ -9,9 +9,10 @@ usage_reader.py and activity_files.py read what tenants write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Share
 from ..core.quoting import shown
@@ -32,6 +33,8 @@ MAX_SHARES = 160  # rows of exported memory in a usage file
 DEVICE_COMPUTE_SOFT = 1 << 0
 DEVICE_OVERSUBSCRIBE = 1 << 1
 DEVICE_PAUSED = 1 << 2
+DEVICE_LENT = 1 << 3
+DEVICE_LENDING = 1 << 4
 DEVICE_MEMORY_DMEM = 1 << 8
 HOLDERS = {"dmem": DEVICE_MEMORY_DMEM}  # memory_backend of a share -> its flag
 
@@ -83,7 +86,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("pid", "I"),
         ("started_ns", "Q"),
         ("bounds", "8x"),  # the host does not use it
-        ("reserved", "32x"),
+        ("wants", "8x"),  # usage_reader.py reads it
+        ("reserved", "24x"),
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
     "gs_bucket": (
@@ -218,6 +222,12 @@ class Limit(NamedTuple):
     draining_bytes: int = 0  # as in model.Share
     virtual_bytes: int = 0  # the same
 
+    @property
+    def lending(self) -> str:
+        """How its memory above memory_limit_bytes is lent, as in model.Share."""
+        way = constants.MOVABLE if self.flags & DEVICE_OVERSUBSCRIBE else constants.EVICT
+        return way if self.flags & DEVICE_LENT else ""
+
 
 class Limits(NamedTuple):
     """The copy in force of a limits file."""
@@ -248,7 +258,8 @@ def host_part(slot: int) -> int:
 def changing(share: Share) -> tuple[int, int, int, int, int]:
     """Return the fields of a share that can change while its container runs: memory_limit_bytes, compute_percent,
     priority, weight and flags of struct gs_device_limit. (memory_virtual_bytes can change too and is not included.)"""
-    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_OVERSUBSCRIBE if share.virtual_bytes else 0)
+    flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_LENT if share.lending else 0)
+    flags |= DEVICE_OVERSUBSCRIBE if share.virtual_bytes and share.lending != constants.EVICT else 0
     return (
         UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes,
         NO_PERCENT if share.compute_percent is None else share.compute_percent,
@@ -264,12 +275,13 @@ def granted(share: Share) -> int:
     return percent | (flags & 0xFF) << 8 | priority << 16 | weight << 32
 
 
-def stores(shares: Sequence[Share], prefix: str) -> list[tuple[int, int]]:
+def stores(shares: Sequence[Share], prefix: str, lending: Collection[int] = ()) -> list[tuple[int, int]]:
     """Yield (offset, 64-bit word) of all fields that can change, in the first copy (prefix "") or the second ("next_").
-    No word also has a field that cannot change."""
+    No word also has a field that cannot change. `lending`: slots where the limit is in force and not the request."""
     found = []
     for index, share in enumerate(sorted(shares, key=lambda share: share.slot)):
         limit_bytes, percent, priority, weight, flags = changing(share)
+        flags |= DEVICE_LENDING if share.slot in lending else 0
         base = offset("gs_limits", "device") + index * DEVICE_SIZE
         for field, word in (
             ("memory_limit_bytes", limit_bytes),
@@ -380,7 +392,7 @@ def read_limits(data: bytes) -> Limits:
                 flags,
                 page,
                 draining,
-                virtual if flags & DEVICE_OVERSUBSCRIBE else 0,
+                virtual if flags & (DEVICE_OVERSUBSCRIBE | DEVICE_LENT) else 0,
             )
         )
     return Limits(nonce, generation, tuple(devices), mps_token, mps_device)

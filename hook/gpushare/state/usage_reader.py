@@ -47,6 +47,7 @@ _USAGE, _SLOT, _BUCKET, _ACCOUNT = packer("gs_usage"), packer("gs_slot"), packer
 _SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
 _ACCOUNTS_AT = offset("gs_usage", "account")
 COUNTERS = _SLOTS_AT  # bytes at the beginning, without the processes
+_WORD, _WANTS_AT = struct.Struct("<Q"), offset("gs_slot", "wants")
 
 
 class Slot(NamedTuple):
@@ -57,6 +58,7 @@ class Slot(NamedTuple):
     started_ns: int  # CLOCK_MONOTONIC
     bytes: tuple[int, ...]  # per device of the container
     host: tuple[int, ...] = ()  # the same in host memory, of oversubscribed shares
+    wants: tuple[int, int] = (0, 0)  # (device, bytes) that it waits for, see gpushare_abi.h
 
 
 class Bucket(NamedTuple):
@@ -100,6 +102,10 @@ class Usage(NamedTuple):
         """Return the same for the host part of an oversubscribed share."""
         return sum(slot.host[device] for slot in self.slots if device < len(slot.host))
 
+    def wanted_bytes(self, device: int) -> int:
+        """Return what processes wait for that containers borrowed from this one's request; 0: none waits."""
+        return sum(slot.wants[1] for slot in self.slots if slot.wants[0] == device)
+
 
 def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     """Parse a usage file. `n_devices` is the number of granted devices; no more are read.
@@ -120,7 +126,9 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
         _, live, generation, pid, started_ns, *charged = _SLOT.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE)
         if owner and live == owner:
             host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
-            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host))
+            (wants,) = _WORD.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE + _WANTS_AT)
+            waits = (wants >> 56, wants & (1 << 56) - 1)
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host, waits))
             generations[index] = generation
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))

@@ -7,6 +7,7 @@ from .base import LIMITS, Backend
 BACKEND = Backend(
     name="shim",
     enforces=LIMITS,
+    lends=True,
     why_unsupported=lambda limit, site: None,
     alone="containers of MPS are on the device, and the driver does not slice time between those",
     enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "

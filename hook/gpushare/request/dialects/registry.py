@@ -215,8 +215,8 @@ SCHEDULERS = (
         empty=True,
         memory="variables: whole MiB, for each device; annotations: a Kubernetes quantity, such as 4Gi",
         compute="a portion of the device above 0 and up to 1, which is no limit; rounded to whole percent",
-        trap="A request alone is also the limit, and a limit alone is also the request. This version lends no memory, "
-        "so it grants the request as the limit. The variables count before the annotations, which may differ from "
+        trap="A request alone is also the limit, and a limit alone is also the request. Memory above the "
+        "request is lent (docs/lending.md). The variables count before the annotations, which may differ from "
         "them by less than a MiB, or by counting MB where the variable has MiB. `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` "
         "beside them must be the request or the limit. Requests of other containers of the pod do not count. "
         "NVIDIA's hook `apply-cuda-memory-limits` stays in `config.json` if it sets this limit in the driver for "
@@ -250,7 +250,7 @@ ROWS = (
         compute="`30%`, `0=30%,1=50%`",
         trap="A GPUSHARE_* name overrides the other dialects, each for its own setting. The annotations "
         "`gpushare.io/memory-request` and `gpushare.io/memory-limit` are the two ends of `GPUSHARE_MEMORY`; one alone "
-        "is both. This version lends no memory, so it grants the request as the limit.",
+        "is both. Memory above the request is lent (docs/lending.md).",
     ),
     Row(
         "injected",

@@ -1,0 +1,166 @@
+"""Take borrowed memory back by ending the container that borrowed most (docs/lending.md). Not on the start path.
+
+    Agent(state_dir, log, library).tick()  one round: end a borrower if another container waits for its own request
+    Agent.close()                          stop lending on all devices
+
+The shim states in the usage file what a process waits for. The container can write anything there, so a statement
+counts only within the container's request, which it may use at any time, and while the driver does not have that much
+free memory. All else follows from the leases, the limits
+files and living processes: an agent that is killed at any point loses nothing, and the next one continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Optional
+
+from ..allocation import limit_update
+from ..core import constants
+from ..core.errors import GpushareError
+from ..core.model import Lease, Share
+from ..core.quantity import human
+from ..gpu import nvml_usage
+from ..gpu.selectors import device_name
+from ..state import audit_log, leases, log, shm_abi, storage
+from ..state.usage_reader import Usage
+from ..system import procs
+from . import overuse
+
+HOLD_S = 10.0  # without lending after the last need: the waiting container allocates its request in several steps
+NVML_S = 2.0  # for an answer of the driver
+ASK_AGAIN_S = 0.5
+SPARE_BYTES = 64 << 20  # free memory that an allocation may not get, such as the rest of a block
+ENDING_S = 5.0  # until another borrower is ended although this one still lives
+
+
+class Held(NamedTuple):
+    """A share and what its container reports about it."""
+
+    lease: Lease
+    share: Share
+    used_bytes: int
+    wanted_bytes: int
+
+    @property
+    def borrowed_bytes(self) -> int:
+        lent = self.share.lending == constants.EVICT
+        return max(0, self.used_bytes - (self.share.memory_limit_bytes or 0)) if lent else 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for memory within its request; used_bytes includes that memory."""
+        request = self.share.memory_limit_bytes
+        return self.wanted_bytes > 0 and request is not None and self.used_bytes <= request
+
+
+class Agent:
+    """Remembers when it may lend again. `say` gets a line for each borrower that it ends."""
+
+    def __init__(self, state_dir: str, sink: str, library: str = "", say: Callable[[str], None] = lambda line: None):
+        self._state_dir, self._sink, self._library, self._say = state_dir, sink, library, say
+        self._has_room_until_s: dict[str, float] = {}  # device uuid -> until when the driver is not asked again
+        self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
+        self._ending: dict[
+            str, tuple[Lease, float]
+        ] = {}  # device uuid -> the container that is being ended, since when
+
+    def tick(self) -> None:
+        """End a borrower on each device where a container waits for its request; lend where none does. Raise
+        GpushareError if the state directory cannot be read."""
+        held = self._held()
+        now = time.monotonic()
+        lenders = {one.share.device.uuid for one in held if one.share.lending == constants.EVICT}
+        for one in held:
+            if one.waits and one.share.device.uuid in lenders and not self._has_room(one, now):
+                self._needed_s[one.share.device.uuid] = now
+        self._needed_s = {uuid: at for uuid, at in self._needed_s.items() if now < at + HOLD_S}
+        self._lend(lenders - self._needed_s.keys())
+        for uuid, at in self._needed_s.items():
+            if at == now:
+                self._take_back(uuid, now)
+
+    def close(self) -> None:
+        self._lend(frozenset())
+
+    def _held(self) -> list[Held]:
+        found = []
+        for lease in leases.view(self._state_dir).live:
+            usage = self._usage(lease)
+            if usage is not None:
+                for share in lease.shares:
+                    used, wanted = usage.used_bytes(share.slot), usage.wanted_bytes(share.slot)
+                    found.append(Held(lease, share, used, wanted))
+        return found
+
+    def _usage(self, lease: Lease) -> Optional[Usage]:
+        try:
+            return storage.read_usage(self._state_dir, lease.id, len(lease.shares)) if lease.state == "held" else None
+        except shm_abi.RegionError:
+            return None  # starting, ending, or the container damaged it
+
+    def _has_room(self, waiting: Held, now: float) -> bool:
+        """Whether the driver has the memory already: the container takes it soon, or waits for nothing. False if NVML
+        does not answer."""
+        uuid = waiting.share.device.uuid
+        if now < self._has_room_until_s.get(uuid, 0.0):
+            return True
+        gpu = (nvml_usage.read(self._library, NVML_S) or {}).get(uuid)
+        if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
+            return False
+        found = gpu.memory_bytes - gpu.used_bytes >= waiting.wanted_bytes + SPARE_BYTES
+        if found:
+            self._has_room_until_s[uuid] = now + ASK_AGAIN_S
+        return found
+
+    def _lend(self, uuids: Iterable[str]) -> None:
+        """Let exactly these devices be lent: there the limits of lent shares are in force, elsewhere their requests."""
+        limit_update.lend(self._state_dir, frozenset(uuids))
+
+    def _take_back(self, uuid: str, now: float) -> None:
+        ending = self._ending.get(uuid)
+        if ending and now < ending[1] + ENDING_S and procs.alive(ending[0].init_pid, ending[0].init_start):
+            return
+        held = [one for one in self._held() if one.share.device.uuid == uuid]  # after lending has stopped
+        waiting = max(held, key=lambda one: one.waits, default=None)
+        most = max(held, key=lambda one: one.borrowed_bytes, default=None)
+        if most is None or waiting is None or not waiting.waits:
+            return
+        if not most.borrowed_bytes:
+            most = self._by_driver(uuid, held)
+        if most is not None:
+            self._ending[uuid] = (most.lease, now)
+            self._end(most, waiting)
+
+    def _by_driver(self, uuid: str, held: list[Held]) -> Optional[Held]:
+        """Return the borrower with the most memory above its request by the driver's numbers, if its own are wrong."""
+        gpus = nvml_usage.read(self._library) if self._library else None
+        if gpus is None:
+            return None
+        holders = [one.lease for one in held]
+        found = {
+            one.id: one for one in overuse.judge(holders, gpus, overuse.Owners(holders)).findings if one.uuid == uuid
+        }
+        counted = [
+            one._replace(used_bytes=max(0, found[one.lease.id].physical_bytes - found[one.lease.id].slack_bytes))
+            for one in held
+            if one.lease.id in found
+        ]
+        most = max(counted, key=lambda one: one.borrowed_bytes, default=None)
+        return most if most is not None and most.borrowed_bytes else None
+
+    def _end(self, most: Held, waiting: Held) -> None:
+        """Write why, then kill: an agent that is killed in between writes it again, and never kills in silence."""
+        lease, share = most.lease, most.share
+        error = GpushareError(
+            f"container {constants.short(lease.id)} was ended: it had borrowed {human(most.borrowed_bytes)} above its "
+            f"request of {human(share.memory_limit_bytes or 0)} on device {device_name(share.device)}, and "
+            f"{constants.short(waiting.lease.id)} needs its own request",
+            "request more memory for it, or set policy.lending to movable",
+        )
+        line, _ = log.line_of(error)
+        self._say(line)
+        log.record(self._state_dir, lease.id, line, error)
+        audit_log.evicted(self._sink, lease, share, most.used_bytes, waiting.lease.id)
+        pids = procs.pids_by_container_pid(lease.cgroup).values() if lease.cgroup else ()
+        overuse.stop(lease, pids, overuse.Owners([lease]))

@@ -1,0 +1,189 @@
+"""Real containers of 4..12 GiB on one simulated device of 12 GiB. One borrows all of it, the other gets its request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.tenant import LAST_BYTES
+from tests.support.host import Node
+from tests.support.judge import peak_bytes
+from tests.support.lending import agent, wait_until_lent
+from tests.support.runc import Container
+from tests.support.tenant import Tenant
+
+GIB = 1 << 30
+REQUEST, LIMIT = 4 * GIB, 12 * GIB
+BOTH = {"GPUSHARE_MEMORY": "4Gi..12Gi"}
+RECLAIM_S = 10  # docs/lending.md
+
+
+@pytest.fixture
+def simhost(make_host: Callable[..., Path]) -> Path:
+    return make_host(memory_bytes=LIMIT)
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[Callable[..., Tenant]]:
+    made: list[Tenant] = []
+
+    def make(name: str, node: Node, way: str, env: dict[str, str]) -> Tenant:
+        made.append(Tenant(tmp_path / "tenants", name, env, node, way=way))
+        made[-1].container.start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def shares(node: Node) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row["shares"][0] for row in json.loads(node.cli("list", "--format", "json").stdout)}
+
+
+def borrow_everything(one: Tenant) -> None:
+    seen = one.expect("seen")
+    assert (seen["nvml_total_bytes"], seen["cuda_total_bytes"]) == (LIMIT, LIMIT)
+    one.go()
+    full = one.expect("full")
+    assert seen["cuda_free_bytes"] - full["got_bytes"] < LAST_BYTES and full["got_bytes"] > LIMIT - GIB
+
+
+def test_movable_memory_is_lent_beside_another_request(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"lending": "movable"}, oversubscription={"host_memory": "24Gi"})
+    first = tenants("first", node, way, BOTH)
+    borrow_everything(first)
+    second = tenants("second", node, way, BOTH)
+    borrow_everything(second)
+    for one in (first, second):
+        share = shares(node)[one.container.id]
+        sizes = [share[f"memory_{name}_bytes"] for name in ("request", "limit", "host")]
+        assert sizes == [REQUEST, LIMIT, 0] and share["lending"] == "movable"
+        assert 8 * GIB - LAST_BYTES < share["memory_borrowed_bytes"] <= 8 * GIB
+        assert share["memory_used_bytes"] <= LIMIT
+        assert REQUEST - GIB < peak_bytes(simhost, one.pid_namespace()) <= REQUEST
+    assert "4 GiB..12 GiB" in node.cli("list").stdout
+    granted = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert [(line["memory"], line["limit"], line["lending"]) for line in granted] == [
+        (str(REQUEST), str(LIMIT), "movable")
+    ] * 2
+    changed = node.cli("limit", "set", first.container.id, "--memory", "4Gi..6Gi")
+    assert changed.returncode == 0 and "4 GiB..12 GiB -> 4 GiB..6 GiB" in changed.stdout
+    assert shares(node)[first.container.id]["memory_limit_bytes"] == 6 * GIB
+    lines = node.cli("export", "--once").stdout.splitlines()
+    for name, size in (("request", REQUEST), ("limit", LIMIT)):
+        found = [line for line in lines if line.startswith(f"gpushare_memory_{name}_bytes{{") and "second" in line]
+        assert [float(line.rpartition(" ")[2]) for line in found] == [size]
+
+
+@pytest.mark.parametrize("lending", ["movable", "evict"])
+def test_both_get_their_part_of_16_gib(
+    make_node: Callable[..., Node], make_host: Callable[..., Path], tenants: Callable[..., Tenant], lending: str
+) -> None:
+    """One borrows up to 12 GiB; the other then has its 4 GiB in time, and the first goes on."""
+    node = make_node(
+        make_host(memory_bytes=16 * GIB), policy={"lending": lending}, oversubscription={"host_memory": "24Gi"}
+    )
+    with agent(node, []) if lending == "evict" else nullcontext():
+        first = tenants("first", node, "hook", BOTH)
+        first.expect("seen")
+        if lending == "evict":
+            wait_until_lent(node)
+        first.go()
+        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        second = tenants("second", node, "hook", BOTH)
+        second.expect("seen")
+        began = time.monotonic()
+        second.go()
+        got = second.expect("full")["got_bytes"]
+        assert time.monotonic() - began < RECLAIM_S and got > REQUEST - GIB
+        assert shares(node)[first.container.id]["memory_borrowed_bytes"] > 8 * GIB - GIB
+        first.go()
+        first.expect("freed")
+
+
+@pytest.mark.parametrize("env", [BOTH, {"GPUSHARE_MEMORY": "4Gi"}], ids=["borrower", "plain"])
+def test_agent_ends_a_borrower_for_another_request(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str, env: dict[str, str]
+) -> None:
+    """The device is full of borrowed memory. A container that starts then has its context and its request in time."""
+    node = make_node(simhost, policy={"lending": "evict"})
+    said: list[str] = []
+    with agent(node, said):
+        first = tenants("first", node, way, BOTH)
+        seen = first.expect("seen")
+        assert seen["cuda_total_bytes"] == LIMIT
+        wait_until_lent(node)
+        first.go()
+        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        assert shares(node)[first.container.id]["memory_borrowed_bytes"] > 8 * GIB - GIB
+        began = time.monotonic()
+        second = tenants("second", node, way, env)
+        second.expect("seen")
+        second.go()
+        got = second.expect("full")["got_bytes"]
+        assert time.monotonic() - began < RECLAIM_S
+        assert REQUEST - GIB < got <= REQUEST
+        assert first.container.wait() != 0
+        (evicted,) = [line for line in node.decisions() if line["decision"] == "evicted"]
+        assert (evicted["id"], evicted["needed_by"]) == (first.container.id, second.container.id)
+        assert "last refusal" in node.cli("inspect", first.container.id).stdout
+        shown = json.loads(node.cli("inspect", "--format", "json", first.container.id).stdout)["last_refusal"]
+    assert "needs its own request; request more memory for it" in shown and f"gpushare: {shown}" in said[0].splitlines()
+
+
+def test_two_requests_at_once_are_both_served(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str
+) -> None:
+    """Two borrowers share the device. The others start together: no one of them keeps the memory of the other."""
+    node = make_node(simhost, policy={"lending": "evict"})
+    with agent(node, []):
+        first, second = (tenants(name, node, way, {"GPUSHARE_MEMORY": "2Gi..6Gi"}) for name in ("first", "second"))
+        for one in (first, second):
+            one.expect("seen")
+            wait_until_lent(node)
+            one.go()
+            assert one.expect("full")["got_bytes"] > 5 * GIB
+        began = time.monotonic()
+        others = [tenants(name, node, way, {"GPUSHARE_MEMORY": "4Gi"}) for name in ("third", "fourth")]
+        for one in others:
+            one.expect("seen")
+            one.go()
+        for one in others:
+            assert one.expect("full")["got_bytes"] > REQUEST - GIB
+        assert time.monotonic() - began < RECLAIM_S
+        assert first.container.wait() != 0 != second.container.wait()
+
+
+def test_request_is_the_limit_without_an_agent(
+    make_node: Callable[..., Node], container: Callable[..., Container], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"lending": "evict"})
+    one = container(["true"], env=BOTH, **node.way(way))
+    assert one.run() == 0
+    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
+    assert granted["memory"] == str(REQUEST) and "limit" not in granted
+    assert "gpushare agent does not run, so the limit is the request (4Gi, not 12Gi)" in granted["notes"]
+
+
+def test_fractiond_pod_starts_as_request_and_limit(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"lending": "movable"}, oversubscription={"host_memory": "24Gi"})
+    env = {
+        "NVIDIA_VISIBLE_DEVICES": "0",
+        "NVIDIA_GPU_MEMORY_REQUEST": "4096",
+        "NVIDIA_GPU_MEMORY_LIMIT": "8192",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
+    }
+    assert tenants("fraction", node, way, env).expect("seen")["cuda_total_bytes"] == 8 * GIB
+    (share,) = shares(node).values()
+    assert (share["memory_request_bytes"], share["memory_limit_bytes"]) == (REQUEST, 8 * GIB)

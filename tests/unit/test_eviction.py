@@ -1,0 +1,232 @@
+"""The agent that takes borrowed memory back: whom it ends, when it lends, and that it can be killed at any point."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.allocation import limit_update
+from gpushare.core.model import Lease, Share
+from gpushare.core.ops import TenantTmpfs, WriteLimits
+from gpushare.gpu import nvml_usage
+from gpushare.monitor import eviction
+from gpushare.state import agentlock, leasefile, leases, log, shm_abi, storage
+from gpushare.system import procs
+
+from tests.unit import limithost, pure
+from tests.unit.limithost import GIB
+
+state = limithost.state
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def report(state: str, container_id: str, used_bytes: int, wanted_bytes: int = 0, slot: int = 0) -> None:
+    """Write what a process of the container reports."""
+    path = Path(storage.container_dir(state, container_id), "rw", "usage")
+    at = shm_abi.offset("gs_usage", "slot") + slot * shm_abi.SLOT_SIZE
+    packed = bytearray(shm_abi.packer("gs_slot").pack(7, 7, 1, 1, 1, used_bytes, *[0] * (shm_abi.MAX_DEVICES - 1)))
+    wants = shm_abi.offset("gs_slot", "wants")
+    packed[wants : wants + 8] = wanted_bytes.to_bytes(8, "little")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(packed)
+
+
+@pytest.fixture
+def start(state: str) -> Iterator[Start]:
+    """start(id, request, limit) -> the init of a "container"; a limit above the request is lent."""
+    running = []
+
+    def make(container_id: str, request_bytes: int, limit_bytes: int = 0) -> subprocess.Popen[bytes]:
+        init = subprocess.Popen(["sleep", "inf"])
+        running.append(init)
+        lent: dict[str, Any] = {"virtual_bytes": limit_bytes, "lending": "evict"} if limit_bytes else {}
+        share = pure.share(0, 0, request_bytes)._replace(**lent)
+        me, found = procs.myself(), procs.find(init.pid)
+        assert found is not None
+        lease = pure.lease(share, container_id=container_id)._replace(
+            boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start, created=time.time()
+        )
+        folder = Path(storage.container_dir(state, container_id))
+        folder.mkdir()
+        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
+        path = storage.make_share_dir(state, container_id, lease.shares)
+        storage.execute(WriteLimits(lease.shares, f"{path}/limits"))
+        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+        leases.hold(state, lease, found, "")
+        return init
+
+    yield make
+    for init in running:
+        init.kill()
+        init.wait()
+
+
+def is_lent(state: str, container_id: str) -> bool:
+    return bool(limithost.limits(state, container_id).devices[0].flags & shm_abi.DEVICE_LENDING)
+
+
+def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: Start, tmp_path: Path) -> None:
+    """It lends while no container waits; then it stops lending, and says why it ends which container, everywhere."""
+    most, less, plain = start("most", GIB, 12 * GIB), start("less", 4 * GIB, 12 * GIB), start("plain", 6 * GIB)
+    said: list[str] = []
+    agent = eviction.Agent(state, str(tmp_path / "log"), say=said.append)
+    agent.tick()
+    assert is_lent(state, "most") and is_lent(state, "less") and not is_lent(state, "plain")
+    report(state, "most", 6 * GIB)
+    report(state, "less", 8 * GIB)
+    report(state, "plain", 6 * GIB)
+    agent.tick()
+    assert said == [] and is_lent(state, "most")
+    report(state, "plain", 6 * GIB, 2 * GIB)
+    agent.tick()
+    assert most.wait(5) == -signal.SIGKILL
+    assert less.poll() is None is plain.poll()
+    assert not is_lent(state, "less")
+    line = (
+        "container most was ended: it had borrowed 5 GiB above its request of 1 GiB on device 0, and plain needs "
+        "its own request; request more memory for it, or set policy.lending to movable"
+    )
+    assert said == [f"gpushare: {line}"] and log.read(state, "most") == line
+    written = (tmp_path / "log").read_text()
+    assert "decision=evicted id=most " in written and f"devices={pure.UUIDS[0]} " in written
+    assert f"used={6 * GIB} memory={GIB} limit={12 * GIB} needed_by=plain way=agent" in written
+    agent.tick()
+    assert less.wait(5) == -signal.SIGKILL and plain.poll() is None
+    agent.tick()
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("used", "wanted", "why"),
+    [(7 * GIB, GIB, "above its request"), (6 * GIB, 0, "waits for nothing"), (6 * GIB, (3 << 56) | GIB, "elsewhere")],
+)
+def test_statement_beyond_the_request_ends_no_container(
+    state: str, start: Start, used: int, wanted: int, why: str
+) -> None:
+    borrower = start("borrower", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    report(state, "borrower", 10 * GIB)
+    report(state, "other", used, wanted)
+    eviction.Agent(state, "none").tick()
+    assert borrower.poll() is None and is_lent(state, "borrower")
+
+
+@pytest.mark.parametrize(("free", "ended"), [(2 * GIB, False), (GIB, True), (None, True)])
+def test_driver_tells_whether_the_memory_is_free(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, free: Any, ended: bool
+) -> None:
+    """A container that claims to wait although the memory is free ends no borrower."""
+    gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB - free if free else None, None, None, None, ())
+    monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
+    borrower = start("borrower", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    report(state, "borrower", 10 * GIB)
+    report(state, "other", GIB, GIB)
+    agent = eviction.Agent(state, "none", "libnvidia-ml.so")
+    agent.tick()
+    agent.tick()
+    assert (borrower.poll() is not None) is ended
+    assert is_lent(state, "borrower") is not ended
+
+
+def test_borrower_that_reports_no_use_is_found_by_the_driver(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    false, honest = start("false", GIB, 12 * GIB), start("honest", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    used = (nvml_usage.Process(false.pid, 9 * GIB), nvml_usage.Process(honest.pid, GIB))
+    gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB, None, None, None, used)
+    monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
+    report(state, "other", 6 * GIB, GIB)
+    eviction.Agent(state, "none", "libnvidia-ml.so").tick()
+    assert false.wait(5) == -signal.SIGKILL
+    assert honest.poll() is None
+
+
+def test_lending_starts_again_some_time_after_the_last_need(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("borrower", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    agent = eviction.Agent(state, "none")
+    report(state, "other", 6 * GIB, GIB)
+    agent.tick()
+    report(state, "other", 6 * GIB)
+    now = time.monotonic()
+    for later, lent in ((eviction.HOLD_S / 2, False), (eviction.HOLD_S + 1, True)):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        agent.tick()
+        assert is_lent(state, "borrower") is lent
+    agent.close()
+    assert not is_lent(state, "borrower")
+
+
+def test_next_start_stops_lending_of_an_agent_that_was_killed(state: str, start: Start) -> None:
+    start("borrower", 4 * GIB, 12 * GIB)
+    lock = agentlock.take(state)
+    eviction.Agent(state, "none").tick()
+    limithost.reserve(state, GIB, "c2")
+    assert is_lent(state, "borrower")
+    os.close(lock)
+    limithost.reserve(state, GIB, "c3")
+    assert not is_lent(state, "borrower")
+
+
+def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)
+    start("borrower", 4 * GIB, 12 * GIB)
+    eviction.Agent(state, "none").tick()
+    report(state, "borrower", 11 * GIB)
+
+    def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
+        return (lease.shares[0]._replace(memory_limit_bytes=2 * GIB, virtual_bytes=8 * GIB),)
+
+    changed = limit_update.change(state, "borrower", decide)
+    (limit,) = limithost.limits(state, "borrower").devices
+    assert is_lent(state, "borrower") and (limit.memory_limit_bytes, limit.virtual_bytes) == (2 * GIB, 8 * GIB)
+    assert changed.after.shares[0].draining_bytes == 0  # what is borrowed can be taken back
+
+
+def test_agent_killed_200_times_loses_nothing(state: str, start: Start) -> None:
+    """Each agent is killed at a random moment of its first rounds. At all times the leases are whole and count the
+    requests, and each limits file has both. In the end the borrowers are gone, and no other container is."""
+    borrowers = [start(f"b{n}", GIB, 12 * GIB) for n in range(4)]
+    waiting = start("waiting", 6 * GIB)
+    for n in range(4):
+        report(state, f"b{n}", (2 + n) * GIB)
+    moments = random.Random(1)
+    for killed in range(200):
+        if killed == 150:
+            report(state, "waiting", 6 * GIB, GIB)  # before that the agents lend, and stop lending
+        pid = os.fork()
+        if pid == 0:
+            agent = eviction.Agent(state, "none")
+            while True:
+                agent.tick()
+                agent.close()
+        time.sleep(moments.random() / 100)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for init in borrowers:
+            init.poll()
+        seen = leases.view(state)
+        assert not seen.damaged and all(lease.shares[0].memory_limit_bytes in (GIB, 6 * GIB) for lease in seen.live)
+        for lease in seen.live:
+            (limit,) = limithost.limits(state, lease.id).devices
+            assert limit.memory_limit_bytes == lease.shares[0].memory_limit_bytes
+    agent = eviction.Agent(state, "none")
+    for _ in range(4):
+        agent.tick()
+        for init in borrowers:
+            init.poll()
+    assert [init.wait(5) for init in borrowers] == [-signal.SIGKILL] * 4
+    assert waiting.poll() is None
+    assert [lease.id for lease in leases.view(state).live] == ["waiting"]
