@@ -25,8 +25,9 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
             update_last_timestamp(c, run->start_ns, start, false, false, false);
-        update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
-                              run->run_ns == GS_CUT_OFF, cut);
+        if (run->start_ns + run->end_ns <= start + end) /* else it may end within EDGE of the start */
+            update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
+                                  run->run_ns == GS_CUT_OFF, cut);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -65,12 +66,12 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         unsigned kind) {
     const struct gs_switch_cost *cost = &t->cost[kind];
-    uint64_t sum = cost->found_ns, least = sum - min64(EDGE, sum), measured_by = 1;
+    uint64_t sum = cost->found_ns, least = sum - min64(2 * EDGE, sum), measured_by = 1;
     if (cost->finds < FINDS)
         return t->switch_ns;
     for (unsigned i = 0; i < n; i++) {
         uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);
-        sum += found_ns ? max64(least, min64(found_ns, cost->found_ns + EDGE)) : 0;
+        sum += found_ns ? max64(least, min64(found_ns, cost->found_ns + 2 * EDGE)) : 0;
         measured_by += found_ns > 0;
     }
     return (uint32_t)(sum / measured_by);
