@@ -141,9 +141,13 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
         kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     uint64_t cost_ns = t->cost[kind].ns;
     /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
-     * times the wait, so that a quick switch is still charged the mean cost. */
-    uint64_t since = max64(segment->opened_ns, segment->before_ns);
-    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
+     * times the wait, so that a quick switch is still charged the mean cost. The device's clock is
+     * as early as it has ever been before a launch. */
+    uint64_t start = segment->start_ns + t->early_ns;
+    if (segment->opened_ns > start)
+        t->early_ns += (uint32_t)min64(segment->opened_ns - start, EDGE - t->early_ns);
+    uint64_t since = max64(segment->opened_ns, segment->before_ns + t->early_ns);
+    uint64_t waited = start > since ? start - since : 0;
     t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
