@@ -110,13 +110,13 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     struct gs_switch_cost *cost = &t->cost[kind];
     /* A context that had used up its slice was preempted by the launch. */
     uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
-    int64_t took = (int64_t)(at - from);
+    int64_t took = (int64_t)(at - from) - t->marker_ns;
     if (!c->over && c->before_ns) {
-        uint64_t most = c->cut     ? 2 * CUT_EDGE
-                        : c->vague ? 3 * MS
-                                   : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
-        bool late = took > (int64_t)(2 * t->cost[GS_PREEMPTION].ns + most);
-        t->whole += late ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
+        uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
+        uint64_t most = c->cut     ? from + 2 * t->cost[GS_PREEMPTION].ns + 2 * CUT_EDGE
+                        : c->vague ? from + 2 * t->cost[GS_PREEMPTION].ns + 3 * MS
+                                   : max64(c->before_ns + slice, since) + slice * n + slice / 2;
+        t->whole += at > most ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
     }
     if (!c->before_ns || !(c->over || c->cut) ||
         took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
