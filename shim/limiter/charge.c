@@ -104,8 +104,8 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
 
 /* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it,
  * unless nothing tells when the other context lost the device. Return which kind it was. */
-static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
-                                   uint64_t at) {
+static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
+                                   uint64_t since, uint64_t at) {
     enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     struct gs_switch_cost *cost = &t->cost[kind];
     /* A context that had used up its slice was preempted by the launch. */
@@ -113,9 +113,7 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     int64_t took = (int64_t)(at - from) - t->marker_ns;
     if (!c->over && c->before_ns) {
         uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
-        uint64_t most = c->cut     ? from + 2 * t->cost[GS_PREEMPTION].ns + 2 * CUT_EDGE
-                        : c->vague ? from + 2 * t->cost[GS_PREEMPTION].ns + 3 * MS
-                                   : max64(c->before_ns + slice, since) + slice * n + slice / 2;
+        uint64_t most = max64(max64(c->began_ns, own) + slice, since) + slice * n + slice / 2;
         t->whole += at > most ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
     }
     if (!c->before_ns || !(c->over || c->cut) ||
@@ -136,7 +134,7 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
                              const struct company *c, bool reported) {
     enum gs_switch kind = GS_PREEMPTION;
     if (reported && !segment->waited)
-        kind = learn_switch(t, c, segment->opened_ns, segment->start_ns);
+        kind = learn_switch(t, c, segment->before_ns, segment->opened_ns, segment->start_ns);
     else if (reported)
         kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     uint64_t cost_ns = t->cost[kind].ns;
@@ -164,8 +162,11 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
-        sum += t->cost[learn_switch(t, &c, last->end_ns, run->start_ns)].ns;
+        sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
         turns--;
+        uint64_t in = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns).first_ns;
+        uint64_t out = last->end_ns + t->cost[GS_PREEMPTION].ns;
+        sum += t->whole >= SURELY_WHOLE && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
@@ -281,7 +282,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->turns) &&
+    if (c.wait && !(segment->sighted && segment->turns && t->whole < SURELY_WHOLE) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);

@@ -2,14 +2,19 @@
 #include "throttle_parts.h"
 
 /* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */
-static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over,
-                                  bool cut, bool vague) {
+static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, uint64_t began,
+                                  bool over, bool cut) {
     if (at > start + (cut ? CUT_EDGE : EDGE) || at <= c->before_ns)
         return;
     c->before_ns = at;
+    c->began_ns = began;
     c->over = over;
     c->cut = cut;
-    c->vague = vague;
+}
+
+static void update_first(struct company *c, uint64_t at, uint64_t start) {
+    if (at > start && (!c->first_ns || at < c->first_ns))
+        c->first_ns = at;
 }
 
 /* Set `wants` if the peer had work, whichever context was on the device. */
@@ -24,10 +29,10 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
             continue;
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
-            update_last_timestamp(c, run->start_ns, start, false, false, false);
+            update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
         if (run->start_ns + run->end_ns <= start + end) /* else it may end within EDGE of the start */
-            update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
-                                  run->run_ns == GS_CUT_OFF, cut);
+            update_last_timestamp(c, run->end_ns, start, cut ? run->start_ns : run->end_ns,
+                                  next > run->end_ns && !cut, run->run_ns == GS_CUT_OFF);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -35,12 +40,15 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         if (run->start_ns >= end)
             continue;
         active = c->ran = true;
+        update_first(c, run->start_ns, start);
         c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
                      (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
+    if (a->busy_from_ns && known < end)
+        update_first(c, known, start);
     c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
     *wants |= active;
     return active;

@@ -30,7 +30,7 @@
 #define FINDS 64u       /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u /* until here all measurements have the same weight */
 #define PROMPT_MOST 6u  /* launches that had to wait without one late probe event */
-#define SURELY_WHOLE 4
+#define SURELY_WHOLE 2
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */
@@ -59,11 +59,12 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
+    uint64_t began_ns;  /* its slice had begun by then */
+    uint64_t first_ns;  /* first run of a peer that began in the period */
     uint32_t contexts;  /* contexts of peers that had work in the period */
     uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
     bool cut;           /* it was preempted then */
-    bool vague;         /* or some time around then */
     bool ran;           /* a peer's context is known to have run */
     bool inside;        /* a peer was on the device within the period */
     bool outranked;     /* another container with the same or a higher priority */
