@@ -114,7 +114,7 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     if (!c->over && c->before_ns) {
         uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
         uint64_t most = max64(max64(c->began_ns, own) + slice, since) + slice * n + slice / 2;
-        t->whole += at > most ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
+        t->whole = at > most ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
     if (!c->before_ns || !(c->over || c->cut) ||
         took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
@@ -166,7 +166,7 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         turns--;
         uint64_t in = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns).first_ns;
         uint64_t out = last->end_ns + t->cost[GS_PREEMPTION].ns;
-        sum += t->whole >= SURELY_WHOLE && in > out ? (int64_t)(in - out) : 0;
+        sum += t->whole && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
@@ -175,12 +175,6 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
  * no other context. */
 static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
-}
-
-/* Probe events show how long this context ran, whatever other contexts report. A visit of another
- * context may be too short for a probe event to detect. */
-static bool is_covered_by_probes(const struct gs_segment *segment, const struct company *c) {
-    return segment->sighted && (segment->turns || !c->inside);
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -200,7 +194,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = is_covered_by_probes(segment, c);
+    bool by_probes = segment->sighted; /* whatever other contexts report */
     if (by_probes)
         hit = segment->turns > 0;
     if (!hit || begun) {
@@ -282,7 +276,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->turns && t->whole < SURELY_WHOLE) &&
+    if (c.wait && !(segment->sighted && segment->turns && !t->whole) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);

@@ -134,7 +134,7 @@ static double switched_out(const struct gs_throttle *t, const struct timestamp *
  * marker of the kernel that it ran last. */
 static bool ran_until(const struct gs_throttle *t, const struct timestamp *a,
                       const struct timestamp *b) {
-    return a->owner != b->owner && t->whole >= SURELY_WHOLE && (a->after > 0 || a->cut) &&
+    return a->owner != b->owner && t->whole && (a->after > 0 || a->cut) &&
            (b->fresh || b->before >= QUANTUM);
 }
 
