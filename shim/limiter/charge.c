@@ -108,15 +108,17 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
                                    uint64_t since, uint64_t at) {
     enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     struct gs_switch_cost *cost = &t->cost[kind];
-    /* A context that had used up its slice was preempted by the launch. */
-    uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
-    int64_t took = (int64_t)(at - from) - t->marker_ns;
+    uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
+    uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
-        uint64_t most = max64(max64(c->began_ns, own) + slice, since) + slice * n + slice / 2;
-        t->whole = at > most ? WHOLE_FOR : t->whole - (t->whole > 0);
+        bool late = at > max64(end, since) + slice * n + slice / 2;
+        t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
-    if (!c->before_ns || !(c->over || c->cut) ||
+    /* A context that had used up its slice was preempted by the launch. */
+    bool by_launch = !c->over && !n && !t->whole && since > end;
+    bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
+    int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
+    if (!c->before_ns || !(c->over || c->cut || by_launch) ||
         took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
