@@ -111,7 +111,8 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
     uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        bool late = at > max64(end, since) + slice * n + slice / 2;
+        uint64_t margin = t->cost[GS_PREEMPTION].finds < FINDS ? slice / 2 : min64(slice / 2, 2 * t->cost[GS_PREEMPTION].ns + CUT_EDGE);
+        bool late = at > max64(end, since) + slice * n + margin;
         t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
     /* A context that had used up its slice was preempted by the launch. */
@@ -159,8 +160,8 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
     uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
     int64_t sum = 0;
     for (uint32_t i = 0; i + 1 < count && turns; i++) {
-        const struct gs_run *run = &own->run[(own->last + GS_RUNS - i) % GS_RUNS],
-                            *last = &own->run[(own->last + GS_RUNS - i - 1) % GS_RUNS];
+        const struct gs_run *run = nth_newest(own, i),
+                            *last = nth_newest(own, i + 1);
         if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);

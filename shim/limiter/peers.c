@@ -12,6 +12,15 @@ static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start
     c->cut = cut;
 }
 
+/* Return the start of the runs up to the i-th newest one that follow each other without a gap. */
+static uint64_t began(const struct gs_activity *a, uint32_t i) {
+    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
+    const struct gs_run *run = nth_newest(a, i), *older;
+    while (++i < n && (older = nth_newest(a, i))->end_ns == run->start_ns)
+        run = older;
+    return run->start_ns;
+}
+
 static void update_first(struct company *c, uint64_t at, uint64_t start) {
     if (at > start && (!c->first_ns || at < c->first_ns))
         c->first_ns = at;
@@ -24,14 +33,14 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
     bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+        const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns >= run->end_ns) /* invalid */
             continue;
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
             update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
         if (run->start_ns + run->end_ns <= start + end) /* else it may end within EDGE of the start */
-            update_last_timestamp(c, run->end_ns, start, cut ? run->start_ns : run->end_ns,
+            update_last_timestamp(c, run->end_ns, start, began(a, i),
                                   next > run->end_ns && !cut, run->run_ns == GS_CUT_OFF);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;

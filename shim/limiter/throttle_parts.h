@@ -50,6 +50,10 @@ static inline uint64_t min64(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
+static inline const struct gs_run *nth_newest(const struct gs_activity *a, uint32_t i) {
+    return &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+}
+
 /* Within this time no other context can have run for a slice. */
 static inline uint64_t whole(const struct gs_throttle *t) {
     return (uint64_t)t->slice_ns * 7 / 10;
