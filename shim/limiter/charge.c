@@ -125,7 +125,7 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
-    uint32_t step = found / (cost->finds < FINDS ? 32 : cost->finds) + 1;
+    uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
     cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
     cost->finds += cost->finds < SURE_FINDS;
     return kind;
@@ -149,7 +149,7 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
         t->early_ns += (uint32_t)min64(segment->opened_ns - start, EDGE - t->early_ns);
     uint64_t since = max64(segment->opened_ns, segment->before_ns + t->early_ns);
     uint64_t waited = start > since ? start - since : 0;
-    t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
+    t->waits += t->waits < PROMPT_MOST && waited > max64(cost_ns / 2, 2 * EDGE);
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 

@@ -83,15 +83,16 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         unsigned kind) {
     const struct gs_switch_cost *cost = &t->cost[kind];
-    uint64_t sum = cost->found_ns, least = sum - min64(2 * EDGE, sum), measured_by = 1;
-    if (cost->finds < FINDS)
-        return t->switch_ns;
+    bool sure = cost->finds >= FINDS;
+    uint64_t sum = sure ? cost->found_ns : 0, least = sum - min64(2 * EDGE, sum), measured_by = sure;
+    uint64_t most = sure ? cost->found_ns + 2 * EDGE : MOST_SWITCH;
     for (unsigned i = 0; i < n; i++) {
         uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);
-        sum += found_ns ? max64(least, min64(found_ns, cost->found_ns + 2 * EDGE)) : 0;
-        measured_by += found_ns > 0;
+        bool valid = found_ns && found_ns <= (sure ? UINT32_MAX : MOST_SWITCH);
+        sum += valid ? max64(least, min64(found_ns, most)) : 0;
+        measured_by += valid;
     }
-    return (uint32_t)(sum / measured_by);
+    return measured_by ? (uint32_t)(sum / measured_by) : t->switch_ns;
 }
 
 /* Compute the rate that the limit gives now, and count the contexts with work. */
