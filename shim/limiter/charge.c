@@ -102,8 +102,9 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     }
 }
 
-/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it,
- * unless nothing tells when the other context lost the device. Return which kind it was. */
+/* A switch to this context, which was last on the device at `own` and waited since `since`, was
+ * over at `at`. Learn from it, unless nothing tells when the other context lost the device. Return
+ * which kind it was. */
 static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
                                    uint64_t since, uint64_t at) {
     enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
@@ -111,7 +112,9 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
     uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        uint64_t margin = t->cost[GS_PREEMPTION].finds < FINDS ? slice / 2 : min64(slice / 2, 2 * t->cost[GS_PREEMPTION].ns + CUT_EDGE);
+        bool learned = t->cost[GS_PREEMPTION].finds >= FINDS;
+        uint64_t most = learned ? 2 * t->cost[GS_PREEMPTION].ns + CUT_EDGE : UINT64_MAX;
+        uint64_t margin = min64(slice / 2, most);
         bool late = at > max64(end, since) + slice * n + margin;
         t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
@@ -167,6 +170,7 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
         sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
         turns--;
+        /* Where kernels are whole, it ran until the next context was switched in. */
         uint64_t in = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns).first_ns;
         uint64_t out = last->end_ns + t->cost[GS_PREEMPTION].ns;
         sum += t->whole && in > out ? (int64_t)(in - out) : 0;
