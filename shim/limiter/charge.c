@@ -172,12 +172,6 @@ static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segme
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
 }
 
-/* Probe events show how long this context ran, whatever other contexts report. A visit of another
- * context may be too short for a probe event to detect. */
-static bool is_covered_by_probes(const struct gs_segment *segment, const struct company *c) {
-    return segment->sighted && (segment->turns || !c->inside);
-}
-
 /* Return how much of an interval's time this context used, by probe events or by the activity of
  * all contexts. */
 static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
@@ -195,7 +189,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = is_covered_by_probes(segment, c);
+    bool by_probes = segment->sighted; /* whatever other contexts report */
     if (by_probes)
         hit = segment->turns > 0;
     if (!hit || begun) {

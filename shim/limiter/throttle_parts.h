@@ -29,7 +29,7 @@
 #define MAX_PEERS 64u
 #define FINDS 64u       /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u /* until here all measurements have the same weight */
-#define PROMPT_MOST 6u  /* launches that had to wait without one late probe event */
+#define PROMPT_MOST 2u  /* launches that had to wait without one late probe event */
 #define SURELY_WHOLE 4
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
