@@ -163,8 +163,7 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
     uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
     int64_t sum = 0;
     for (uint32_t i = 0; i + 1 < count && turns; i++) {
-        const struct gs_run *run = nth_newest(own, i),
-                            *last = nth_newest(own, i + 1);
+        const struct gs_run *run = nth_newest(own, i), *last = nth_newest(own, i + 1);
         if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);

@@ -39,9 +39,10 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
             update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
-        if (run->start_ns + run->end_ns <= start + end) /* else it may end within EDGE of the start */
-            update_last_timestamp(c, run->end_ns, start, began(a, i),
-                                  next > run->end_ns && !cut, run->run_ns == GS_CUT_OFF);
+        if (run->start_ns + run->end_ns <=
+            start + end) /* else it may end within EDGE of the start */
+            update_last_timestamp(c, run->end_ns, start, began(a, i), next > run->end_ns && !cut,
+                                  run->run_ns == GS_CUT_OFF);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -84,7 +85,8 @@ static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer,
                         unsigned kind) {
     const struct gs_switch_cost *cost = &t->cost[kind];
     bool sure = cost->finds >= FINDS;
-    uint64_t sum = sure ? cost->found_ns : 0, least = sum - min64(2 * EDGE, sum), measured_by = sure;
+    uint64_t sum = sure ? cost->found_ns : 0, least = sum - min64(2 * EDGE, sum),
+             measured_by = sure;
     uint64_t most = sure ? cost->found_ns + 2 * EDGE : MOST_SWITCH;
     for (unsigned i = 0; i < n; i++) {
         uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);

@@ -63,8 +63,8 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
 
 /* Without a preemption, an interval of several even launches would have completed by then. */
 static uint64_t latest_preemption(const struct gs_throttle *t, const struct gs_segment *segment) {
-    uint64_t end = max64(segment->start_ns, t->covered_ns) +
-                   (uint64_t)(segment->work_ns + segment->away_ns);
+    uint64_t end =
+        max64(segment->start_ns, t->covered_ns) + (uint64_t)(segment->work_ns + segment->away_ns);
     if (segment->work_ns > QUANTUM || !gs_throttle_even(segment->function[0]))
         return t->look_ns;
     return min64(max64(end, t->sign_ns), t->look_ns);

@@ -54,7 +54,9 @@ PARTS: dict[str, list[Edit]] = {
         Edit("shim/limiter/split.c", "    return a->owner != b->owner && t->whole", "    return false;\n")
     ],
     "second switch cost": [Edit(CHARGE, "    struct gs_switch_cost *cost", "    return GS_HANDOVER;\n")],
-    "early device clocks": [Edit(CHARGE, "    uint64_t start = segment->start_ns + t->early_ns;", "    t->early_ns = 0;\n")],
+    "early device clocks": [
+        Edit(CHARGE, "    uint64_t start = segment->start_ns + t->early_ns;", "    t->early_ns = 0;\n")
+    ],
     "preemption by a launch": [Edit(CHARGE, "    bool before = by_launch", "    by_launch = false;\n")],
     "other containers' switch costs": [
         Edit("shim/limiter/peers.c", "    return measured_by ?", "    if (!sure) return t->switch_ns;\n")
