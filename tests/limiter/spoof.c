@@ -3,8 +3,9 @@
 
 #include "vt.h"
 
-const char *const spoof_name[SPOOFS] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
-                                        "future", "past", "negative", "slow",    "careful", "corpus"};
+const char *const spoof_name[SPOOFS] = {"none",     "busy",  "idle",    "garbage",
+                                        "runs",     "crowd", "future",  "past",
+                                        "negative", "slow",  "careful", "corpus"};
 
 /* Fills in short runs up to `to`, each in a period of `length` with `run` of its own. */
 static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t run) {
