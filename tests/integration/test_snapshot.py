@@ -91,6 +91,22 @@ def test_builds_are_reproducible(tmp_path: Path) -> None:
     assert other.read_bytes() == SNAPSHOT.read_bytes()
 
 
+def test_module_that_cannot_be_imported_ends_the_build(tmp_path: Path) -> None:
+    """Only a host that lacks something builds without a snapshot: wrong modules would go unnoticed."""
+    tree = copied(tmp_path / "tree")
+    (tree / "hook/gpushare/core/quantity.py").write_text("import nothing_like_this\n")
+    (tmp_path / "made").mkdir()
+    for file in (BUILD / "snapshot").glob("*.o"):
+        shutil.copy(file, tmp_path / "made")
+    (source,) = (BUILD / "snapshot").glob("Python-*")
+    (tmp_path / "made" / source.name).symlink_to(source)
+    command = ["hook/snapshot/make", sys.executable, tmp_path / "made", tmp_path / "snapshot"]
+    done = subprocess.run(command, cwd=tree, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and f"{tmp_path}/made/log has the messages" in done.stderr
+    assert "No module named 'nothing_like_this'" in (tmp_path / "made/log").read_text()
+    assert not (tmp_path / "snapshot").exists() and not (tree / "snapshot.new").exists()
+
+
 def test_training_is_repeatable() -> None:
     """All but a few: the ids of the host's mounts are keys, and a key's value decides where it is looked up."""
     command = [sys.executable, "-m", "tools.train", BUILD / "snapshot" / "sparse.snapshot"]

@@ -16,7 +16,7 @@ from gpushare.core.model import Node, SharingRule
 from gpushare.core.ops import TenantTmpfs, WriteLimits
 from gpushare.engines.configure import ENGINES
 from gpushare.integrations import labels
-from gpushare.state import leasefile, leases, storage
+from gpushare.state import journal, leasefile, leases, storage
 from gpushare.system import procs
 
 from tests.support import rootfs
@@ -125,10 +125,15 @@ def test_hook_only_files_are_removed(cli: Callable[..., Any], root: Path, tmp_pa
     assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
 
 
-def test_purge_removes_configuration(cli: Callable[..., Any], root: Path) -> None:
-    (root / labels.FILE.lstrip("/")).parent.mkdir(parents=True)
-    (root / labels.FILE.lstrip("/")).touch()
-    assert "remove /etc/gpushare\n" in cli("--yes", "--purge")[1]
+def test_purge_removes_configuration_and_journal(cli: Callable[..., Any], root: Path) -> None:
+    journals = [root / path.lstrip("/") for path in (journal.PATH, journal.PATH + ".1")]
+    for file in (root / labels.FILE.lstrip("/"), *journals):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert "usage" not in cli("--yes")[1] and all(file.exists() for file in journals)
+    text = cli("--yes", "--purge")[1]
+    assert "remove /etc/gpushare\n" in text and f"remove {journal.PATH}\nremove {journal.PATH}.1\n" in text
+    assert not (root / "var/lib/gpushare").exists()
     assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
 
 

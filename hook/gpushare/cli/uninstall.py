@@ -20,14 +20,15 @@ from .runtime import settings_of
 @click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Do it even if containers hold a share or MPS runs; they keep running.")
-@click.option("--purge", is_flag=True, help="Also remove /etc/gpushare.")
+@click.option("--purge", is_flag=True, help="Also remove /etc/gpushare and the usage journal.")
 @click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR.")
 @with_format
 @click.pass_obj
 def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: bool, root: str, output: str) -> None:
     """Remove gpushare from all engines, and its state.
 
-    The programs stay. Remove them with the package manager that installed them, or with rm if you unpacked an archive.
+    Without --purge the configuration and the usage journal stay. The programs always stay: remove them with the package
+    manager that installed them, or with rm if you unpacked an archive.
     """
     host, settings = Host(root), settings_of(paths, "")
     plan = removal.plan(settings, host, purge, force)

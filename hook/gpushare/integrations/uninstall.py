@@ -3,7 +3,7 @@
     engines   gpushare's entries in their configuration (engines/configure.undo)
     state     the tmpfs of leases and shares
     files     node-feature-discovery's feature file, the CDI specification, and links in /dev/char
-    config    /etc/gpushare, only with --purge
+    config    /etc/gpushare, and the usage journal in its usual place; only with --purge
 
 The programs stay: a package manager or the user installed them.
 """
@@ -25,7 +25,7 @@ from ..engines.base import CDI_FILES, Settings
 from ..engines.configure import ENGINES, Outcome
 from ..engines.host import Host
 from ..gpu import charlinks
-from ..state import leases, storage
+from ..state import journal, leases, storage
 from ..system import syscalls
 from . import labels
 
@@ -63,6 +63,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         usual = os.path.dirname(constants.CONFIG_PATH)
         if host.has(usual):
             folders.append(usual)
+        files += [path for path in (journal.PATH, journal.PATH + journal.OLDER) if host.has(path)]
         if settings.config != constants.CONFIG_PATH and host.has(settings.config):
             files.append(settings.config)
     return Plan(
@@ -111,7 +112,6 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
     does the rest."""
     for outcome in plan.engines:
         configure.undo(ENGINES[outcome.engine], settings, host)
-    host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
     if plan.state_dir:
         if not force:
             refuse_used(plan.state_dir)
@@ -120,6 +120,7 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
         os.unlink(host.at(path))
     for path in plan.folders:
         shutil.rmtree(host.at(path))
+    host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
 
 
 def unmount_state(state_dir: str) -> None:

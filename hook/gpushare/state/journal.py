@@ -36,6 +36,7 @@ from .accounts import Account, Closed
 
 AUTO, NOWHERE = "auto", "none"  # of the key usage.journal; anything else is a path
 PATH = "/var/lib/gpushare/usage.log"
+OLDER = ".1"  # the name of the file before it ends so
 _OF_A_USER = ".local/state/gpushare/usage.log"
 VERSION = 1
 START, SO_FAR, END = "start", "so_far", "end"
@@ -239,7 +240,7 @@ def _finish(fd: int, config: Config, state_dir: str) -> None:
         if os.fstat(fd).st_size >= _half(config):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.stat(path), os.fstat(fd)):
-                os.rename(path, path + ".1")
+                os.rename(path, path + OLDER)
                 new = _created(path, config)
                 if new >= 0:
                     _write_running(new, state_dir)
@@ -257,7 +258,7 @@ def entries(path: str) -> tuple[list[Entry], int]:
     file."""
     found: list[Entry] = []
     unreadable = 0
-    for name in (path + ".1", path):
+    for name in (path + OLDER, path):
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
