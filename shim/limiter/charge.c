@@ -102,29 +102,33 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     }
 }
 
-/* A switch to this context, which was waiting since `since`, was over at `at`. Learn from it,
- * unless nothing tells when the other context lost the device. Return which kind it was. */
-static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
-                                   uint64_t at) {
+/* A switch to this context, which was last on the device at `own` and waited since `since`, was
+ * over at `at`. Learn from it, unless nothing tells when the other context lost the device. Return
+ * which kind it was. */
+static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
+                                   uint64_t since, uint64_t at) {
     enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     struct gs_switch_cost *cost = &t->cost[kind];
-    /* A context that had used up its slice was preempted by the launch. */
-    uint64_t from = c->before_ns > since + (c->cut ? CUT_EDGE : 0) ? c->before_ns : since;
-    int64_t took = (int64_t)(at - from);
+    uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
+    uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        uint64_t most = c->cut     ? 2 * CUT_EDGE
-                        : c->vague ? 3 * MS
-                                   : (uint64_t)t->slice_ns * 5 / 4 * max64(t->contexts - 1, 1);
-        bool late = took > (int64_t)(2 * t->cost[GS_PREEMPTION].ns + most);
-        t->whole += late ? t->whole < 2 * SURELY_WHOLE : -(uint32_t)(t->whole > 0);
+        bool learned = t->cost[GS_PREEMPTION].finds >= FINDS;
+        uint64_t most = learned ? 2 * t->cost[GS_PREEMPTION].ns + CUT_EDGE : UINT64_MAX;
+        uint64_t margin = min64(slice / 2, most);
+        bool late = at > max64(end, since) + slice * n + margin;
+        t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
-    if (!c->before_ns || !(c->over || c->cut) ||
+    /* A context that had used up its slice was preempted by the launch. */
+    bool by_launch = !c->over && !n && !t->whole && since > end;
+    bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
+    int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
+    if (!c->before_ns || !(c->over || c->cut || by_launch) ||
         took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
-    uint32_t step = found / (cost->finds < FINDS ? 32 : cost->finds) + 1;
+    uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
     cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
     cost->finds += cost->finds < SURE_FINDS;
     return kind;
@@ -136,15 +140,19 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
                              const struct company *c, bool reported) {
     enum gs_switch kind = GS_PREEMPTION;
     if (reported && !segment->waited)
-        kind = learn_switch(t, c, segment->opened_ns, segment->start_ns);
+        kind = learn_switch(t, c, segment->before_ns, segment->opened_ns, segment->start_ns);
     else if (reported)
         kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
     uint64_t cost_ns = t->cost[kind].ns;
     /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
-     * times the wait, so that a quick switch is still charged the mean cost. */
-    uint64_t since = max64(segment->opened_ns, segment->before_ns);
-    uint64_t waited = segment->start_ns > since ? segment->start_ns - since : 0;
-    t->waits += t->waits < PROMPT_MOST && waited > cost_ns / 2;
+     * times the wait, so that a quick switch is still charged the mean cost. The device's clock is
+     * as early as it has ever been before a launch. */
+    uint64_t start = segment->start_ns + t->early_ns;
+    if (segment->opened_ns > start)
+        t->early_ns += (uint32_t)min64(segment->opened_ns - start, EDGE - t->early_ns);
+    uint64_t since = max64(segment->opened_ns, segment->before_ns + t->early_ns);
+    uint64_t waited = start > since ? start - since : 0;
+    t->waits += t->waits < PROMPT_MOST && waited > max64(cost_ns / 2, 2 * EDGE);
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 
@@ -155,13 +163,16 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
     uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
     int64_t sum = 0;
     for (uint32_t i = 0; i + 1 < count && turns; i++) {
-        const struct gs_run *run = &own->run[(own->last + GS_RUNS - i) % GS_RUNS],
-                            *last = &own->run[(own->last + GS_RUNS - i - 1) % GS_RUNS];
+        const struct gs_run *run = nth_newest(own, i), *last = nth_newest(own, i + 1);
         if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
-        sum += t->cost[learn_switch(t, &c, last->end_ns, run->start_ns)].ns;
+        sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
         turns--;
+        /* Where kernels are whole, it ran until the next context was switched in. */
+        uint64_t in = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns).first_ns;
+        uint64_t out = last->end_ns + t->cost[GS_PREEMPTION].ns;
+        sum += t->whole && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
@@ -170,12 +181,6 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
  * no other context. */
 static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
-}
-
-/* Probe events show how long this context ran, whatever other contexts report. A visit of another
- * context may be too short for a probe event to detect. */
-static bool is_covered_by_probes(const struct gs_segment *segment, const struct company *c) {
-    return segment->sighted && (segment->turns || !c->inside);
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -195,7 +200,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = is_covered_by_probes(segment, c);
+    bool by_probes = segment->sighted; /* whatever other contexts report */
     if (by_probes)
         hit = segment->turns > 0;
     if (!hit || begun) {
@@ -277,7 +282,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->turns) &&
+    if (c.wait && !(segment->sighted && segment->turns && !t->whole) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);

@@ -21,7 +21,7 @@ static uint64_t reported_ns(const struct gs_activity *a, uint64_t longest, uint6
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     uint64_t sum = 0, all = 0, since = UINT64_MAX, until = 0;
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+        const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns >= run->end_ns ||
             (run->end_ns - run->start_ns > longest && run->run_ns < run->end_ns - run->start_ns))
             continue;

@@ -2,14 +2,28 @@
 #include "throttle_parts.h"
 
 /* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */
-static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over,
-                                  bool cut, bool vague) {
+static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, uint64_t began,
+                                  bool over, bool cut) {
     if (at > start + (cut ? CUT_EDGE : EDGE) || at <= c->before_ns)
         return;
     c->before_ns = at;
+    c->began_ns = began;
     c->over = over;
     c->cut = cut;
-    c->vague = vague;
+}
+
+/* Return the start of the runs up to the i-th newest one that follow each other without a gap. */
+static uint64_t began(const struct gs_activity *a, uint32_t i) {
+    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
+    const struct gs_run *run = nth_newest(a, i), *older;
+    while (++i < n && (older = nth_newest(a, i))->end_ns == run->start_ns)
+        run = older;
+    return run->start_ns;
+}
+
+static void update_first(struct company *c, uint64_t at, uint64_t start) {
+    if (at > start && (!c->first_ns || at < c->first_ns))
+        c->first_ns = at;
 }
 
 /* Set `wants` if the peer had work, whichever context was on the device. */
@@ -19,14 +33,16 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
     bool active = false, open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next = open ? max64(a->horizon_ns, a->busy_from_ns) : UINT64_MAX;
     for (uint32_t i = 0; i < n; i++) {
-        const struct gs_run *run = &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+        const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns >= run->end_ns) /* invalid */
             continue;
         bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
-            update_last_timestamp(c, run->start_ns, start, false, false, false);
-        update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut,
-                              run->run_ns == GS_CUT_OFF, cut);
+            update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
+        if (run->start_ns + run->end_ns <=
+            start + end) /* else it may end within EDGE of the start */
+            update_last_timestamp(c, run->end_ns, start, began(a, i), next > run->end_ns && !cut,
+                                  run->run_ns == GS_CUT_OFF);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -34,12 +50,15 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         if (run->start_ns >= end)
             continue;
         active = c->ran = true;
+        update_first(c, run->start_ns, start);
         c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
                      (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
+    if (a->busy_from_ns && known < end)
+        update_first(c, known, start);
     c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
     *wants |= active;
     return active;
@@ -65,15 +84,17 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         unsigned kind) {
     const struct gs_switch_cost *cost = &t->cost[kind];
-    uint64_t sum = cost->found_ns, least = sum - min64(EDGE, sum), measured_by = 1;
-    if (cost->finds < FINDS)
-        return t->switch_ns;
+    bool sure = cost->finds >= FINDS;
+    uint64_t sum = sure ? cost->found_ns : 0, least = sum - min64(2 * EDGE, sum),
+             measured_by = sure;
+    uint64_t most = sure ? cost->found_ns + 2 * EDGE : MOST_SWITCH;
     for (unsigned i = 0; i < n; i++) {
         uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);
-        sum += found_ns ? max64(least, min64(found_ns, cost->found_ns + EDGE)) : 0;
-        measured_by += found_ns > 0;
+        bool valid = found_ns && found_ns <= (sure ? UINT32_MAX : MOST_SWITCH);
+        sum += valid ? max64(least, min64(found_ns, most)) : 0;
+        measured_by += valid;
     }
-    return (uint32_t)(sum / measured_by);
+    return measured_by ? (uint32_t)(sum / measured_by) : t->switch_ns;
 }
 
 /* Compute the rate that the limit gives now, and count the contexts with work. */

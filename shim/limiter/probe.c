@@ -61,6 +61,15 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     gs_throttle_publish(t, &run, now);
 }
 
+/* Without a preemption, an interval of several even launches would have completed by then. */
+static uint64_t latest_preemption(const struct gs_throttle *t, const struct gs_segment *segment) {
+    uint64_t end =
+        max64(segment->start_ns, t->covered_ns) + (uint64_t)(segment->work_ns + segment->away_ns);
+    if (segment->work_ns > QUANTUM || !gs_throttle_even(segment->function[0]))
+        return t->look_ns;
+    return min64(max64(end, t->sign_ns), t->look_ns);
+}
+
 void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     uint64_t at;
     if (t->look_event < 0 || t->capturing || !t->env->done(t->env->arg, t->look_event, &at))
@@ -74,7 +83,7 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at > t->look_ns + PROMPT && t->look_ns > t->sign_ns)
-        note_preemption(t, segment, (t->sign_ns + t->look_ns) / 2, at, now);
+        note_preemption(t, segment, (t->sign_ns + latest_preemption(t, segment)) / 2, at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }
 

@@ -33,10 +33,6 @@ static void insert(struct timestamps *s, struct timestamp new) {
     s->n++;
 }
 
-static const struct gs_run *nth_newest(const struct gs_activity *a, uint32_t i) {
-    return &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
-}
-
 static int64_t own_ns(const struct gs_run *run) {
     return (int64_t)min64(run->run_ns, run->end_ns - run->start_ns);
 }
@@ -134,7 +130,7 @@ static double switched_out(const struct gs_throttle *t, const struct timestamp *
  * marker of the kernel that it ran last. */
 static bool ran_until(const struct gs_throttle *t, const struct timestamp *a,
                       const struct timestamp *b) {
-    return a->owner != b->owner && t->whole >= SURELY_WHOLE && (a->after > 0 || a->cut) &&
+    return a->owner != b->owner && t->whole && (a->after > 0 || a->cut) &&
            (b->fresh || b->before >= QUANTUM);
 }
 

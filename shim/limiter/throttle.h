@@ -152,7 +152,8 @@ struct gs_throttle {
     uint32_t container;
     uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
     struct gs_switch_cost cost[GS_SWITCHES];
-    uint32_t whole; /* preemptions that waited for the end of a kernel, less the others */
+    uint32_t whole;    /* remaining preemptions for which kernels count as whole */
+    uint32_t early_ns; /* how far timestamps are before the host's clock at most */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
     bool capturing;     /* no event is recorded or queried */

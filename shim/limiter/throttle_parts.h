@@ -27,10 +27,10 @@
 #define LEAST ((int64_t)US)         /* minimum expected duration of a launch */
 #define ON_ITS_WAY (5 * MS) /* maximum time from a launch's admission until it is in its stream */
 #define MAX_PEERS 64u
-#define FINDS 64u       /* measurements until a switch cost is relied on */
-#define SURE_FINDS 256u /* until here all measurements have the same weight */
-#define PROMPT_MOST 6u  /* launches that had to wait without one late probe event */
-#define SURELY_WHOLE 4
+#define FINDS 32u              /* measurements until a switch cost is relied on */
+#define SURE_FINDS 256u        /* until here all measurements have the same weight */
+#define PROMPT_MOST 2u         /* launches that had to wait without one late probe event */
+#define WHOLE_FOR 6u           /* preemptions: kernels are whole for so many after a late one */
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */
@@ -50,6 +50,10 @@ static inline uint64_t min64(uint64_t a, uint64_t b) {
     return a < b ? a : b;
 }
 
+static inline const struct gs_run *nth_newest(const struct gs_activity *a, uint32_t i) {
+    return &a->run[(a->last + GS_RUNS - i) % GS_RUNS];
+}
+
 /* Within this time no other context can have run for a slice. */
 static inline uint64_t whole(const struct gs_throttle *t) {
     return (uint64_t)t->slice_ns * 7 / 10;
@@ -59,11 +63,12 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
+    uint64_t began_ns;  /* its slice had begun by then */
+    uint64_t first_ns;  /* first run of a peer that began in the period */
     uint32_t contexts;  /* contexts of peers that had work in the period */
     uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
     bool cut;           /* it was preempted then */
-    bool vague;         /* or some time around then */
     bool ran;           /* a peer's context is known to have run */
     bool inside;        /* a peer was on the device within the period */
     bool outranked;     /* another container with the same or a higher priority */

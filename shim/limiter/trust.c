@@ -80,8 +80,11 @@ static bool is_blind(const struct gs_throttle *t) {
 int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
                             uint64_t now) {
     int64_t quantum = QUANTUM;
-    if (t->limit.mode == GS_THROTTLE_UNLIMITED) /* its markers take a thousandth of its time */
-        return (t->contexts > 1 ? 1000 : 4000) * (int64_t)t->marker_ns * (t->markers + 1);
+    /* Its markers take a thousandth of its time. Where it fills the driver's queue, later ones are
+     * further apart: no interval is so long that peers have dropped runs of that time. */
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED)
+        return ((t->contexts > 1 ? 1000 : 4000) * (int64_t)t->marker_ns * (t->markers + 1))
+               << (t->marked - t->finished) / (GS_SEGMENTS / 2);
     if (atomic_load(&f->ns) != GS_UNKNOWN) {
         if (!gs_throttle_even(f)) /* more timestamps, since each one carries less information */
             quantum /= 2;

@@ -3,8 +3,9 @@
 
 #include "vt.h"
 
-const char *const spoof_name[SPOOFS] = {"none",   "busy", "idle",     "garbage", "runs",  "crowd",
-                                        "future", "past", "negative", "slow",    "corpus"};
+const char *const spoof_name[SPOOFS] = {"none",     "busy",  "idle",    "garbage",
+                                        "runs",     "crowd", "future",  "past",
+                                        "negative", "slow",  "careful", "corpus"};
 
 /* Fills in short runs up to `to`, each in a period of `length` with `run` of its own. */
 static void runs(struct gs_activity *a, uint64_t to, uint64_t length, uint64_t run) {
@@ -30,7 +31,7 @@ static uint64_t corpus_word(struct world *world, uint64_t now) {
 }
 
 static void spoof_activity(struct world *world, struct gs_activity *a, enum spoof kind,
-                           uint64_t now) {
+                           uint32_t ppm, uint64_t now) {
     memset(a, kind == SPOOF_GARBAGE ? 0xa5 : 0, sizeof(*a));
     switch (kind) {
     case SPOOF_BUSY:
@@ -78,6 +79,11 @@ static void spoof_activity(struct world *world, struct gs_activity *a, enum spoo
         a->switch_ns = 499 * US;
         runs(a, a->horizon_ns, 7 * MS, 7 * MS);
         break;
+    case SPOOF_CAREFUL: /* claims as much more than its grant as claims.c tolerates */
+        a->busy_from_ns = a->horizon_ns = now;
+        a->busy_until_ns = now + MS;
+        runs(a, now, MS, ppm < 700000 ? ppm * 4 / 3 - 10000 : 980000);
+        break;
     case SPOOF_CORPUS:
         for (uint64_t *word = (uint64_t *)a; word < (uint64_t *)(a + 1); word++)
             *word = corpus_word(world, now);
@@ -95,6 +101,8 @@ const struct gs_activity *told(struct world *world, int context, unsigned page) 
         return NULL;
     if (kind == SPOOF_NONE)
         return &own->buffer[atomic_load(&own->index) & 1];
-    spoof_activity(world, &world->spoof[context][page], kind, world->host[context]->gpu->now_ns);
+    spoof_activity(world, &world->spoof[context][page], kind,
+                   world->tenant[world->host[context]->tenant].limit.ppm,
+                   world->host[context]->gpu->now_ns);
     return &world->spoof[context][page];
 }

@@ -17,6 +17,15 @@ def test_time_of_preempted_launches_is_measured(kernel: str, program: str) -> No
         assert ledger.charged_ns / 45e6 == pytest.approx(ledger.held_ns / 45e6, abs=1.0)
 
 
+@pytest.mark.parametrize("seed", [2, 8])  # of the containers' clocks
+def test_start_of_a_preemption_is_dated_by_the_expected_end(seed: int) -> None:
+    """Intervals of short kernels are shorter than the time between two probes: half of that is too much."""
+    for limit, ledger in zip(
+        (30, 70), simulate([Tenant(30, "50us", "streams"), Tenant(70, "50us", "streams")], ms=4500, seed=seed)
+    ):
+        assert ledger.share() == pytest.approx(limit, abs=0.35)
+
+
 def test_container_without_peers_does_not_probe() -> None:
     """Probes cost host and device time, so they run only beside a container with a granted share."""
     alone, beside = (simulate(tenants, ms=2500)[0].marks for tenants in ([Tenant(30)], [Tenant(30), ABSENT]))

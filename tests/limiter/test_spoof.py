@@ -11,7 +11,7 @@ import pytest
 
 from tests.limiter.cells import TREE, Ledger, Tenant, simulate
 
-SPOOFS = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow")
+SPOOFS = ("busy", "idle", "garbage", "runs", "crowd", "future", "past", "negative", "slow", "careful")
 CORPUS = sorted((TREE / "tests/fuzz/corpus/law").iterdir())
 START_MS = 1500  # by then the limiter has detected exaggerated activity
 POINTS = 3.0  # tolerance for an honest container

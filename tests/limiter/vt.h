@@ -37,6 +37,7 @@ enum spoof {
     SPOOF_PAST,
     SPOOF_NEGATIVE,
     SPOOF_SLOW,
+    SPOOF_CAREFUL,
     SPOOF_CORPUS,
     SPOOFS
 };
