@@ -32,11 +32,10 @@ ELSEWHERE = {
     "tar": "tests/integration/test_bundle.py",
 }
 ALL = [one for page in blocks.pages() for one in blocks.commands(page)]
-USAGE = re.compile(r"\[OPTIONS\]|\{bash\|zsh\|fish\}")  # docs/cli.md, which is generated from click
 
 
 def of(program: str) -> list[Command]:
-    return [one for one in ALL if one.text.split(" ")[0] == program and not USAGE.search(one.text)]
+    return [one for one in ALL if one.text.split(" ")[0] == program]
 
 
 def words(command: Command) -> list[str]:
