@@ -1,6 +1,14 @@
 # The released files, in build/packages: the archive, wheels, .deb, .rpm, and the contexts of two images for a cluster
 # (installer and device plugin).
 
+# make packages REGISTRY=HOST/FOLDER: the manifests in .deb and .rpm name the images there. MAINTAINER and HOMEPAGE are
+# fields of these packages.
+export REGISTRY ?=
+export MAINTAINER ?=
+export HOMEPAGE ?=
+build/dist/.registry: .FORCE
+	@$(call STORE,$(REGISTRY) $(MAINTAINER) $(HOMEPAGE))
+
 PACKAGES := build/packages
 STAGE := build/stage
 WHEELS := $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/.complete)
@@ -30,7 +38,8 @@ endef
 $(foreach machine,$(SHIM_MACHINES),$(eval $(call wheel_launchers,$(machine))))
 
 $(STAGE)/.complete: $(DIST)/.complete $(DATED) packaging/stage packaging/config.yaml packaging/copyright CHANGELOG.md LICENSE \
-    packaging/60-gpushare.rules $(wildcard packaging/systemd/* packaging/metrics/*)
+    packaging/60-gpushare.rules $(wildcard packaging/systemd/* packaging/metrics/*) README.md README.zh-CN.md \
+    $(shell find docs config packaging/kubernetes -type f) build/dist/.registry
 	@packaging/stage $(DIST) $(STAGE)
 	@touch $@
 

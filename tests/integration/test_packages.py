@@ -56,7 +56,12 @@ def test_deb_has_the_bundle_s_files(packages: dict[str, Path]) -> None:
     wanted = {
         *(f"/usr/bin/{name}" for name in ("gpushare", "gpushare-hook", "gpushare-runtime", "gpushare-runtime-cri")),
         *(f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()),
-        *(f"/usr/share/man/man1/{path.name}.gz" for path in (BUILD / "man/man1").iterdir()),
+        *(f"/usr/share/man/{path.parent.name}/{path.name}.gz" for path in (BUILD / "man").glob("man?/*")),
+        *(f"/usr/share/doc/gpushare/{path.relative_to(TREE)}" for path in (TREE / "docs").rglob("*.md")),
+        "/usr/share/doc/gpushare/README.md",
+        "/usr/share/doc/gpushare/docs/pictures/architecture.svg",
+        "/usr/share/doc/gpushare/examples/config.yaml",
+        "/usr/share/doc/gpushare/kubernetes/installer/daemonset.yaml",
         "/etc/gpushare/config.yaml",
         "/usr/lib/udev/rules.d/60-gpushare.rules",
         "/usr/share/bash-completion/completions/gpushare",
