@@ -73,11 +73,11 @@ PROGRAMS = {
         "OCI hook that gives a container a share of a GPU",
         ("[--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt",),
         (
-            "A low-level runtime starts gpushare-hook as config.json or a hooks directory says, and writes the state of "
-            "the container to its standard input, in the format of the OCI runtime specification.",
+            "A low-level runtime starts gpushare-hook because config.json or a hooks directory names it. The runtime "
+            "writes the state of the container to its standard input, in the format of the OCI specification.",
             "prestart and createRuntime: it reads the request from config.json, checks policy, reserves the share, and "
-            "places devices, the driver and the shim into the container. If it fails, it undoes everything, prints one "
-            "line with the reason, and exits with a code other than 0, so that the container does not start.",
+            "places devices, the driver and the shim into the container. If it fails, it undoes everything, prints "
+            "one line with the reason, and exits with a code other than 0: the container does not start.",
             "poststop: it releases the share. It can run twice, and always exits with 0.",
             "adopt: the stage that gpushare-runtime(8) adds to config.json.",
             "gpushare-hook reads neither its environment nor its working directory, because an image can set both.",
@@ -88,8 +88,8 @@ PROGRAMS = {
             ("--cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
         ),
         ASKED,
-        (('"prestart": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "prestart"]}]', "In config.json."),
-         ('"poststop": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "poststop"]}]', "In config.json.")),
+        (('"prestart": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "prestart"]}]', "config.json"),
+         ('"poststop": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "poststop"]}]', "config.json")),
     ),
 }  # fmt: skip
 
@@ -186,8 +186,8 @@ def config_page() -> str:
 
 CONFIG_TEXT = (
     "One YAML file for a host. Only the key version must be there, and its value is 1; an unknown key is an error. A "
-    "dot in the names below stands for a nested key. A container that starts after a change uses the changed file; running "
-    "containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with --profile "
+    "dot in the names below stands for a nested key. A container that starts after a change uses the changed file; "
+    "running containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with --profile "
     "writes one to begin with."
 )
 
