@@ -187,8 +187,8 @@ def config_page() -> str:
 CONFIG_TEXT = (
     "One YAML file for a host. Only the key version must be there, and its value is 1; an unknown key is an error. A "
     "dot in the names below stands for a nested key. A container that starts after a change uses the changed file; "
-    "running containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with --profile "
-    "writes one to begin with."
+    "running containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with "
+    "--profile writes one to begin with."
 )
 
 
