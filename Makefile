@@ -31,7 +31,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -211,6 +211,9 @@ build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
 site: $(SETUP) ## write the pages of docs/ as a web site to build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs --quiet build --strict --clean --config-file packaging/mkdocs.yml
 	@echo build/site/index.html
+
+sizes: dist ## write docs/sizes.md: what the bundle has, and how large it is
+	@$(VENV_PYTHON) tools/sizes.py >docs/sizes.md.new && mv docs/sizes.md.new docs/sizes.md
 
 docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@

@@ -170,6 +170,16 @@ def test_picture_of_top_is_up_to_date() -> None:
     assert pictures.texts(pictures.draw("top")) == pictures.drawn("top"), "run `make pictures`"
 
 
+def test_recording_shows_demo_and_top() -> None:
+    """The film has every text of both pictures, and plays for FILM_SECONDS."""
+    film = set(pictures.drawn("film"))
+    assert set(pictures.drawn("demo")) <= film
+    headings = {text for text in pictures.drawn("top") if text.isupper()}
+    assert len(headings) > 5 and headings <= film
+    durations = re.findall(r'dur="([\d.]+)s"', (pictures.PICTURES / "film.svg").read_text())
+    assert set(durations) == {f"{pictures.FILM_SECONDS:.1f}"}
+
+
 def write(todo: list[Command], done: dict[int, Done]) -> None:
     """Write the outputs into the page, except where it has `...`."""
     lines = (TREE / TOUR).read_text().splitlines()
