@@ -126,6 +126,12 @@ def test_readmes_have_same_links_and_figures() -> None:
     assert figures[0] == figures[1] and len(figures[0]) > 5
 
 
+def test_index_links_every_page() -> None:
+    """docs/README.md links each page by its kind; internals have an index of their own."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (TREE / "docs/README.md").read_text().partition("## Four kinds")[2]))
+    assert {path.name for path in (TREE / "docs").glob("*.md")} - linked == {"README.md"}
+
+
 def test_picture_of_architecture_is_up_to_date() -> None:
     assert architecture.PICTURE.read_text() == architecture.svg(), "run `make pictures`"
 
