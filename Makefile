@@ -20,6 +20,7 @@ PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
 VENV_PYTHON := build/venv/bin/python
 SETUP := build/.setup
 TEST_SETUP := build/.setup-test
+DOCS_SETUP := build/.setup-docs
 
 # Headers from PyPI wheels (links into build/venv, made with it), for machines without CUDA
 CUDA_INCLUDE := build/include/cuda
@@ -43,8 +44,12 @@ $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 	@packaging/venv "$(PYTHON)"
 	@touch $@
 
-$(TEST_SETUP): packaging/bootstrap $(SETUP)
+$(TEST_SETUP): packaging/bootstrap $(DOCS_SETUP)
 	@packaging/bootstrap test
+	@touch $@
+
+$(DOCS_SETUP): $(SETUP)
+	@packaging/venv "$(PYTHON)" docs
 	@touch $@
 
 # Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
@@ -208,7 +213,7 @@ build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.man_pages build/man
 	@touch $@
 
-site: $(SETUP) ## write the pages of docs/ as a web site to build/site; a broken link is an error
+site: $(DOCS_SETUP) ## write the pages of docs/ as a web site to build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs --quiet build --strict --clean --config-file packaging/mkdocs.yml
 	@echo build/site/index.html
 
