@@ -45,7 +45,7 @@ def test_service_has_its_share_and_ends_it(machine: Systemd) -> None:
 
     def listed() -> list[tuple[str, int]]:
         rows = json.loads(machine.run("gpushare", "list", "--format", "json"))
-        return [(row["name"], row["shares"][0]["memory_limit_bytes"]) for row in rows if row["state"] == "running"]
+        return [(row["id"], row["shares"][0]["memory_limit_bytes"]) for row in rows if row["state"] == "running"]
 
     machine.until(lambda: listed() == [("model", 4 * GIB)])
     (pid,) = machine.show(UNIT, "MainPID")
