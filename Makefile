@@ -20,6 +20,7 @@ PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
 VENV_PYTHON := build/venv/bin/python
 SETUP := build/.setup
 TEST_SETUP := build/.setup-test
+DOCS_SETUP := build/.setup-docs
 
 # Headers from PyPI wheels (links into build/venv, made with it), for machines without CUDA
 CUDA_INCLUDE := build/include/cuda
@@ -31,7 +32,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -43,8 +44,12 @@ $(SETUP): packaging/bootstrap packaging/venv pyproject.toml
 	@packaging/venv "$(PYTHON)"
 	@touch $@
 
-$(TEST_SETUP): packaging/bootstrap $(SETUP)
+$(TEST_SETUP): packaging/bootstrap $(DOCS_SETUP)
 	@packaging/bootstrap test
+	@touch $@
+
+$(DOCS_SETUP): $(SETUP)
+	@packaging/venv "$(PYTHON)" docs
 	@touch $@
 
 # Python programs. The launchers, in build/bin, stand in front of those in build/libexec.
@@ -83,6 +88,7 @@ playground: root build ## a shell with a simulated GPU, gpushare and docker: doc
 	@$(VENV_PYTHON) -m demo.playground
 
 pictures: root build ## draw the pictures of README.md again, from the output of the programs
+	@$(VENV_PYTHON) tools/architecture.py
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
 newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
@@ -206,6 +212,13 @@ man: build/man/.complete ## write the manual pages to build/man
 build/man/.complete: tools/man_pages.py $(CLI_PAGES) $(SETUP)
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.man_pages build/man
 	@touch $@
+
+site: $(DOCS_SETUP) ## write the pages of docs/ as a web site to build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs --quiet build --strict --clean --config-file packaging/mkdocs.yml
+	@echo build/site/index.html
+
+sizes: dist ## write docs/sizes.md: what the bundle has, and how large it is
+	@$(VENV_PYTHON) tools/sizes.py >docs/sizes.md.new && mv docs/sizes.md.new docs/sizes.md
 
 docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*.json)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@

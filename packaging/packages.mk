@@ -1,5 +1,13 @@
-# The released files, in build/packages: the archive, wheels, .deb, .rpm, and the contexts of two images for a cluster
-# (installer and device plugin).
+# The released files, in build/packages: the archive, wheels, .deb, .rpm, and for a cluster the contexts of two images
+# (installer and device plugin) and a Helm chart.
+
+# make packages REGISTRY=HOST/FOLDER: the manifests in .deb and .rpm name the images there. MAINTAINER and HOMEPAGE are
+# fields of these packages.
+export REGISTRY ?=
+export MAINTAINER ?=
+export HOMEPAGE ?=
+build/dist/.registry: .FORCE
+	@$(call STORE,$(REGISTRY) $(MAINTAINER) $(HOMEPAGE))
 
 PACKAGES := build/packages
 STAGE := build/stage
@@ -30,7 +38,8 @@ endef
 $(foreach machine,$(SHIM_MACHINES),$(eval $(call wheel_launchers,$(machine))))
 
 $(STAGE)/.complete: $(DIST)/.complete $(DATED) packaging/stage packaging/config.yaml packaging/copyright CHANGELOG.md LICENSE \
-    packaging/60-gpushare.rules $(wildcard packaging/systemd/* packaging/metrics/*)
+    packaging/60-gpushare.rules $(wildcard packaging/systemd/* packaging/metrics/*) README.md README.zh-CN.md \
+    $(shell find docs config packaging/kubernetes packaging/helm -type f) build/dist/.registry
 	@packaging/stage $(DIST) $(STAGE)
 	@touch $@
 
@@ -48,6 +57,7 @@ $(PACKAGES)/SHA256SUMS: $(ARCHIVE) $(STAGE)/.complete $(WHEELS) packaging/nfpm p
 	    gzip -9n >$(PACKAGES)/gpushare-installer-$(DIST_VERSION).tar.gz
 	$(TAR) -C $(PLUGIN_IMAGE) -c Dockerfile -C $(abspath build/plugin) gpushare | \
 	    gzip -9n >$(PACKAGES)/gpushare-plugin-$(DIST_VERSION).tar.gz
+	$(TAR) -C packaging/helm --dereference -c gpushare | gzip -9n >$(PACKAGES)/gpushare-chart-$(DIST_VERSION).tgz
 	@cd $(PACKAGES) && sha256sum * >SHA256SUMS
 	@cd $(PACKAGES) && ls -l --human-readable
 

@@ -41,7 +41,7 @@ def escaped(text: str) -> str:
 
 def section(command: Command) -> str:
     mark = "##" if len(command.words) < 2 else "###"
-    text = f"\n{mark} {' '.join(('gpushare', *command.words))}\n\n    {command.usage()}\n\n"
+    text = f"\n{mark} {' '.join(('gpushare', *command.words))}\n\n```text\n{command.usage()}\n```\n\n"
     text += "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in command.paragraphs()) + "\n"
     options = command.options()
     if options:
@@ -50,7 +50,7 @@ def section(command: Command) -> str:
     if command.name in EXAMPLES:
         lines = EXAMPLES[command.name]
         width = max(len(line) for line, _ in lines)
-        text += "\n" + "".join(f"    {line:<{width}}  # {what}\n" for line, what in lines)
+        text += "\n```sh\n" + "".join(f"{line:<{width}}  # {what}\n" for line, what in lines) + "```\n"
     if command.name == "doctor":
         text += "\n| check | ok when |\n|---|---|\n"
         text += "".join(f"| {check.name} | {escaped(check.meaning)} |\n" for check in doctor.CHECKS)

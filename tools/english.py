@@ -38,7 +38,14 @@ BANNED = {
 }
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.MULTILINE), use) for pattern, use in BANNED.items()]
 # The other pages of docs/ are not checked yet; the skipped files contain such words on purpose
-_SOURCES = re.compile(r"\.(py|c|h|mk|sh)$|(^|/)(Makefile|CONTRIBUTING\.md|simulator/README\.md)$|^docs/internals/")
+_PAGES = (
+    "README|comparison|docker|glossary|helm|hook|install|migration|oversubscription|"
+    "placement|recipes|request|run|security|sizes|support"
+)
+_SOURCES = re.compile(
+    r"\.(py|c|h|mk|sh)$|(^|/)(Makefile|CONTRIBUTING\.md|simulator/README\.md)$|^docs/internals/"
+    rf"|^(README|SECURITY)\.md$|^docs/({_PAGES})\.md$"
+)
 _SKIPPED = re.compile(r"(^|/)(test_)?english\.py$|^tests/(fuzz/corpus|schemas|golden/[a-z]+/)")
 
 

@@ -1,26 +1,97 @@
 #!/usr/bin/env python3
-"""Write the manual pages, one for each command: man_pages.py DIRECTORY. `make man` writes them to build/man/man1.
+"""Write the manual pages: man_pages.py DIRECTORY. `make man` writes them to build/man.
+
+man1 has a page for each command, man8 one for each of the programs that engines start, and man5 gpushare.yaml.
 
 Source: man-pages(7) for the sections, groff_man(7) for the macros.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from gpushare import doctor
+from gpushare.config import keys
 
+from tools import config_docs
 from tools.commands import COMMON, EXAMPLES, EXIT_CODES, NOTE_ON_ONE, Command, walk
 
 FILES = (
     ("/etc/gpushare/config.yaml", "the configuration"),
     ("/run/gpushare", "leases and shares; for a user without rights over the host $XDG_RUNTIME_DIR/gpushare"),
 )
-NOTES = {
-    "runtime": "The program gpushare-runtime, which stands in front of runc, takes the command line of runc and crun.",
-}
+
+
+class Program(NamedTuple):
+    """A program that engines start: its page in section 8."""
+
+    summary: str
+    synopsis: tuple[str, ...]
+    paragraphs: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+    examples: tuple[tuple[str, str], ...]
+
+
+ASKED = (
+    (
+        "GPUSHARE_MEMORY, GPUSHARE_COMPUTE, GPUSHARE_DEVICES",
+        "The request, from the container's environment.",
+    ),
+    ("NVIDIA_VISIBLE_DEVICES", "Devices for the container, where GPUSHARE_DEVICES is not set."),
+)
+PROGRAMS = {
+    "gpushare-runtime": Program(
+        "OCI runtime that gives containers a share of a GPU",
+        ("[--gpushare-config FILE] [--gpushare-state DIR] [--gpushare-cri] RUNC-OR-CRUN-COMMAND-LINE",),
+        (
+            "gpushare-runtime takes every command line of runc(8) and crun(1). It executes that low-level runtime, "
+            "and changes only what concerns GPUs.",
+            "create and run: it parses the request of the container, checks policy, reserves memory and compute, "
+            "writes devices, mounts and a hook into config.json, and then becomes the low-level runtime. A container "
+            "that requests nothing is not changed. If the share cannot be granted, it prints one line with the reason "
+            "and exits.",
+            "delete: it runs the low-level runtime, and then releases the share.",
+            "restore: it refuses a container with a request, because a checkpoint has addresses of its old device.",
+            "It passes every other command through. runtime.path of gpushare.yaml(5) selects the low-level runtime.",
+            "gpushare-runtime-cri is the same program for containerd and CRI-O: it adds --gpushare-cri. "
+            "gpushare-runtime-configure(1) writes the entries of engines.",
+        ),
+        (
+            ("--gpushare-config FILE", "Read this configuration. Default: /etc/gpushare/config.yaml."),
+            ("--gpushare-state DIR", "Keep leases here. Default: /run/gpushare."),
+            ("--gpushare-cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
+        ),
+        ASKED,
+        (("docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi", "Docker starts it."),),
+    ),
+    "gpushare-hook": Program(
+        "OCI hook that gives a container a share of a GPU",
+        ("[--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt",),
+        (
+            "A low-level runtime starts gpushare-hook because config.json or a hooks directory names it. The runtime "
+            "writes the state of the container to its standard input, in the format of the OCI specification.",
+            "prestart and createRuntime: it reads the request from config.json, checks policy, reserves the share, and "
+            "places devices, the driver and the shim into the container. If it fails, it undoes everything, prints "
+            "one line with the reason, and exits with a code other than 0: the container does not start.",
+            "poststop: it releases the share. It can run twice, and always exits with 0.",
+            "adopt: the stage that gpushare-runtime(8) adds to config.json.",
+            "gpushare-hook reads neither its environment nor its working directory, because an image can set both.",
+        ),
+        (
+            ("--config FILE", "Read this configuration. Default: /etc/gpushare/config.yaml."),
+            ("--state DIR", "Keep leases here. Default: /run/gpushare."),
+            ("--cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
+        ),
+        ASKED,
+        (('"prestart": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "prestart"]}]', "config.json"),
+         ('"poststop": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "poststop"]}]', "config.json")),
+    ),
+}  # fmt: skip
 
 
 def escaped(text: str) -> str:
@@ -42,9 +113,7 @@ def items(pairs: tuple[tuple[str, str], ...] | list[tuple[str, str]]) -> str:
 
 def page(command: Command, everything: list[Command]) -> str:
     name = page_name(command)
-    version = metadata.version("gpushare")
-    body = f'.TH {escaped(name.upper())} 1 "" "gpushare {version}" "gpushare"\n.nh\n.ad l\n'
-    body += f".SH NAME\n{escaped(name)} \\- {escaped(command.summary[:1].lower() + command.summary[1:])}\n"
+    body = _title(name, 1, command.summary[:1].lower() + command.summary[1:])
     body += f".SH SYNOPSIS\n.B {escaped(' '.join(('gpushare', *command.words)))}\n"
     body += f"{escaped(' '.join(command.click.collect_usage_pieces(command.context)))}\n.SH DESCRIPTION\n"
     body += ".PP\n".join(f"{escaped(part)}\n" for part in command.paragraphs())
@@ -61,28 +130,81 @@ def page(command: Command, everything: list[Command]) -> str:
     body += ".SH OPTIONS\n" + items(options)
     if command.name in EXAMPLES:
         body += ".SH EXAMPLES\n" + items([(line, what) for line, what in EXAMPLES[command.name]])
-    if command.name in NOTES:
-        body += f".SH NOTES\n{escaped(NOTES[command.name])}\n"
-    body += ".SH EXIT STATUS\n" + items([(str(code), when) for code, _, when in EXIT_CODES])
-    body += f".PP\n{escaped(NOTE_ON_ONE)}.\n.SH FILES\n" + items(FILES)
-    others = sorted(page_name(one) for one in everything if one.words and page_name(one) != name)
-    see = ["gpushare"] if command.words else others
-    body += ".SH SEE ALSO\n" + "".join(f".BR {escaped(other)} (1){'' if other == see[-1] else ','}\n" for other in see)
-    return body
+    body += _exit_status() + ".SH FILES\n" + items(FILES)
+    others = sorted(page_name(one) for one in everything if one.words and page_name(one) not in (name, *PROGRAMS))
+    see = [f"{other} 1" for other in (["gpushare"] if command.words else others)]
+    return body + see_also([*see, "gpushare-hook 8", "gpushare-runtime 8", "gpushare.yaml 5"])
+
+
+def _title(name: str, section: int, summary: str) -> str:
+    version = metadata.version("gpushare")
+    head = f'.TH {escaped(name.upper())} {section} "" "gpushare {version}" "gpushare"\n.nh\n.ad l\n'
+    return f"{head}.SH NAME\n{escaped(name)} \\- {escaped(summary)}\n"
+
+
+def _exit_status() -> str:
+    codes = items([(str(code), when) for code, _, when in EXIT_CODES])
+    return f".SH EXIT STATUS\n{codes}.PP\n{escaped(NOTE_ON_ONE)}.\n"
+
+
+def see_also(pages: list[str]) -> str:
+    """`pages`: each a name, a space and a section."""
+    found = [one.split() for one in pages]
+    lines = [f".BR {escaped(name)} ({section})" for name, section in found]
+    return ".SH SEE ALSO\n" + ",\n".join(lines) + "\n"
+
+
+def program_page(name: str) -> str:
+    """Return the page of one of PROGRAMS."""
+    one = PROGRAMS[name]
+    body = _title(name, 8, one.summary) + ".SH SYNOPSIS\n"
+    body += "".join(f".B {escaped(name)}\n{escaped(line)}\n" for line in one.synopsis) + ".SH DESCRIPTION\n"
+    body += ".PP\n".join(f"{escaped(part)}\n" for part in one.paragraphs)
+    body += ".SH OPTIONS\n" + items(one.options) + ".SH ENVIRONMENT\n" + items(one.environment)
+    body += ".SH EXAMPLES\n" + items(one.examples)
+    codes = [(str(code), when) for code, error, when in EXIT_CODES if error]
+    after = ".PP\nAfter it has become the low-level runtime, the exit code is that of the low-level runtime.\n"
+    body += ".SH EXIT STATUS\n" + items(codes) + (after if name == "gpushare-runtime" else "")
+    other = next(page for page in PROGRAMS if page != name)
+    return body + ".SH FILES\n" + items(FILES) + see_also(["gpushare 1", f"{other} 8", "gpushare.yaml 5"])
+
+
+def config_page() -> str:
+    """Return gpushare.yaml(5)."""
+    rows = []
+    for key in keys.KEYS:
+        kind = config_docs.values(key.schema).replace("`", "")
+        rows.append((key.path, f"{key.description} Values: {kind}. Default: {json.dumps(key.default)}."))
+    return (
+        _title("gpushare.yaml", 5, "configuration of gpushare")
+        + ".SH SYNOPSIS\n/etc/gpushare/config.yaml\n.SH DESCRIPTION\n"
+        + f"{escaped(CONFIG_TEXT)}\n.SH KEYS\n{items(rows)}.SH EXAMPLES\n"
+        + ".nf\nversion: 1\nsharing:\n  split_count: 4\n.fi\n"
+        + ".SH FILES\n" + items(FILES) + see_also(["gpushare 1", "gpushare-hook 8", "gpushare-runtime 8"])
+    )  # fmt: skip
+
+
+CONFIG_TEXT = (
+    "One YAML file for a host. Only the key version must be there, and its value is 1; an unknown key is an error. A "
+    "dot in the names below stands for a nested key. A container that starts after a change uses the changed file; "
+    "running containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with "
+    "--profile writes one to begin with."
+)
 
 
 def write(directory: Path) -> list[Path]:
     """Write all pages and delete other gpushare pages."""
-    folder = directory / "man1"
-    folder.mkdir(parents=True, exist_ok=True)
     everything = list(walk())
-    pages = {f"{page_name(command)}.1": page(command, everything) for command in everything}
-    for old in folder.glob("gpushare*.1"):
-        if old.name not in pages:
+    pages = {f"man1/{page_name(one)}.1": page(one, everything) for one in everything if page_name(one) not in PROGRAMS}
+    pages |= {f"man8/{name}.8": program_page(name) for name in PROGRAMS}
+    pages["man5/gpushare.yaml.5"] = config_page()
+    for old in directory.glob("man?/gpushare*"):
+        if str(old.relative_to(directory)) not in pages:
             old.unlink()
     for name, text in pages.items():
-        (folder / name).write_text(text)
-    return sorted(folder / name for name in pages)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return sorted(directory / name for name in pages)
 
 
 if __name__ == "__main__":

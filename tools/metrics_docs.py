@@ -18,14 +18,18 @@ HEAD = f"""\
 
 Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a test fails if the page is out of date.
 
-    gpushare export                       # http://127.0.0.1:{PORT}/metrics, until SIGTERM
-    gpushare export --once                # print them
-    gpushare export --socket /run/m.sock  # a unix socket of mode 0600 instead
-    systemctl enable --now gpushare-exporter.service    # from a package
+```sh
+gpushare export                       # http://127.0.0.1:{PORT}/metrics, until SIGTERM
+gpushare export --once                # print them
+gpushare export --socket /run/m.sock  # a unix socket of mode 0600 instead
+systemctl enable --now gpushare-exporter.service    # from a package
+```
 
-    scrape_configs:
-      - job_name: gpushare
-        static_configs: [{{targets: ["127.0.0.1:{PORT}"]}}]
+```yaml
+scrape_configs:
+  - job_name: gpushare
+    static_configs: [{{targets: ["127.0.0.1:{PORT}"]}}]
+```
 
 The exporter listens on loopback, without password or encryption. With `--listen 0.0.0.0` every machine that reaches the
 host can read the metrics. It needs root (leases belong to root) and the host's pid namespace; run by another user it

@@ -1,6 +1,8 @@
 """Make the pictures of README.md: screens of real programs on a simulated GPU (`make pictures`).
 
-    PYTHONPATH=hook:. build/venv/bin/python -m tools.pictures [demo] [top]      writes docs/pictures/NAME.svg
+    PYTHONPATH=hook:. build/venv/bin/python -m tools.pictures [demo] [top] [film]    writes docs/pictures/NAME.svg
+
+film is a recording of both, of FILM_SECONDS, that plays in the browser.
 
 Numbers and process ids differ from run to run; a test compares the rest with the pictures in docs/.
 """
@@ -38,6 +40,8 @@ class Picture(NamedTuple):
     lines: int
     ready: Callable[[str], bool]  # is everything that belongs on the screen there?
     nice: Callable[[str], bool]  # is the screen also good enough for a picture?
+    interval_s: float = 0  # of a program that draws until it is ended
+    shots: int = 0  # of such a program, in the film
 
 
 def both_work(text: str, least_percent: int = 1) -> bool:
@@ -65,8 +69,12 @@ TABLE = {
         10,
         both_work,
         lambda text: both_work(text, least_percent=85),
+        interval_s=1,
+        shots=8,
     ),
 }
+FILM_SECONDS = 20
+FILM = (("demo", FILM_SECONDS * 0.6), ("top", FILM_SECONDS * 0.4))
 
 
 def draw(name: str, nice: bool = False) -> str:
@@ -82,6 +90,33 @@ def draw(name: str, nice: bool = False) -> str:
             terminal.end(60)
 
 
+def film() -> str:
+    """Record `make demo`, then `gpushare top`. Return an SVG that plays both."""
+    shots: list[tuple[float, list[str]]] = []
+    for name, seconds in FILM:
+        found: list[list[str]] = []
+        one = TABLE[name]
+
+        def look(text: str, found: list[list[str]] = found, one: Picture = one) -> bool:
+            shown = screen_svg.rows(terminal.screen)
+            if text.strip() and (not found or found[-1] != shown):
+                found.append(shown)
+            return one.ready(text) and (one.interval_s == 0 or len(found) > one.shots)
+
+        with Terminal(one.command, one.columns, one.lines, env={"PYTHONPATH": f"{TREE}/hook:{TREE}"}) as terminal:
+            try:
+                terminal.expect(look, 90)
+            finally:
+                if terminal.process.poll() is None:
+                    terminal.process.terminate()
+                terminal.end(60)
+        last = seconds / 4 if one.interval_s == 0 else 0  # time to read the result
+        found = found[-one.shots :] if one.interval_s else found
+        each = (seconds - last) / len(found)
+        shots += [(each + (last if shown is found[-1] else 0), shown) for shown in found]
+    return screen_svg.film(shots, max(TABLE[name].columns for name, _ in FILM), "make demo, then gpushare top")
+
+
 def texts(picture: str) -> list[str]:
     """Return the visible texts in screen order, with every number replaced, because numbers differ between runs."""
     found = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
@@ -95,8 +130,8 @@ def drawn(name: str) -> list[str]:
 
 def main(names: list[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
-    for name in names or TABLE:
-        (PICTURES / f"{name}.svg").write_text(draw(name, nice=True))
+    for name in names or (*TABLE, "film"):
+        (PICTURES / f"{name}.svg").write_text(film() if name == "film" else draw(name, nice=True))
         print(PICTURES.relative_to(TREE) / f"{name}.svg")
 
 

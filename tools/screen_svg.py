@@ -89,14 +89,49 @@ def lines(screen: pyte.Screen) -> list[list[pyte.screens.Char]]:
     return [[screen.buffer[row][column] for column in range(screen.columns)] for row in rows]
 
 
+def rows(screen: pyte.Screen) -> list[str]:
+    """Return the elements of each row, without the empty rows at the top and bottom."""
+    return ["\n".join(_line(row, cells)) for row, cells in enumerate(lines(screen))]
+
+
 def svg(screen: pyte.Screen, title: str) -> str:
-    shown = lines(screen)
-    width = round(2 * MARGIN + screen.columns * CELL_WIDTH)
-    height = 2 * MARGIN + len(shown) * CELL_HEIGHT
+    return _framed("\n".join(filter(None, rows(screen))), screen.columns, len(lines(screen)), title)
+
+
+def film(shots: list[tuple[float, list[str]]], columns: int, title: str) -> str:
+    """An SVG that plays forever. `shots`: (seconds, `rows` of a screen). A row that stays is written once."""
+    whole = sum(seconds for seconds, _ in shots)
+    parts: list[str] = []
+    for row in range(max(len(shown) for _, shown in shots)):
+        begin, text = 0.0, ""
+        at = 0.0
+        for seconds, shown in [*shots, (0.0, [])]:
+            now = shown[row] if row < len(shown) else ""
+            if now != text:
+                parts += [_between(text, begin / whole, at / whole, whole)] if text else []
+                begin, text = at, now
+            at += seconds
+    return _framed("\n".join(parts), columns, max(len(shown) for _, shown in shots), title)
+
+
+def _between(text: str, begin: float, end: float, seconds: float) -> str:
+    """Show elements from `begin` to `end`, parts of the whole time."""
+    times = [(0.0, "hidden")] * (begin > 0) + [(begin, "visible")] + [(end, "hidden")] * (end < 1)
+    values = ";".join(value for _, value in times)
+    keys = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time, _ in times)
+    play = (
+        f'<animate attributeName="visibility" values="{values}" keyTimes="{keys}" calcMode="discrete"'
+        f' dur="{seconds:.1f}s" repeatCount="indefinite"/>'
+    )
+    return f'<g visibility="hidden">{play}\n{text}\n</g>'
+
+
+def _framed(body: str, columns: int, count: int, title: str) -> str:
+    width = round(2 * MARGIN + columns * CELL_WIDTH)
+    height = 2 * MARGIN + count * CELL_HEIGHT
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         f' font-family="{FONTS}" font-size="{FONT_SIZE}" xml:space="preserve">'
     )
-    body = "\n".join(part for row, cells in enumerate(shown) for part in _line(row, cells))
     frame = f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>'
     return f"{head}\n<title>{escape(title)}</title>\n{frame}\n{body}\n</svg>\n"

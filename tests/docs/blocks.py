@@ -39,6 +39,12 @@ def pages() -> list[str]:
     return [*PAGES, *sorted(str(path.relative_to(TREE)) for path in (TREE / "docs").rglob("*.md"))]
 
 
+def fenced(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(language, lines) of each fenced block."""
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield found[1], found[2].splitlines()
+
+
 def blocks(text: str) -> Iterator[tuple[int, list[str]]]:
     """(number of the first line, the lines without indent) of each block. As in Markdown, empty lines do not end a
     block, and an indented continuation of a list item is none."""

@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 def side(text: str) -> Side:
     """The first block of `text`: NAME=VALUE lines; the other lines are YAML."""
-    _, lines = next(blocks.blocks(text))
+    _, lines = next(blocks.fenced(text))
     env = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z_0-9]+=", line))
     rest = "\n".join(line for line in lines if not re.match(r"[A-Z_0-9]+=", line))
     return Side(env, yaml.safe_load(rest) or {})

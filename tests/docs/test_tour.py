@@ -3,6 +3,7 @@ GOLDEN_WRITE=1 writes the output into the tour."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import INDENT, Command, blocks, commands
+from tests.docs.blocks import Command, commands, fenced
 from tests.docs.session import Done, Session, agrees
 from tests.support.host import TREE
 from tools import pictures
@@ -33,6 +34,7 @@ TYPED = {
     "docs/podman.md": IMPORT,
     "docs/limits.md": f"{CONFIGURE} && docker run -d --runtime gpushare -e GPUSHARE_MEMORY=4Gi demo busy --seconds 600",
     "docs/run.md": "true",
+    "docs/recipes.md": CONFIGURE,
     "docs/engines.md": IMPORT,
 }
 # Command on a page -> the command that runs
@@ -119,14 +121,36 @@ def test_page_commands_succeed(playground: Session, page: str) -> None:
         playground.run(UNDO)
 
 
-def test_compose_service_gets_its_share(playground: Session, tmp_path: Path) -> None:
-    """docker-compose: a service of that file gets its share."""
-    page = (TREE / "docs/docker.md").read_text()
-    (lines,) = (lines for _, lines in blocks(page) if lines[0] == "services:")
+def service_files(page: str) -> list[str]:
+    """The Compose files of a page, with an image that exists here."""
+    found = ["\n".join(lines) for _, lines in fenced((TREE / page).read_text()) if lines[0] == "services:"]
+    return [text.replace("image: IMAGE\n", "image: demo\n    command: nvidia-smi\n") + "\n" for text in found]
+
+
+@pytest.mark.parametrize("page", ["docs/docker.md", "docs/recipes.md"])
+def test_compose_services_get_their_shares(playground: Session, tmp_path: Path, page: str) -> None:
+    """docker-compose: every service of that file gets its share."""
+    (text,) = service_files(page)
+    sizes = re.findall(r"GPUSHARE_MEMORY: (\d+)Gi", text)
+    assert len(sizes) == text.count("image: demo") > 0
     path = tmp_path / "compose.yaml"
-    path.write_text("\n".join(lines).replace("image: IMAGE\n", "image: demo\n    command: nvidia-smi\n"))
+    path.write_text(text)
     compose = f"docker-compose -f {path}"
-    done = playground.run(f"{CONFIGURE} && {compose} up --exit-code-from train && {compose} down")
+    done = playground.run(f"{CONFIGURE} && {compose} up && {compose} down")
+    playground.run(UNDO)
+    assert done.code == 0, done.out
+    for size in sizes:
+        assert f"/{1024 * int(size):8}MiB" in done.out, done.out
+
+
+def test_dev_container_gets_its_share(playground: Session) -> None:
+    """The editor calls `docker run` with runArgs and containerEnv."""
+    page = (TREE / "docs/recipes.md").read_text()
+    (text,) = ("\n".join(lines) for language, lines in fenced(page) if language == "json")
+    settings = json.loads(text)
+    env = [f"-e {name}={value}" for name, value in settings["containerEnv"].items()]
+    command = " ".join(["docker run --rm", *settings["runArgs"], *env, "demo nvidia-smi"])
+    done = playground.run(f"{CONFIGURE} && {command}")
     playground.run(UNDO)
     assert done.code == 0 and "/    4096MiB" in done.out, done.out
 
@@ -146,11 +170,21 @@ def test_picture_of_top_is_up_to_date() -> None:
     assert pictures.texts(pictures.draw("top")) == pictures.drawn("top"), "run `make pictures`"
 
 
+def test_recording_shows_demo_and_top() -> None:
+    """The film has every text of both pictures, and plays for FILM_SECONDS."""
+    film = set(pictures.drawn("film"))
+    assert set(pictures.drawn("demo")) <= film
+    headings = {text for text in pictures.drawn("top") if text.isupper()}
+    assert len(headings) > 5 and headings <= film
+    durations = re.findall(r'dur="([\d.]+)s"', (pictures.PICTURES / "film.svg").read_text())
+    assert set(durations) == {f"{pictures.FILM_SECONDS:.1f}"}
+
+
 def write(todo: list[Command], done: dict[int, Done]) -> None:
     """Write the outputs into the page, except where it has `...`."""
     lines = (TREE / TOUR).read_text().splitlines()
     for one in reversed(todo):
         if not any("..." in line for line in one.output):
-            printed = [f"{INDENT}{line}".rstrip() for line in done[one.line].out.splitlines()]
+            printed = [line.rstrip() for line in done[one.line].out.splitlines()]
             lines[one.line : one.line + len(one.output)] = printed
     (TREE / TOUR).write_text("\n".join(lines) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -19,6 +20,7 @@ from tests.support.engines import image
 from tests.support.host import Node
 from tests.support.runc import Container
 from tests.support.terminal import Terminal
+from tools import sizes
 
 MakeContainer = Callable[..., Container]
 ONE_GIB = {"GPUSHARE_MEMORY": "1Gi"}
@@ -109,6 +111,16 @@ def test_hook_runs_on_a_host_with_only_the_bundle(
     assert leases_in(empty_root, node) == [one.id]
     one.delete()
     assert leases_in(empty_root, node) == []
+
+
+def test_documented_sizes_are_those_of_the_bundle(bundle: Path) -> None:
+    """Within a quarter, because compilers and dependencies differ; a part that is not on the page is an error."""
+    rows = re.findall(r"^\| \**([^|*]+?)\** \| ([\d.]+) \|", (host.TREE / "docs/sizes.md").read_text(), re.MULTILINE)
+    written = {name: float(size) * 1e6 for name, size in rows}
+    found = sizes.parts(bundle)
+    assert set(found) <= set(written), "run `make sizes`"
+    wrong = {name: size for name, size in found.items() if not abs(size - written[name]) <= max(size / 4, 20_000)}
+    assert wrong == {}, "run `make sizes`"
 
 
 def test_terminal_commands_and_manual_pages_work(

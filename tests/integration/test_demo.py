@@ -27,7 +27,7 @@ def _no_files_left() -> Iterator[None]:
 
 
 def test_demo_runs_twice() -> None:
-    """As a pipe, and on a terminal, where it looks like the picture in README.md."""
+    """As a pipe, and on a terminal, where it looks like its picture."""
     done = subprocess.run(DEMO, cwd=host.TREE, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout  # only terminals get colours

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import elf
 from tests.support.host import BUILD, TREE, version
@@ -56,7 +57,12 @@ def test_deb_has_the_bundle_s_files(packages: dict[str, Path]) -> None:
     wanted = {
         *(f"/usr/bin/{name}" for name in ("gpushare", "gpushare-hook", "gpushare-runtime", "gpushare-runtime-cri")),
         *(f"/usr/lib/systemd/system/{path.name}" for path in (TREE / "packaging/systemd").iterdir()),
-        *(f"/usr/share/man/man1/{path.name}.gz" for path in (BUILD / "man/man1").iterdir()),
+        *(f"/usr/share/man/{path.parent.name}/{path.name}.gz" for path in (BUILD / "man").glob("man?/*")),
+        *(f"/usr/share/doc/gpushare/{path.relative_to(TREE)}" for path in (TREE / "docs").rglob("*.md")),
+        "/usr/share/doc/gpushare/README.md",
+        "/usr/share/doc/gpushare/docs/pictures/architecture.svg",
+        "/usr/share/doc/gpushare/examples/config.yaml",
+        "/usr/share/doc/gpushare/kubernetes/installer/daemonset.yaml",
         "/etc/gpushare/config.yaml",
         "/usr/lib/udev/rules.d/60-gpushare.rules",
         "/usr/share/bash-completion/completions/gpushare",
@@ -78,6 +84,31 @@ def test_rpm_can_be_read_by_rpm(packages: dict[str, Path]) -> None:
     scripts = run(*query, "--scripts")
     for path in (TREE / "packaging" / "scripts").iterdir():
         assert path.read_text().strip() in scripts, path.name
+
+
+def test_packages_have_no_made_up_address(packages: dict[str, Path]) -> None:
+    """Maintainer and home page are the builder's; without a home page there is no such field."""
+    deb = run("dpkg-deb", "--field", packages[".deb"])
+    assert "Maintainer: gpushare maintainers\n" in deb and "Homepage:" not in deb and ".invalid" not in deb
+    query = ("rpm", "--query", "--package", "--nosignature", packages[".rpm"])
+    assert run(*query, "--queryformat", "%{url}") == "(none)"
+
+
+def test_wrong_home_page_is_refused(tmp_path: Path) -> None:
+    environment = {**os.environ, "STAGE": str(tmp_path), "VERSION": VERSION, "HOMEPAGE": "example"}
+    done = subprocess.run(["packaging/nfpm", tmp_path], cwd=TREE, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "HOMEPAGE=example is no URL" in done.stderr, done.stderr
+
+
+def test_shipped_manifests_name_the_registry(packages: dict[str, Path], tmp_path: Path) -> None:
+    environment = {**os.environ, "REGISTRY": "registry.site/gpu", "SOURCE_DATE_EPOCH": "0"}
+    subprocess.run(["packaging/stage", BUNDLE, tmp_path], cwd=TREE, env=environment, check=True)
+    shipped = tmp_path / "usr/share/doc/gpushare/kubernetes"
+    for path in shipped.rglob("kustomization.yaml"):
+        for image in yaml.safe_load(path.read_text()).get("images", []):
+            assert image["newName"] == f"registry.site/gpu/{image['name']}", path
+    chart = tmp_path / "usr/share/doc/gpushare/helm/gpushare/files/installer.yaml"
+    assert not chart.is_symlink() and chart.read_bytes() == (shipped / "installer/daemonset.yaml").read_bytes()
 
 
 def test_installation_configures_nothing() -> None:

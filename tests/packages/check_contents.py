@@ -36,6 +36,7 @@ def test_all_packages_exist() -> None:
         f"gpushare-{VERSION}-linux-x86_64.tar.gz",
         f"gpushare-{VERSION}-py3-none-manylinux2014_aarch64.whl",
         f"gpushare-{VERSION}-py3-none-manylinux2014_x86_64.whl",
+        f"gpushare-chart-{VERSION}.tgz",
         f"gpushare-installer-{VERSION}.tar.gz",
         f"gpushare-plugin-{VERSION}.tar.gz",
         f"gpushare_{VERSION}_amd64.deb",

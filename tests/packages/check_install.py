@@ -181,7 +181,7 @@ def test_package_is_installed_used_upgraded_and_removed(
 def test_archive_is_unpacked_used_upgraded_and_removed(
     clean_root: CleanRoot, held: Callable[..., Held], tmp_path: Path
 ) -> None:
-    """The commands of README: a newer version is unpacked beside the old one, which is removed after its containers."""
+    """docs/install.md: a newer version is unpacked beside the old one, which is removed after its containers."""
     root, link = clean_root, "/usr/local/bin/gpushare"
     (old,) = PACKAGES.glob("gpushare-*-linux-x86_64.tar.gz")
     homes = []

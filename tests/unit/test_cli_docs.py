@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
 from gpushare.cli.main import COMMANDS, group
+from gpushare.config import keys as config_keys
 from gpushare.config import node
 from gpushare.core import errors
 from gpushare.core.errors import CapacityError
+from gpushare.programs import commandline, hook
 from gpushare.state import log
 
 from tests.support.host import TREE
@@ -170,7 +173,31 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_every_command_has_manual_page(pages: list[Path]) -> None:
-    assert {page.stem for page in pages} == {"-".join(("gpushare", *command.words)) for command in EVERYTHING}
+    """The page of a program takes the place of a group of commands with its name."""
+    found = {f"{page.parent.name}/{page.name}" for page in pages}
+    commands = {"-".join(("gpushare", *command.words)) for command in EVERYTHING}
+    programs = {"gpushare-hook", "gpushare-runtime"}
+    assert found == {
+        *(f"man1/{name}.1" for name in commands - programs),
+        *(f"man8/{name}.8" for name in programs),
+        "man5/gpushare.yaml.5",
+    }
+
+
+def test_pages_of_programs_describe_their_command_lines(pages: list[Path]) -> None:
+    texts = {page.name: page.read_text().replace("\\-", "-") for page in pages}
+    for flag in (*commandline.OWN, commandline.OWN_CRI):
+        assert f".B --{flag}" in texts["gpushare-runtime.8"]
+    assert hook._SYNOPSIS.partition(" ")[2] in texts["gpushare-hook.8"]
+    for key in config_keys.KEYS:
+        assert f".B {key.path}\n" in texts["gpushare.yaml.5"]
+
+
+def test_other_pages_named_in_a_page_exist(pages: list[Path]) -> None:
+    ours = {(page.stem, page.suffix[1:]) for page in pages}
+    for page in pages:
+        named = re.findall(r"\b(gpushare[\w.-]*?) ?\((\d)\)", page.read_text().replace("\\-", "-"))
+        assert set(named) <= ours, page.name
 
 
 def test_groff_prints_no_warnings(pages: list[Path]) -> None:

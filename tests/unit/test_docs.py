@@ -13,7 +13,7 @@ from gpushare.request import constraints, dialects
 from gpushare.request.dialects import conditions, nvidia_driver_env
 
 from tests.support.host import TREE
-from tools import backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
+from tools import architecture, backend_docs, config_docs, dialect_docs, error_docs, error_texts, metrics_docs
 
 
 def test_config_docs_are_up_to_date() -> None:
@@ -74,7 +74,7 @@ def test_make_targets_in_docs_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (TREE / "Makefile").read_text(), re.MULTILINE))
     for part in ("shim/shim.mk", "simulator/sim.mk", "packaging/packages.mk", "bench/bench.mk"):
         targets |= set(re.findall(r"^([a-z0-9-]+):", (TREE / part).read_text(), re.MULTILINE))
-    for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/security.md"):
+    for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/install.md", "docs/security.md"):
         text = (TREE / name).read_text()
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)|^make ([a-z0-9-]+)(?= +#|$)", text, re.MULTILINE))
         named = {word for pair in named for word in pair if word}
@@ -85,7 +85,8 @@ def test_versions_match_pyproject() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', (TREE / "pyproject.toml").read_text(), re.MULTILINE)
     named = r"(?:gpushare(?:-installer)?[-_:]|newTag: )([0-9]+\.[0-9]+\.[0-9]+)"
     kubernetes = ("README.md", "installer/Dockerfile", "installer/kustomization.yaml")
-    for name in ("README.md", "README.zh-CN.md", *(f"packaging/kubernetes/{one}" for one in kubernetes)):
+    pages = ("README.md", "README.zh-CN.md", "docs/install.md", *(f"packaging/kubernetes/{one}" for one in kubernetes))
+    for name in pages:
         assert set(re.findall(named, (TREE / name).read_text())) == {version}, name
     newest = re.search(r"^## ([0-9.]+)", (TREE / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest and newest[1] == version
@@ -95,16 +96,22 @@ def test_versions_match_pyproject() -> None:
 def test_readme_samples_have_current_columns(readme: str) -> None:
     lines = (TREE / readme).read_text().splitlines()
     for name, columns in (("list", containers._LIST), ("devices", devices._COLUMNS)):
-        heading = lines[lines.index(f"    $ gpushare {name}") + 1]
+        heading = lines[lines.index(f"$ gpushare {name}") + 1]
         assert re.split("  +", heading.strip()) == [one.title.upper() for one in columns if not one.only_tty], name
 
 
-def test_readmes_show_same_commands() -> None:
-    def blocks(name: str) -> list[str]:
-        lines = (TREE / name).read_text().splitlines()
-        return [re.sub(r"\s+#.*", "", line) for line in lines if line.startswith("    ")]
+def _fenced(text: str) -> list[str]:
+    """Return the code blocks with their language."""
+    return re.findall(r"^```[\s\S]*?^```$", text, re.MULTILINE)
 
-    assert blocks("README.md") == blocks("README.zh-CN.md")
+
+def test_readmes_have_same_structure() -> None:
+    """The same code blocks, and as many headings, table rows and list items."""
+    english, chinese = ((TREE / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+    assert _fenced(english) == _fenced(chinese) and len(_fenced(english)) > 4
+    for part in (r"^#+ ", r"^\|", r"^\* ", r"^!\["):
+        found = [len(re.findall(part, text, re.MULTILINE)) for text in (english, chinese)]
+        assert found[0] == found[1] > 0, part
 
 
 def test_readmes_have_same_links_and_figures() -> None:
@@ -112,10 +119,21 @@ def test_readmes_have_same_links_and_figures() -> None:
     english, chinese = ((TREE / name).read_text() for name in ("README.md", "README.zh-CN.md"))
     links = [set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
     assert links[0] == links[1]
-    named = [{" ".join(word.split()) for word in re.findall(r"`([^`]+)`", text)} for text in (english, chinese)]
+    prose = [re.sub(r"^```[\s\S]*?^```$", "", text, flags=re.MULTILINE) for text in (english, chinese)]
+    named = [{" ".join(word.split()) for word in re.findall(r"`([^`]+)`", text)} for text in prose]
     assert named[0] - named[1] == set()
     figures = [re.findall(r"\| *([\d.,]+(?: \w+)?) \|$", text, re.MULTILINE) for text in (english, chinese)]
     assert figures[0] == figures[1] and len(figures[0]) > 5
+
+
+def test_index_links_every_page() -> None:
+    """docs/README.md links each page by its kind; internals have an index of their own."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (TREE / "docs/README.md").read_text().partition("## Four kinds")[2]))
+    assert {path.name for path in (TREE / "docs").glob("*.md")} - linked == {"README.md"}
+
+
+def test_picture_of_architecture_is_up_to_date() -> None:
+    assert architecture.PICTURE.read_text() == architecture.svg(), "run `make pictures`"
 
 
 def test_placement_conditions_are_documented() -> None:

@@ -140,6 +140,7 @@ def test_version_and_licence_agree() -> None:
     for folder in ("plugin", "exporter"):
         (image,) = yaml.safe_load((KUBERNETES / folder / "kustomization.yaml").read_text())["images"]
         assert image == {"name": pod_of(f"{folder}/daemonset.yaml")[1]["image"], "newTag": version()}
+    assert set(re.findall(r"gpushare-\w+-(\d+\.\d+\.\d+)\.t", (TREE / "docs/helm.md").read_text())) == {version()}
     files = ("installer/Dockerfile", "plugin/Dockerfile", "plugin/kustomization.yaml", "README.md")
     for name in ("README.md", "README.zh-CN.md", *(f"packaging/kubernetes/{name}" for name in files)):
         named = re.findall(r"gpushare[-_\w]*[-_:](\d+\.\d+\.\d+)", (TREE / name).read_text())
