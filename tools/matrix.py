@@ -8,7 +8,8 @@ when it is killed. It shares the machine's kernel and cgroups. Each run copies t
 committed, to /root/gpushare in the root.
 
 Counts, versions and names of failed tests go to DIR/SUITE.json, where each part replaces its earlier result. The logs
-are in DIR/SUITE.logs. --record copies the JSON to tests/matrix, from which docs/versions.md is made. The exit code is 1 if a part has not passed.
+are in DIR/SUITE.logs. --record copies the JSON to tests/matrix, from which docs/versions.md is made. The exit code is 1
+if a part has not passed.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def _tests(*words: str) -> str:
 
 
 # Files whose tests start containers by an engine; the rows of `engine_of`
-ENGINES = ("tests/integration/test_engines.py", "tests/integration/test_docker*.py", "tests/integration/test_podman*.py",
-           "tests/integration/test_containerd*.py", "tests/integration/test_rootless_podman.py",
-           "tests/integration/test_systemd*.py")  # fmt: skip
+_ENGINE_FILES = ("engines", "docker*", "podman*", "containerd*", "rootless_podman", "systemd*")
+ENGINES = tuple(f"tests/integration/test_{name}.py" for name in _ENGINE_FILES)
 
 PARTS = (
     Part("lint", "all linters", "tools/lint"),
-    Part("unit", "pure code, golden texts, the limiter, fuzzing", _tests("tests/unit tests/golden tests/limiter tests/fuzz")),
+    Part("unit", "pure code, golden texts, the limiter, fuzzing",
+         _tests("tests/unit tests/golden tests/limiter tests/fuzz")),
     Part("shim", "the shim and the simulator", _tests("tests/shim tests/simulator tests/conformance tests/hardware")),
     Part("engines", "docker, containerd, podman, runc, crun, systemd", _tests(*ENGINES), True),
     Part("e2e", "other end-to-end tests, attacks, commands of the docs",
@@ -73,7 +74,7 @@ PARTS = (
     Part("compilers", "build with every gcc of the suite", "tools/compilers"),
 )  # fmt: skip
 
-# What every run does first
+# Every run does this first
 SETUP = """
 make --no-print-directory build dist gpu-programs build/.setup-test
 packaging/bootstrap compilers
@@ -145,6 +146,11 @@ class Root:
         daemons = new / "usr/sbin/policy-rc.d"  # an installed engine must not start
         daemons.write_text("#!/bin/sh\nexit 101\n")
         daemons.chmod(0o755)
+        # Such as a proxy, and what this machine accepts of its mirror
+        settings = [
+            line for line in run("apt-config", "dump").splitlines() if re.match("Acquire::(?!IndexTargets)", line)
+        ]
+        (new / "etc/apt/apt.conf.d/90machine").write_text("\n".join(settings) + "\n")
         new.rename(self.path)
 
     def copy_tree(self) -> None:

@@ -3,8 +3,8 @@
 
     newest.py DIR       fills DIR once; the programs are in DIR/bin
 
-They need a newer C library than this machine may have, so patchelf gives them the archive's loader and libraries. Nothing
-is installed. See nvidia_userland.py for the sources.
+They need a newer C library than this machine may have, so patchelf gives them the archive's loader and libraries.
+Nothing is installed. See nvidia_userland.py for the sources.
 """
 
 from __future__ import annotations

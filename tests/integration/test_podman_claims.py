@@ -1,5 +1,5 @@
-"""Containers that claim, by annotations of a CRI, to be a pod's sandbox or container. Podman before version 5 copies such
-annotations from images; from version 5 on, the user's own --annotation makes the same claim."""
+"""Containers that claim, by annotations of a CRI, to be a pod's sandbox or container. Podman before version 5 copies
+such annotations from images; from version 5 on, the user's own --annotation makes the same claim."""
 
 from __future__ import annotations
 

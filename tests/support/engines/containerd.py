@@ -63,7 +63,7 @@ class Containerd:
             raise
 
     def _add_second_handler(self) -> None:
-        """Add the configured handler again, without annotations of gpushare. From containerd 2.1 on it is in a drop-in."""
+        """Add the configured handler again, without annotations of gpushare. containerd 2.1 has it in a drop-in."""
         drop_in = Path(containerd.DROP_IN)
         file = drop_in if drop_in.exists() else self.config
         runtimes = tomlkit.parse(file.read_text()).unwrap()["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]
