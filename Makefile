@@ -28,7 +28,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -105,6 +105,10 @@ MATRIX ?= build/matrix
 matrix: root $(SETUP) ## the tests in a root with another release, SUITE=bookworm, trixie or sid; PARTS="lint unit"; kept in MATRIX (build/matrix)
 	@packaging/bootstrap matrix
 	@$(VENV_PYTHON) -m tools.matrix --folder "$(MATRIX)" $(if $(RECORD),--record) $(or $(SUITE),all) $(PARTS)
+
+matrix-vm: root build packages ## containers and units in a virtual machine with systemd and cgroup v2, SUITE=sid; installs the .deb
+	@packaging/bootstrap matrix
+	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(SUITE)
 
 test-elsewhere: root ## tests from clones below /tmp, at a long path and behind a symbolic link
 	@tools/elsewhere

@@ -121,20 +121,21 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 class Root:
-    """The root of a suite."""
+    """The root of a suite. `more`: what its name has beside the suite."""
 
-    def __init__(self, folder: Path, suite: str) -> None:
-        self.suite, self.path = suite, folder / suite
+    def __init__(self, folder: Path, suite: str, more: str = "") -> None:
+        self.suite, self.path = suite, folder / f"{suite}{more}"
         self.tree = self.path / INSIDE
-        self.logs = folder / f"{suite}.logs"
-        self.result = folder / f"{suite}.json"
+        self.logs = folder / f"{suite}{more}.logs"
+        self.result = folder / f"{suite}{more}.json"
+        self.lock = folder / f"{suite}{more}.lock"
 
     def make(self) -> None:
         """Unpack the suite, unless that is done. Packages come from this machine's own mirror."""
         if self.path.exists():
             return
         say(f"making {self.path} with debootstrap")
-        new = self.path.with_name(f"{self.suite}.new")
+        new = self.path.with_name(f"{self.path.name}.new")
         shutil.rmtree(new, ignore_errors=True)
         mirror = _mirror()
         with open(self.logs / "debootstrap.log", "wb") as log:
@@ -170,6 +171,10 @@ class Root:
             if source.exists() or source.is_symlink():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
+        self.copy_settings()
+
+    def copy_settings(self) -> None:
+        """Bring what reaches the network from this machine."""
         for name in ("etc/resolv.conf", "etc/hosts"):
             shutil.copy(f"/{name}", self.path / name)
         certificates = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -184,7 +189,19 @@ class Root:
         fixed = ("HOME=/root", f"PATH={_PATH}", "LANG=C.UTF-8", "TERM=dumb", "DEBIAN_FRONTEND=noninteractive")
         args = f"PYTEST_ARGS={ONLY}"
         spaces = ("--mount", "--uts", "--ipc", "--pid", *(() if network else ("--net",)))
-        entered = ("unshare", *spaces, "--fork", "--kill-child", "bash", str(_ENTER), str(self.path), f"/{INSIDE}")
+        entered = (
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            *spaces,
+            "--fork",
+            "--kill-child",
+            "bash",
+            str(_ENTER),
+            str(self.path),
+            f"/{INSIDE}",
+        )
         return [*entered, "env", "-i", *fixed, *kept, args, "bash", "-euo", "pipefail", "-c", script]
 
     def call(self, name: str, script: str, network: bool = False) -> int:
@@ -203,6 +220,18 @@ class Root:
         done = subprocess.run(self.words(script, False), stdin=subprocess.DEVNULL, capture_output=True, text=True)
         return done.stdout
 
+    def versions(self) -> dict[str, str]:
+        """Return the version of each row of VERSIONS that the root has."""
+        script = "\n".join(
+            f"echo {name} $({words} 2>/dev/null | head -n 1 || true)" for name, words in VERSIONS.items()
+        )
+        found = {}
+        for line in self.ask(script).splitlines():
+            name, _, text = line.partition(" ")
+            number = re.search(r"\d+(\.\d+)+[^\s,)]*", text)
+            found[name] = number[0] if number else ""
+        return found
+
 
 def _mirror() -> str:
     """This machine's own source of packages."""
@@ -213,18 +242,6 @@ def _mirror() -> str:
     if not found:
         sys.exit(f"gpushare: apt knows no source of {suite or 'this release'}; run apt-get update")
     return found[0]
-
-
-def versions(root: Root) -> dict[str, str]:
-    script = "\n".join(
-        f"echo {name} $({command} 2>/dev/null | head -n 1 || true)" for name, command in VERSIONS.items()
-    )
-    found = {}
-    for line in root.ask(script).splitlines():
-        name, _, text = line.partition(" ")
-        number = re.search(r"\d+(\.\d+)+[^\s,)]*", text)
-        found[name] = number[0] if number else ""
-    return found
 
 
 class Outcome(NamedTuple):
@@ -318,7 +335,7 @@ def run_parts(root: Root, parts: list[Part]) -> int:
     root.logs.mkdir(parents=True, exist_ok=True)
     failed = []
     result: dict[str, Any] = json.loads(root.result.read_text()) if root.result.exists() else {}
-    with locked(root.path.with_name(f"{root.suite}.lock"), str(root.path)):
+    with locked(root.lock, str(root.path)):
         root.make()
         root.copy_tree()
         say(f"{root.suite}: installing and building; {root.logs}/setup.log")
@@ -327,7 +344,7 @@ def run_parts(root: Root, parts: list[Part]) -> int:
             return 1
         commit = run("git", "rev-parse", "--short=8", "HEAD", cwd=TREE).strip()
         dirty = run("git", "status", "--porcelain", cwd=TREE).strip()
-        result.update(suite=root.suite, versions=versions(root))
+        result.update(suite=root.suite, versions=root.versions())
         for number, part in enumerate(parts, 1):
             say(f"{number}/{len(parts)}  {root.suite} {part.name}: {part.about}; {root.logs}/{part.name}.log")
             entry = run_part(root, part)
