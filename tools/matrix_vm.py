@@ -3,8 +3,8 @@
 python -m tools.matrix_vm [--folder DIR] SUITE
 
 The machine has systemd, pure cgroup v2 and the engines of SUITE. Its root (DIR/SUITE-vm) is made with debootstrap once
-and kept; each run copies it to a disk, with the .deb of make packages. tools/matrix_guest.py runs inside as a unit, reports
-through a serial port, and switches the machine off. qemu uses KVM if the machine has it, otherwise it emulates. The
+and kept; each run copies it to a disk, with the .deb of make packages. tools/matrix_guest.py runs inside as a unit,
+reports through a serial port, and switches the machine off. qemu uses KVM if there is any, otherwise it emulates. The
 results are in DIR/SUITE-vm.json, the console in DIR/SUITE-vm.logs/console.
 """
 
