@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.host import TREE
-from tools import matrix, matrix_docs
+from tools import matrix, matrix_docs, matrix_vm
 
 XML = """<testsuites><testsuite>
 <testcase classname="tests.integration.test_engines" name="test_limit[docker, runtime]"/>
@@ -75,3 +75,24 @@ def test_page_lists_versions_and_failures() -> None:
     text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}])
     assert "| podman 5.4 with crun 1.21 | trixie | cgroupfs | hook | 8 | 1 | 0 | 2026-11-24 | `abc` |" in text
     assert "* trixie: `tests/x.py::test_a`" in text
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_virtual_machine_that_stops_early_has_not_passed(
+    ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = matrix.Root(tmp_path, "sid", "-vm")
+    monkeypatch.setattr(matrix.Root, "versions", lambda root: {"docker": "28.5.2"})
+    tested = {"test": "limit_holds", "result": "passed", "detail": "", "seconds": 3}
+    rows = [tested, {**tested, "engine": "docker", "way": "cdi", "cgroups": "systemd"}]
+    assert matrix_vm.report(root, [*rows, *([{"end": True, "kernel": "7.2"}] if ended else [])]) == int(not ended)
+    (part,) = json.loads(root.result.read_text())["parts"].values()
+    assert (part["passed"], part.get("broken")) == (2, None if ended else "the machine stopped after 2 tests")
+    assert part["engines"] == [
+        {"engine": "docker", "cgroups": "systemd, v2", "way": "cdi", "passed": 1, "failed": 0, "skipped": 0}
+    ]
+
+
+def test_virtual_machine_reports_whole_lines_only(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text('{"test": "a"}\r\n{"test": "b')
+    assert matrix_vm._lines(tmp_path / "results") == ['{"test": "a"}']
