@@ -189,20 +189,23 @@ class Root:
         fixed = ("HOME=/root", f"PATH={_PATH}", "LANG=C.UTF-8", "TERM=dumb", "DEBIAN_FRONTEND=noninteractive")
         args = f"PYTEST_ARGS={ONLY}"
         spaces = ("--mount", "--uts", "--ipc", "--pid", *(() if network else ("--net",)))
-        entered = (
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            *spaces,
-            "--fork",
-            "--kill-child",
-            "bash",
-            str(_ENTER),
+        entered = ("setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "--fork", "--kill-child", "bash", str(_ENTER))
+        place = f"/{INSIDE}" if self.tree.exists() else "/"
+        return [
+            *entered,
             str(self.path),
-            f"/{INSIDE}",
-        )
-        return [*entered, "env", "-i", *fixed, *kept, args, "bash", "-euo", "pipefail", "-c", script]
+            place,
+            "env",
+            "-i",
+            *fixed,
+            *kept,
+            args,
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            script,
+        ]
 
     def call(self, name: str, script: str, network: bool = False) -> int:
         """Run `script` with its output in the logs; return its exit code."""
