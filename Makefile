@@ -12,6 +12,9 @@ ifndef V # make V=1 shows the commands
 MAKEFLAGS += --silent
 endif
 
+# $(call progress,CC file): on a terminal one line, which the next one replaces; else a line for each. V=1: the commands.
+progress = $(if $(V),,@if [ -t 1 ] && [ "$${TERM:-dumb}" != dumb ]; then printf '\r\033[K  %s\r' '$(1)'; else echo '  $(1)'; fi)
+
 # The distribution's Python runs the programs; build/venv is made from it.
 PYTHON := $(firstword $(wildcard /usr/bin/python3) python3)
 VENV_PYTHON := build/venv/bin/python
@@ -62,6 +65,7 @@ PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushar
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
 
 build: $(SETUP) shim sim simhost $(PROGRAMS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
+	@[ ! -t 1 ] || [ "$${TERM:-dumb}" = dumb ] || printf '\r\033[K'
 
 $(PROGRAMS): packaging/program $(SETUP)
 	@mkdir -p $(@D)
@@ -92,7 +96,11 @@ DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.
 WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
 
-test: root build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
+.PHONY: say-test
+say-test:
+	@echo "make test runs every test: about 20 minutes on two cores, longer the first time. \`make test PYTEST_ARGS='-k NAME'\` selects."
+
+test: root say-test build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
 	@tools/lint & lint=$$!; \
 	$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
 	wait $$lint

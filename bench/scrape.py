@@ -73,7 +73,9 @@ def fill(here: host.Node) -> None:
         (folder / "lease.json").write_bytes(leasefile.to_json(lease))
         storage.execute(WriteLimits(lease.shares, f"{storage.make_share_dir(state, name, lease.shares)}/limits"))
         storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
-        leases.hold(state, lease, me, procs.cgroup_of(me.pid))
+        saved = leases.find(state, name)  # without the device's fields that a lease does not keep
+        assert saved is not None
+        leases.hold(state, saved, me, procs.cgroup_of(me.pid))
 
 
 def _one(port: int) -> float:

@@ -4,7 +4,8 @@ Each round runs every way once, and each way is first equally often, so that oth
 cost of a way is the difference from plain runc in the same round.
 
 `make bench-start` runs only this; published figures use ROUNDS=400. `RUNTIME=/path/to/wrapper` also measures another
-wrapper. `BEFORE=/other/tree/build` instead compares this build with another one, in pairs.
+wrapper. `BEFORE=/other/tree/build` instead compares this build with another one, in pairs. `LOW_LEVEL=crun` measures
+with the crun that is first in PATH, on cgroup v1.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
         "hook": {"env": SHARE, "hook": node.hook()},
         "runc_nongpu": {},
         "nongpu": {"runtime": node.runtime()},
+        "hook_nongpu": {"hook": node.hook()},
     }
     extra: dict[str, tuple[Path, dict[str, Any]]] = {
         "warm_runc": (BENCH / "warm", {"runtime": (str(BENCH / "warm"), str(node.state), "runc")}),
@@ -124,7 +126,7 @@ def added_ms(directory: Path, other_runtime: str = "") -> dict[str, list[float]]
         found["start.runc_ms"] = [one.ms for one in plain]
         found["start.runc_cpu_ms"] = [one.cpu_ms for one in plain]
         for name, values in costs.items():
-            add(name, values, without if name == "nongpu" else plain)
+            add(name, values, without if name.endswith("nongpu") else plain)
         # separate rounds, because the bundle treats node.json as that of another version
         if (BUNDLE / "bin" / "gpushare-runtime").exists():
             ours: dict[str, dict[str, Any]] = {
@@ -169,6 +171,7 @@ def main() -> int:
 
     before = os.environ.get("BEFORE", "")
     host.enter_private_mounts(for_other_users=not before)  # private mounts for other users hide other trees
+    host.use_low_level(os.environ.get("LOW_LEVEL") or "runc")
     with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
         if before:
             measured = change_ms(Path(work), Path(before).resolve())

@@ -108,6 +108,9 @@ def main() -> int:
     if any(row.verdict for row in rows):
         return 1
     show.step("Each got all of its share, and not a byte more.")
+    show.step("Next:")
+    show.remark("make playground   a shell with this GPU, gpushare and docker: docs/tour.md")
+    show.remark("README.md         how to install gpushare on a host with a GPU")
     return 0
 
 

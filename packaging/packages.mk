@@ -5,7 +5,7 @@ PACKAGES := build/packages
 STAGE := build/stage
 WHEELS := $(foreach machine,$(SHIM_MACHINES),build/wheel/$(machine)/.complete)
 
-.PHONY: packages test-packages
+.PHONY: packages repo test-packages
 packages: $(PACKAGES)/SHA256SUMS ## make build/packages: archive, wheels, .deb, .rpm, images for Kubernetes
 
 # The launchers of a wheel start gpushare-hook.py and gpushare-runtime.py beside them.
@@ -50,6 +50,13 @@ $(PACKAGES)/SHA256SUMS: $(ARCHIVE) $(STAGE)/.complete $(WHEELS) packaging/nfpm p
 	    gzip -9n >$(PACKAGES)/gpushare-plugin-$(DIST_VERSION).tar.gz
 	@cd $(PACKAGES) && sha256sum * >SHA256SUMS
 	@cd $(PACKAGES) && ls -l --human-readable
+
+# KEY: of gpg's keyring; URL: where the folder will be served
+export KEY ?=
+export URL ?=
+repo: $(PACKAGES)/SHA256SUMS ## make build/repo for apt and dnf, signed with KEY=FINGERPRINT, to be served at URL=https://...
+	@packaging/bootstrap repo
+	@packaging/repo $(PACKAGES) build/repo "$$KEY" "$$URL"
 
 PACKAGES_SETUP := build/.setup-packages
 $(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)

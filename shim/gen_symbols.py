@@ -183,7 +183,8 @@ def docs(rows: tuple[Row, ...]) -> str:
     lines = [
         "# Intercepted functions",
         "",
-        "Generated from `shim/symbols.tsv` by `make docs`; a test compares them. The shim defines these functions.",
+        "Generated from `shim/symbols.tsv` by `make docs`; a test fails if the page is out of date.",
+        "The shim defines these functions.",
         "Every other function of the driver is reached directly, at no cost; the shim has its name only for linkers.",
         "A function that the driver lacks is not found, intercepted or not.",
         "",

@@ -12,7 +12,7 @@
 # Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Both libraries contain only the
 # files that do not use CUDA.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
-SHIM_COMMON := $(addprefix core/,quota.c real.c region.c exports.c slot.c)
+SHIM_COMMON := $(addprefix core/,account.c quota.c real.c region.c exports.c slot.c)
 SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))
 SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml/*.c))
 
@@ -67,10 +67,12 @@ $(2)/obj/$(1)/linkable.o: $(2)/gen/$(1)/linkable.s
 
 $(2)/obj/$(1)/zstd.o: build/zstd/zstd.c shim/shim.mk
 	@mkdir -p $$(@D)
+	$$(call progress,CC $$<)
 	$(3) $$(ZSTD_CFLAGS) $$(filter-out -fanalyzer,$(4)) -c -o $$@ $$<
 
 $(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
 	@mkdir -p $$(@D)
+	$$(call progress,CC $$<)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -isystem $$(SHIM_INCLUDE_$(1)) -isystem build/zstd -c -o $$@ $$<
 
 -include $$(wildcard $(2)/obj/$(1)/*/*.d)

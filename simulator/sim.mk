@@ -28,7 +28,7 @@ $(BUILD)/simhost/.gpushare-sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_OUT)/nvidia-
 
 $(SIM_OUT)/obj/%.o: $(SIM_DIR)/%.c $(SIM_HEADERS)
 	@mkdir -p $(@D)
-	@echo '  CC $<'
+	$(call progress,CC $<)
 	@$(CC) $(SIM_CFLAGS) -c -o $@ $<
 
 $(SIM_OUT)/zstd.o: build/zstd/zstd.c

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print docs/backends.md, generated from the table of backends and the errors for unsupported combinations.
 
-`make docs` writes the file; a test compares it with this output.
+`make docs` writes the file; a test fails if the file is out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpushare.system import rootless
 HEAD = """\
 # Backends: what enforces a limit
 
-Generated from `hook/gpushare/allocation/backends` by `make docs`; a test compares them.
+Generated from `hook/gpushare/allocation/backends` by `make docs`; a test fails if the page is out of date.
 
 A request sets limits; a *backend* enforces them. Memory and compute can have different backends:
 with `GPUSHARE_BACKEND=dmem` the kernel enforces the memory limit and the shim the compute limit.

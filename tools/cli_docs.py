@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Print docs/cli.md, generated from the commands. `make docs` writes the file; a test compares it with this output."""
+"""Print docs/cli.md, generated from the commands.
+
+`make docs` writes the file; a test fails if the file is out of date.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,19 @@ from tools.commands import EXAMPLES, EXIT_CODES, JSON, NOTE_ON_ONE, Command, wal
 HEAD = """\
 # Commands
 
-Generated from the commands by `make docs`; a test compares them. The manual pages (`make man`; in the archive below
-`share/man`) and `--help` have the same content.
+Generated from the commands by `make docs`; a test fails if the page is out of date. The manual pages
+(`make man`; in the archive below `share/man`) and `--help` have the same content.
 
-* `--config` and `--state` precede the command. All commands but `run`, `export` and `completion` have
-  `--format table|json` and `--no-color`.
+* `--config` and `--state` precede the command. All commands but `run`, `export`, `help` and
+  `completion` have `-o`, `--format table|json` and `--no-color`. A FILE of `--config` must exist.
 * On a terminal the output has colours and bars; columns that do not fit are listed below the table. In a pipe it is
   plain aligned text and never cut. `--no-color`, `NO_COLOR=1` and `TERM=dumb` turn colours off. Programs should read
   `--format json`: one document, or for `top` one per line.
 * An error is one line on standard error that begins with `gpushare: ` and ends with what to do. Bytes are numbers in
   JSON, and use powers of 1024 in tables.
-* Any unambiguous prefix of an ID works.
+* ID is an ID or any unambiguous prefix of one; the name in docker or podman; a Compose service as `SERVICE` or
+  `PROJECT/SERVICE`; or a Kubernetes pod as `POD`, `NAMESPACE/POD` or `NAMESPACE/POD/CONTAINER`. gpushare reads names
+  from files of the engine, so they are known while its daemon hangs. Podman's files have no Compose services.
 * `source <(gpushare completion bash)` enables completion of commands, options and IDs (also for zsh and fish).
 * Most commands need root, because leases belong to root. For other users they show the user's own shares
   ([run.md](run.md)).

@@ -18,7 +18,7 @@ from tools.config_docs import WHEN
 _COMMON = {"--help", "--no-color"}
 _FORMATS = ["table", "json"]
 COMMON = (
-    ("--format [table|json]", "For people, or for programs. [default: table]"),
+    ("-o, --format [table|json]", "For people, or for programs. [default: table]"),
     ("--no-color", "No colour, as with NO_COLOR=1."),
     ("-h, --help", "Show the help of a command and exit."),
 )
@@ -69,7 +69,7 @@ def walk() -> Iterator[Command]:
     """Yield all commands, each group before its commands."""
 
     def below(words: tuple[str, ...], command: click.Command, parent: click.Context | None) -> Iterator[Command]:
-        context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM)
+        context = click.Context(command, parent, info_name=words[-1] if words else PROGRAM, **group.context_settings)
         yield Command(words, command, context)
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
@@ -82,7 +82,11 @@ def walk() -> Iterator[Command]:
 
 # command -> (command line, what it does)
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
-    "list": (("gpushare list --format json", "for a program"),),
+    "list": (
+        ("gpushare list --format json", "for a program"),
+        ("gpushare list --filter name=web --filter status=running", "by name and state"),
+    ),
+    "help": (("gpushare help limit set", "the same as `gpushare limit set --help`"),),
     "top": (
         ("gpushare top --sort compute", "sort by compute use"),
         ("gpushare top --format json --interval 10", "one object per line every ten seconds"),
@@ -91,7 +95,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare export --once", "print the current metrics"),
         ("gpushare export --listen 0.0.0.0 --port 9878", "reachable from other hosts (docs/metrics.md)"),
     ),
-    "inspect": (("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),),
+    "inspect": (
+        ("gpushare inspect web", "the container that docker calls web"),
+        ("gpushare inspect 3f2a", "the container whose ID starts with 3f2a"),
+    ),
+    "usage": (
+        ("gpushare usage --since 7d --by namespace", "the last seven days"),
+        ("gpushare usage --since 2026-11-01 --format csv", "for a spreadsheet"),
+    ),
     "explain": (("gpushare explain .", "explain the bundle in this directory"),),
     "limit set": (
         ("gpushare limit set 3f2a --memory 6Gi --compute 40", "on all its devices"),
@@ -131,6 +142,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         "an array of containers, oldest first",
         {
             "id": "full ID",
+            "name": "name in docker or podman, or `NAMESPACE/POD/CONTAINER`; null: none",
+            "service": "`PROJECT/SERVICE` of Compose; null: none",
             "state": "`starting`, `running`, `paused`, `ended` (a program of `gpushare run`), `dead`, `damaged`",
             "note": "why it is ended, dead or damaged, or a warning about its activity file; else empty",
             "created": "seconds since 1970; null for a damaged lease",
@@ -159,6 +172,14 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.page": "number of its activity file for this device",
             "shares.clamped_from": "the request, if less was granted; else null",
             "shares.refused": "allocations refused since its start",
+            "shares.account": "totals since its start (docs/usage.md); null for a damaged lease",
+            "shares.account.gpu_seconds_granted": "compute limit multiplied by time",
+            "shares.account.gpu_seconds_used": "device time used; null here and below: unknown",
+            "shares.account.memory_byte_seconds_granted": "memory granted, multiplied by time",
+            "shares.account.memory_byte_seconds_used": "memory used, multiplied by time",
+            "shares.account.memory_peak_bytes": "most memory used at one time",
+            "shares.account.refused": "allocations refused",
+            "shares.account.throttled_seconds": "time that launches waited for the limit, summed over threads",
         },
     ),
     "top": (
@@ -173,6 +194,10 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "containers.shares.compute_throttled_percent": "percent since the last sample, summed over threads",
         },
     ),
+    "status": (
+        "an object as one of `gpushare top`",
+        {"time": "", "note": "", "devices": "as in `gpushare top`", "containers": "as in `gpushare top`"},
+    ),
     "inspect": (
         "a container as in `gpushare list`, plus:",
         {
@@ -181,10 +206,39 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "cgroup": "cgroup of its processes",
             "dialect": "dialect of the request that was used",
             "driver": "driver version at its start",
+            "uid": "user of its first process on the host; null: unknown",
+            "namespace": "namespace of its pod; null: none",
+            "pod": "name of its pod; null: none",
+            "container": "its name in the pod; null: none",
+            "image": "image name, where a CRI tells it; null: unknown",
             "processes": "processes that use the GPU",
             "processes.pid": "pid on this host; null if unknown",
             "processes.container_pid": "pid in the container",
             "processes.memory_used_bytes": "array indexed by slot",
+        },
+    ),
+    "usage": (
+        "an object",
+        {
+            "since": "begin of the period, seconds since 1970",
+            "until": "its end: now",
+            "by": "`user`, `namespace`, `image`",
+            "journal": "path of the usage journal; null: none",
+            "journal_since": "time of its oldest entry; null: it has none",
+            "unreadable_lines": "lines of it that are damaged",
+            "groups": "one object for each user, namespace or image, the largest first",
+            "groups.name": "null: unknown",
+            "groups.containers": "containers that ran in the period",
+            "groups.running": "of these, containers that still run",
+            "groups.end_unknown": "of these, containers whose end was not reported",
+            "groups.use_unknown": "of these, containers whose use is not known, so 0 is counted",
+            "groups.gpu_seconds_granted": "compute limit multiplied by time",
+            "groups.gpu_seconds_used": "device time used",
+            "groups.memory_byte_seconds_granted": "memory granted, multiplied by time",
+            "groups.memory_byte_seconds_used": "memory used, multiplied by time",
+            "groups.memory_peak_bytes": "most memory that one share used at one time",
+            "groups.refused": "allocations refused",
+            "groups.throttled_seconds": "time that launches waited for the limit, summed over threads",
         },
     ),
     "devices": (

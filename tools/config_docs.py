@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print docs/config.md, generated from the table of configuration keys.
 
-`make docs` writes the file; a test compares it with this output.
+`make docs` writes the file; a test fails if the file is out of date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from gpushare.core import errors
 HEAD = """\
 # Configuration
 
-Generated from the table of keys in `hook/gpushare/config/keys.py` by `make docs`; a test compares them.
+Generated from the table of keys in `hook/gpushare/config/keys.py` by `make docs`; a test fails if the page is out of
+date.
 
 One file for a host, `/etc/gpushare/config.yaml`, in YAML. Only `version` must be there; an unknown key is an error.
 `gpushare config check` reads the file and reports errors with their line. A container that starts after a change

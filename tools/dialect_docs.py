@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Print docs/dialects.md from the table of dialects, or triggers.py with --triggers.
 
---triggers prints hook/gpushare/request/dialects/triggers.py. `make docs` writes both files; a test compares them.
+--triggers prints hook/gpushare/request/dialects/triggers.py. `make docs` writes both files; a test fails if one
+is out of date.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gpushare.request.dialects import registry
 HEAD = """\
 # Dialects
 
-Generated from `hook/gpushare/request/dialects/registry.py` by `make docs`; a test compares them.
+Generated from `hook/gpushare/request/dialects/registry.py` by `make docs`; a test fails if the page is out of date.
 
 A container that another scheduler describes needs no second description. gpushare reads the variables and annotations
 that the scheduler writes, and enforces the limits itself. The scheduler's own node software does not have to run.
@@ -91,7 +92,7 @@ def text() -> str:
 
 
 TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
-generates this file; a test compares it. Start path."""
+generates this file; a test fails if it is out of date. Runs on the start path."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from tools.error_texts import Message, messages, of_shim, shown
 HEAD = """\
 # Troubleshooting, by message
 
-`make docs` generates the second half of this page from the sources, and a test compares them, so no message is missing.
+`make docs` generates the second half of this page from the sources. A test fails if a message is missing or out of
+date.
 
 `gpushare doctor` finds problems of a host, tries a share over its driver, and tells you what to do. The reason why a container was refused is in the
 engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
@@ -67,6 +68,8 @@ ADVICE = {
     ("inject/apply.py", ""): "run `gpushare refresh`; `gpushare doctor` checks the device nodes",
     ("system/bpf.py", ""): "use fewer devices in the container's device rules",
     ("cli/cdi.py", ""): "follow the message",
+    ("cli/containers.py", ""): "write one of these keys, as in --filter name=web",
+    ("cli/help.py", ""): "see `gpushare --help`",
     ("cli/main.py", "standard output"): "check the target of the output: it is full or closed",
     ("cli/runtime.py", ""): "follow the message",
     (
@@ -137,7 +140,7 @@ SHIM_ADVICE = {
     "memory/vmm_host.c": "unset GPUSHARE_OVERSUBSCRIBE on this device",
     "driver/getproc.c": "update gpushare: the driver is newer; its new functions that allocate or launch are withheld",
     "nvml/init.c": "start a new container",
-    "core/region.c": "start a new container: the share's files are damaged, hidden or of another version",
+    "core/region.c": "start a new container: the share's files are damaged, covered by another mount, or of another version",
 }
 SYSCALL = (
     '| `CALL PATH: REASON`, for example `openat2 "/etc/ld.so.cache": Permission denied` | the kernel refused that call on that path: '

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print docs/metrics.md, generated from the table of metrics.
 
-`make docs` writes the file; a test compares it with this output.
+`make docs` writes the file; a test fails if the file is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpushare.cli.export import PORT
 HEAD = f"""\
 # Metrics
 
-Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a test compares them.
+Generated from the table in `hook/gpushare/cli/metrics.py` by `make docs`; a test fails if the page is out of date.
 
     gpushare export                       # http://127.0.0.1:{PORT}/metrics, until SIGTERM
     gpushare export --once                # print them
@@ -35,6 +35,10 @@ Grafana (`dashboard.json`); a package installs them below `/usr/share/doc/gpusha
 * `container`, `pod` and `namespace` are the names in Kubernetes, from the container's `config.json`. Outside of a pod
   `container` is the id, and the other two are empty. `id` is always the engine's id, and `slot` the device's number in
   the container.
+* `name` is for people: the name in docker or podman, NAMESPACE/POD/CONTAINER, or else the short id. `service` is
+  PROJECT/SERVICE of Compose, or empty. The exporter reads names from files of the engine, so it must see the host's
+  files.
+* `user` is the uid of the container's first process, as the host numbers it.
 * A container has metrics while it runs; its counters start at 0. Values that its processes report count up to the
   size of the device and not beyond.
 * Values from NVML are those of the last query (`--interval`, 10 seconds). A series is missing if there is no value:
@@ -66,7 +70,11 @@ container of each process by its cgroup or its pid namespace, and compares the s
 def text() -> str:
     """Return the page."""
     lines = ["| metric | labels | meaning |", "|---|---|---|"]
-    names = {metrics.SHARE_LABELS: "of a share", metrics.DEVICE_LABELS: "of a device"}
+    names = {
+        metrics.SHARE_LABELS: "of a share",
+        metrics.ACCOUNT_LABELS: "of a share, `user`",
+        metrics.DEVICE_LABELS: "of a device",
+    }
     for one in metrics.METRICS:
         labels = names.get(one.labels) or ", ".join(f"`{label}`" for label in one.labels)
         lines.append(f"| `{one.name}` | {labels} | {one.help} |")

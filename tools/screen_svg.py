@@ -21,13 +21,15 @@ COLOURS = {
 }  # fmt: skip
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 BLOCKS = {"█": 1.0, "░": 0.25}  # character -> opacity of its colour
+SPARKS = {char: (at + 1) / 8 for at, char in enumerate("▁▂▃▄▅▆▇")}  # character -> height, in heights of a block
 
 
 class Style(NamedTuple):
     colour: str
     background: str
     bold: bool
-    block: float  # 0 unless the character is one of BLOCKS
+    block: float  # 0 unless the character is one of BLOCKS or SPARKS
+    height: float
 
 
 def _colour(name: str, default: str) -> str:
@@ -42,7 +44,8 @@ def _style(cell: pyte.screens.Char) -> Style:
     colour, background = _colour(cell.fg, FOREGROUND), _colour(cell.bg, BACKGROUND)
     if cell.reverse:
         colour, background = background, colour
-    return Style(colour, background, cell.bold, BLOCKS.get(cell.data, 0.0))
+    height = SPARKS.get(cell.data, 0.0)
+    return Style(colour, background, cell.bold, BLOCKS.get(cell.data, float(height > 0)), height or 1.0)
 
 
 def _line(row: int, cells: list[pyte.screens.Char]) -> Iterator[str]:
@@ -56,7 +59,8 @@ def _line(row: int, cells: list[pyte.screens.Char]) -> Iterator[str]:
         if style.background != BACKGROUND:
             yield f'<rect {box} fill="{style.background}"/>'
         if style.block:
-            bar = f'x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{CELL_HEIGHT - 6}"'
+            height = (CELL_HEIGHT - 6) * style.height
+            bar = f'x="{x:.1f}" y="{y + CELL_HEIGHT - 3 - height:g}" width="{width:.1f}" height="{height:g}"'
             yield f'<rect {bar} fill="{style.colour}" opacity="{style.block}"/>'
         elif text.strip():
             # word by word, so that a font of another width shifts no word

@@ -66,12 +66,14 @@ def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> se
         os.fsync(cached.fileno())
         os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with tempfile.TemporaryFile() as stderr:
+        # It ends with this process: runc kills a hook that is late, and then waits for all that have the hook's output.
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
         start = subprocess.Popen(command, env={"PATH": os.defpath}, stderr=stderr)
         _, status = os.waitpid(start.pid, os.WUNTRACED)
         stderr.seek(0)
         said = stderr.read().decode(errors="replace").strip()
     if not os.WIFSTOPPED(status) or says not in said or bool(said) != bool(says):
-        raise SystemExit(f"{command[0]} ended with {status}: {said}")
+        raise SystemExit(f"{shlex.join(command)} ended with {status}: {said}")
     with open(f"/proc/{start.pid}/pagemap", "rb") as file:
         file.seek(POOL // PAGE * 8)
         entries = struct.unpack(f"<{size // PAGE}Q", file.read(size // PAGE * 8))

@@ -6,6 +6,7 @@ argv: -c, descriptor of boot.c's original environment, path of the program, its 
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 
 
@@ -13,6 +14,8 @@ def main() -> None:
     fd, program = int(sys.argv[1]), sys.argv[2]
     sys.argv[:3] = [program]
     name = program.rpartition("/")[2]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the program handles it: no traceback
     if name != "gpushare":
         gc.disable()
     import os
@@ -32,10 +35,6 @@ def main() -> None:
         from .programs import runtime
 
         os._exit(runtime.main())
-    import signal
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` handles it: no traceback
     os.environb.clear()
     os.environb.update(oci_runtime.environment())
     from .cli import main as cli

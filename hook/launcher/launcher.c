@@ -152,12 +152,22 @@ static void be_silent(void) {
         _exit(1);
 }
 
-static int hook(char **argv) {
+static int hook(char **argv, int count) {
+    static const char *const stages[] = {"prestart", "createRuntime", "poststop", "adopt", NULL};
     const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
     static struct state state;
     char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
     bool cri = false;
+    const char *stage = argv[count - 1];
+    size_t size;
+    /* For every way to write the options: the snapshot may become the ordinary program, which reads
+     * the state again. Not for `--help`, which has none. */
+    bool reads = count > 1 && args_listed(stages, stage, strlen(stage));
+    const char *text = reads ? read_state(&size) : NULL;
+    bool clear = text && state_read(text, size, &state);
+    if (state.redirects)
+        be_silent();
     for (; *word && **word == '-'; word += 2) {
         if (strcmp(*word, CRI_FLAG) == 0) {
             cri = true;
@@ -172,22 +182,16 @@ static int hook(char **argv) {
             return python("gpushare-hook", argv);
         *field = word[1];
     }
-    bool quick = *word && !word[1] &&
-                 (strcmp(*word, "prestart") == 0 || strcmp(*word, "createRuntime") == 0 ||
-                  strcmp(*word, "poststop") == 0);
-    bool adopts = *word && !word[1] && strcmp(*word, "adopt") == 0;
-    size_t size;
-    const char *text = quick || adopts ? read_state(&size) : NULL;
-    bool clear = text && state_read(text, size, &state);
-    if (state.redirects)
-        be_silent();
+    if (*word != stage)
+        clear = false;
+    bool adopts = strcmp(stage, "adopt") == 0;
     if (!clear)
         return python("gpushare-hook", argv);
     int code = adopts && *state.id ? waiting_hook(state_dir, state.id, text, size) : -1;
     if (code >= 0)
         return code;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
-    if (quick && !scan_may_ask(path, cri) &&
+    if (!adopts && !scan_may_ask(path, cri) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, low)))
         return 0;
     return python("gpushare-hook", argv);
@@ -196,5 +200,5 @@ static int hook(char **argv) {
 int main(int argc, char **argv) {
     if (argc < 1)
         return 127;
-    return IS_HOOK ? hook(argv) : runtime(argv, argc);
+    return IS_HOOK ? hook(argv, argc) : runtime(argv, argc);
 }

@@ -1,7 +1,7 @@
-"""Fill a snapshot's memory, and resume it. snapshot.c runs this once, in the tree, with the files of gpushare's
-modules on standard input; two builds must make the same objects in the same order. A start that needs a module which
-is not here becomes the ordinary program with the same command line: at once while the configuration is read, since
-nothing is reserved by then; later only after the start is undone."""
+"""Fill a snapshot's memory, and resume it. snapshot.c runs this once, with the files of gpushare's modules on standard
+input; two builds must make the same objects in the same order. A start that needs a module which is not here becomes
+the ordinary program with the same command line: at once while the configuration is read, since nothing is reserved by
+then; later only after the start is undone."""
 
 import _ctypes
 import _signal
@@ -34,7 +34,7 @@ class Text:
         ours, theirs = posix.pipe()
         if posix.fork() == 0:  # what compiling leaves in memory
             with open(name, "rb") as text, open(theirs, "wb") as pipe:
-                marshal.dump(compile(text.read(), name.removeprefix(f"{LIBRARY}/"), "exec", 0, True, 2), pipe)
+                marshal.dump(compile(text.read(), f"/snapshot/{name.removeprefix(LIBRARY)}", "exec", 0, True, 2), pipe)
             posix._exit(0)
         posix.close(theirs)
         with open(ours, "rb") as pipe:
@@ -62,8 +62,6 @@ FIRST = ("gpushare.config.config", "pynvml")  # with which a start begins that c
 class Others:
     """Finder for modules that the snapshot does not have; the last one in sys.meta_path."""
 
-    umask = 0
-    ignored: tuple = ()
     missing = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
@@ -73,15 +71,18 @@ class Others:
 
     def become_ordinary(self) -> None:
         _signal.alarm(0)
-        runtime.oci_runtime.give_back_signals()
-        for number in self.ignored:
-            _signal.signal(number, _signal.SIG_IGN)
+        for number in (*runtime.deadline.WATCHED, *runtime.oci_runtime.PYTHON_IGNORES):
+            _signal.signal(number, _signal.SIG_IGN if number in self.ignored else _signal.SIG_DFL)
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, self.blocked)
         try:
             os.lseek(0, 0, os.SEEK_SET)  # a hook's state, which the launcher keeps in a file
         except OSError:
             pass
         os.umask(self.umask)
-        posix.execve(sys.argv[0], sys.argv, posix.environ)
+        try:
+            posix.execve(sys.argv[0], sys.argv, posix.environ)
+        except OSError as error:  # the host has no Python
+            raise runtime.KernelError(f"{sys.argv[0]}: {error.strerror}", "install gpushare again") from None
 
 
 def resume(words: list, environ: dict, ignored: list) -> int:
@@ -91,7 +92,7 @@ def resume(words: list, environ: dict, ignored: list) -> int:
         variables.clear()
         variables.update(environ)
     constants.SHIM_DIR = installed.shim_dir(words[0])
-    others.ignored = tuple(ignored)
+    others.ignored, others.blocked = tuple(ignored), _signal.pthread_sigmask(_signal.SIG_BLOCK, ())
     for number in (*ignored, *runtime.oci_runtime.PYTHON_IGNORES):  # as a new interpreter finds them and makes them
         _signal.signal(number, _signal.SIG_IGN)
     others.umask = os.umask(0o022)
@@ -99,9 +100,8 @@ def resume(words: list, environ: dict, ignored: list) -> int:
     if words[0].endswith("/snapshot"):  # called by its own name, to see whether it goes on
         syscalls.filesystem_magic(0)
         return 0
-    hook.audit_log.begin()
-    name = os.path.basename(words[0])  # a wheel's ends in .py
-    code = (hook if name.startswith("gpushare-hook") else runtime).main()
+    audit_log.begin()
+    code = (hook if os.path.basename(words[0]).startswith("gpushare-hook") else runtime).main()  # or gpushare-hook.py
     if others.missing:
         others.become_ordinary()
     return code
@@ -111,13 +111,14 @@ for file in posix.read(0, 1 << 16).decode().split():
     importlib.import_module(file[len("hook/") : -len(".py")].replace("/", "."))
 from gpushare.core import constants, installed  # noqa: E402
 from gpushare.programs import hook, runtime, waiting  # noqa: E402
+from gpushare.state import audit_log  # noqa: E402
 from gpushare.system import syscalls  # noqa: E402
 
 waiting.leave = lambda *_: None  # starting again takes no longer than being waited for
 sys.meta_path[:] = [others := Others()]
 posix.environ.clear()
 os.environ._data.clear()
-hook.audit_log._began_ns = 0
+audit_log._began_ns = 0
 threading._main_thread._native_id = 0
 gc.collect()
 gc.freeze()

@@ -217,7 +217,7 @@ static void resume_python(int count, char **argv) {
     for (int i = 0; words && i < count; i++)
         PyList_SET_ITEM(words, i, PyUnicode_DecodeFSDefault(argv[i]));
     for (char **one = environ; variables && *one; one++) { /* the first of a name counts */
-        const char *equals = strchr(*one, '=');
+        const char *equals = **one == '=' ? NULL : strchr(*one, '=');
         PyObject *name = equals ? PyBytes_FromStringAndSize(*one, equals - *one) : NULL;
         PyObject *value = name ? PyBytes_FromString(equals + 1) : NULL;
         if (value && !PyDict_SetDefault(variables, name, value))
@@ -282,8 +282,9 @@ int main(int count, char **argv) {
     PyObject *main_module = PyImport_AddModule("__main__");
     /* gpushare/system/syscalls.py calls these: a static program cannot look up symbols. */
     PyObject *functions =
-        Py_BuildValue("{sKsKsKsKsKsKsK}", "connect", connect, "fstatfs", fstatfs, "setns", setns,
-                      "socket", socket, "syscall", syscall, "umount2", umount2, "unshare", unshare);
+        Py_BuildValue("{sKsKsKsKsKsKsKsK}", "connect", connect, "fallocate", fallocate, "fstatfs",
+                      fstatfs, "setns", setns, "socket", socket, "syscall", syscall, "umount2",
+                      umount2, "unshare", unshare);
     if (!boot || PyModule_AddObject(main_module, "FUNCTIONS", functions) != 0 ||
         PyRun_SimpleFileEx(boot, argv[1], 1) != 0)
         _exit(1);

@@ -1,6 +1,6 @@
 /* The size of the variables that PTX text declares. An array size may use numbers, parentheses and
- * + - * / % << >>. The size of any other text is UINT64_MAX, so the module is refused; compilers
- * emit plain numbers. */
+ * + - * / % << >>. For any other array size gs_ptx returns UINT64_MAX, so the module is refused;
+ * compilers emit plain numbers. */
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <string.h>

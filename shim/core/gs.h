@@ -3,6 +3,7 @@
  *   region   the two shared files, validated and mapped           region.c
  *   slot     this process's slot in the usage file                slot.c
  *   quota    reserve, release and read, per device                quota.c
+ *   account  byte-seconds and peak, per device                    account.c
  *   exports  memory that several processes hold                   exports.c
  *   map      key -> entry, lock-free                              map.c
  *   blocks   how many allocations touch a 2 MiB block             blocks.c
@@ -149,6 +150,15 @@ unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *
 static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
+
+/* ---- account.c ------------------------------------------------------------------------ */
+
+/* Count the memory that the container holds up to now. Call before it changes. */
+void gs_account(int dev);
+/* Count a new maximum. Call after a charge. */
+void gs_account_peak(int dev);
+/* gs_account of every device of the container. */
+void gs_account_all(void);
 
 /* ---- exports.c ------------------------------------------------------------------------ */
 

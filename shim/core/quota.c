@@ -8,9 +8,10 @@
 #include "gs.h"
 
 #define ATTEMPTS 6
-#define REFUSALS 2    /* checks without room before the reservation fails */
-#define PATIENCE 200u /* times 50 us and more */
-#define LASTING 20u   /* times 50 us and more */
+#define REFUSALS 2        /* checks without room before the reservation fails */
+#define PATIENCE 200u     /* times 50 us and more */
+#define LARGE (16u << 20) /* bytes of a change that are counted at once */
+#define LASTING 20u       /* times 50 us and more */
 
 static bool is_oversubscribed(const struct gs_limits *limits, const struct gs_limit_now *now) {
     return limits->n_devices <= GS_MAX_DEVICES / 2 && now->flags & GS_DEVICE_OVERSUBSCRIBE &&
@@ -123,8 +124,9 @@ struct gs_whole gs_whole(int dev) {
 }
 
 /* Check for exited processes only if needed: the first sum counts every slot. */
-static bool within(const struct gs_usage *usage, int dev, uint64_t limit) {
-    return sum(usage, dev, false) <= limit || sum(usage, dev, true) <= limit;
+static bool within(const struct gs_usage *usage, int dev, uint64_t limit, uint64_t *all) {
+    *all = sum(usage, dev, false);
+    return *all <= limit || sum(usage, dev, true) <= limit;
 }
 
 static bool both_within(const struct gs_usage *usage, int dev, uint64_t limit) {
@@ -152,10 +154,12 @@ static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
 }
 
 /* Whether `bytes` more fit. Also check both parts together: after the residency boundary moved, one
- * part may still hold its earlier bytes, so each has room although the sum does not. */
-static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves) {
+ * part may still hold its earlier bytes, so each has room although the sum does not. `all`: what
+ * all processes hold, exited ones included. */
+static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves,
+                     uint64_t *all) {
     uint64_t limit = gs_limit(dev);
-    if (bytes > limit || !within(view->usage, dev, limit - bytes))
+    if (bytes > limit || !within(view->usage, dev, limit - bytes, all))
         return false;
     uint64_t whole = moves ? GS_UNLIMITED : whole_limit(view->limits, dev);
     return whole == GS_UNLIMITED ||
@@ -164,7 +168,8 @@ static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool m
 
 bool gs_over(int dev) {
     const struct gs_view *view = gs_region();
-    return view && !(dev >= 0 && within(view->usage, dev, gs_limit(dev)));
+    uint64_t all;
+    return view && !(dev >= 0 && within(view->usage, dev, gs_limit(dev), &all));
 }
 
 bool gs_over_lastingly(int dev) {
@@ -190,6 +195,13 @@ static void back_off(const struct gs_usage *usage, const struct gs_slot *slot, u
     ;
 }
 
+/* Count the memory held so far before a large change. The parked thread counts small ones, each
+ * wrong by a second at most: reading the clock here would make each of them some 20 % slower. */
+static void account(int dev, uint64_t bytes) {
+    if (bytes >= LARGE)
+        gs_account(dev);
+}
+
 static bool reserve(int dev, uint64_t bytes, bool moves) {
     struct gs_slot *slot = gs_slot();
     const struct gs_view *view = gs_region();
@@ -199,20 +211,26 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         return true;
     if (bytes > gs_limit(dev) || bytes >= GS_NO_BYTES)
         return false;
+    uint64_t all;
     for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
         /* Check first: a reservation that is bound to fail would make concurrent ones fail too. */
-        if (!has_room(view, dev, bytes, moves)) {
+        if (!has_room(view, dev, bytes, moves, &all)) {
             if (++refusals == REFUSALS)
                 return false;
             continue;
         }
+        account(dev, bytes);
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* Read the limit after the addition: a host that lowers the limit and then reads the use
          * sees everything that the earlier limit allowed. */
-        if (has_room(view, dev, 0, moves))
+        if (has_room(view, dev, 0, moves, &all)) {
+            if (all >
+                atomic_load_explicit(&view->usage->account[dev].peak_bytes, memory_order_relaxed))
+                gs_account_peak(dev);
             return true;
+        }
         __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
     }
     return false;
@@ -276,14 +294,19 @@ bool gs_reserve_patiently(int dev, uint64_t bytes) {
 
 void gs_charge_anyway(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
-    if (slot && dev >= 0)
-        __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    if (!slot || dev < 0)
+        return;
+    account(dev, bytes);
+    __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    gs_account_peak(dev);
 }
 
 void gs_release(int dev, uint64_t bytes) {
     struct gs_slot *slot = gs_slot();
-    if (slot && dev >= 0 && bytes)
-        __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
+    if (!slot || dev < 0 || !bytes)
+        return;
+    account(dev, bytes);
+    __atomic_fetch_sub(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
 }
 
 void gs_count_refusal(int dev) {

@@ -143,18 +143,21 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     return true;
 }
 
-/* Sleep until limits change, so that launches with a reserve of time see the change too. A futex
- * wait works on a read-only mapping; in a sandbox without it, the thread sleeps on. */
+/* Sleep until limits change, so that launches with a reserve of time see the change too. Every
+ * second, count the memory that is held. A futex wait works on a read-only mapping; in a sandbox
+ * without it, the thread sleeps on. */
 static void sleep_on_changes(struct parked *p) {
     const uint32_t *word = (const uint32_t *)&p->view->limits->generation;
+    const struct timespec second = {.tv_sec = 1};
     uint32_t seen = p->seen;
     for (;;) {
-        long result = syscall(SYS_futex, word, FUTEX_WAIT, seen, NULL, NULL, 0);
+        long result = syscall(SYS_futex, word, FUTEX_WAIT, seen, &second, NULL, 0);
         int why = result == 0 ? 0 : errno;
+        gs_account_all();
         uint32_t now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
         if (now != seen)
             p->changed();
-        else if (why && why != EINTR && why != EAGAIN)
+        else if (why && why != EINTR && why != EAGAIN && why != ETIMEDOUT)
             return;
         seen = now;
     }
@@ -216,6 +219,7 @@ bool gs_slot_claim(const struct gs_view *view, void (*changed)(void)) {
         gs_warn(GS_WARN_NO_SLOT);
         return false;
     }
+    gs_account_all(); /* so that no time before this process counts for its memory */
     self->index = (uint32_t)(parked.slot - view->usage->slot);
     atomic_store_explicit(&self->slot, parked.slot, memory_order_release);
     return true;

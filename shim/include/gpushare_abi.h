@@ -157,6 +157,14 @@ struct gs_share {
 #define GS_SHARES_OWN 128u      /* rows from here on are for GS_SHARE_ANY */
 #define GS_SHARES_LOST 2u       /* openings were not recorded: all exports count as open */
 
+/* Memory of the container on one device over time, for accounting. 32 bytes. */
+struct gs_account {
+    _Atomic uint64_t until_ns; /* CLOCK_MONOTONIC; held_gib_ns is complete up to here; 0: unused */
+    _Atomic uint64_t held_gib_ns; /* held memory, summed over time: 2^30 bytes for a nanosecond */
+    _Atomic uint64_t peak_bytes;
+    uint64_t reserved;
+};
+
 struct gs_usage {
     uint64_t magic;
     uint32_t version;
@@ -171,7 +179,8 @@ struct gs_usage {
     struct gs_share share[GS_MAX_SHARES];
     uint8_t reserved[80];
     struct gs_bucket bucket[GS_MAX_DEVICES];
-    uint8_t reserved2[2048];
+    struct gs_account account[GS_MAX_DEVICES];
+    uint8_t reserved2[1536];
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
@@ -328,6 +337,12 @@ GS_AT(gs_share, owner, 8);
 GS_AT(gs_share, what, 16);
 _Static_assert(sizeof(struct gs_share) == 24, "gs_share");
 
+GS_AT(gs_account, until_ns, 0);
+GS_AT(gs_account, held_gib_ns, 8);
+GS_AT(gs_account, peak_bytes, 16);
+GS_AT(gs_account, reserved, 24);
+_Static_assert(sizeof(struct gs_account) == 32, "gs_account");
+
 GS_AT(gs_usage, magic, 0);
 GS_AT(gs_usage, version, 8);
 GS_AT(gs_usage, size, 12);
@@ -341,7 +356,8 @@ GS_AT(gs_usage, shares_used, 168);
 GS_AT(gs_usage, share, 176);
 GS_AT(gs_usage, reserved, 4016);
 GS_AT(gs_usage, bucket, 4096);
-GS_AT(gs_usage, reserved2, 6144);
+GS_AT(gs_usage, account, 6144);
+GS_AT(gs_usage, reserved2, 6656);
 GS_AT(gs_usage, slot, 8192);
 _Static_assert(sizeof(struct gs_usage) == 50 * 4096, "gs_usage");
 

@@ -70,7 +70,7 @@ def test_inline_gpushare_commands_exist(page: str) -> None:
     """`gpushare mps stop --device …`: its command and options exist, whatever the values."""
     for text in re.findall(r"`gpushare ([^`]*)`", (TREE / page).read_text()):
         command: click.Command = group
-        context = click.Context(group)
+        context = click.Context(group, **group.context_settings)
         for word in text.split(" -- ")[0].split():
             if word.startswith("-"):
                 known = [name for one in command.get_params(context) for name in one.opts]

@@ -118,7 +118,8 @@ def _programs() -> Iterator[str]:
 
 def _metrics() -> Iterator[str]:
     for one in importlib.import_module("gpushare.cli.metrics").METRICS:
-        yield f"metric {one.name} {' '.join(one.labels)}".rstrip()
+        yield f"metric {one.name}"
+        yield from (f"metric {one.name} label {label}" for label in one.labels)
 
 
 def _files() -> Iterator[str]:

@@ -45,18 +45,34 @@ COLUMNS = 100
 
 # name of the file -> command lines; "$" before a line: on a terminal
 CASES = {
-    "list": ["list", "$ list", "list --format json", "list --format xml"],
+    "list": [
+        *("list", "$ list", "list --format json", "list --format xml", "ls -q", "ps --no-trunc --filter name=train"),
+        *("list -f status=none", "$ list -f status=none", "list -q -o json", "list --filter train"),
+    ],
+    "status": ["status", "$ status", "status -o json", "status now"],
+    "help": ["help", "help limit set", "help nothing"],
     "top": ["top --once", "$ top --once --sort name", "top --once --format json", "top --interval 0"],
     "export": [
         *("export --once", "export --port 70000", "export --listen nowhere", "export --interval 0"),
         "export --socket /proc/none",
     ],
-    "inspect": ["inspect 0123", "$ inspect 0123", "inspect 0123 --format json", "inspect refused", "inspect absent"],
+    "inspect": [
+        "inspect 0123",
+        "$ inspect 0123",
+        "inspect 0123 --format json",
+        "inspect refused",
+        "inspect absent",
+        "inspect train",
+    ],
     "limit": [
         *("limit show 0123", "$ limit show web-1", "limit show web-1 --format json", "limit show absent"),
         *("limit set 0123 --memory 2Gi --compute 40 --dry-run", "limit set 0123 --memory 2Gi --dry-run --format json"),
         *("limit set 0123", "limit set 0123 --memory 4Gy", "limit set web-1 --device 7 --memory 1Gi"),
         *("pause 0123", "list", "pause 0123", "resume 0123 --format json", "pause dead"),
+    ],
+    "usage": [
+        *("usage", "$ usage --since 2h --by namespace", "usage --format json", "usage --format csv --by image"),
+        *("usage --since tomorrow", "usage --by pod", "usage --format yaml"),
     ],
     "devices": ["devices", "$ devices", "devices --format json", "devices --what"],
     "prune": ["prune --dry-run", "$ prune --dry-run", "prune --dry-run --format json", "prune web-1"],
@@ -134,6 +150,7 @@ def world(
         path = state / "containers" / name / "lease.json"
         value = json.loads(path.read_text())
         path.write_text(json.dumps({**value, "init_pid": PID, "cgroup": f"/{name[:12]}"}))
+    _name(state, tmp_path, LONG, "train")
     (state / "containers" / "torn" / "lease.json").write_text("{")
     log.record(
         str(state), "refused", "gpushare: device 0: 8Gi asked", CapacityError("device 0: 8Gi asked", "ask for less")
@@ -185,6 +202,18 @@ def world(
         return shown
 
     return run
+
+
+def _name(state: Path, folder: Path, container_id: str, name: str) -> None:
+    """Write the files of a container as docker does."""
+    file = folder / "docker/containers" / container_id / "config.v2.json"
+    for path in (file.parent, folder / "b"):
+        path.mkdir(parents=True)
+    file.write_text(json.dumps({"Name": f"/{name}"}))
+    mounts = [{"destination": "/etc/hosts", "source": str(file.with_name("hosts"))}]
+    (folder / "b" / "config.json").write_text(json.dumps({"mounts": mounts}))
+    lease = state / "containers" / container_id / "lease.json"
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), "bundle": str(folder / "b"), "cri": False}))
 
 
 def _with_mps(monkeypatch: pytest.MonkeyPatch) -> None:

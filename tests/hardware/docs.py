@@ -1,6 +1,6 @@
 """Print docs/hardware.md, generated from tests/hardware/measured.
 
-`make docs` writes the file; a test compares it with this output.
+`make docs` writes the file; a test fails if the file is out of date.
 
     python3 -m tests.hardware.docs
 """
@@ -21,7 +21,7 @@ MEASURED = Path(__file__).with_name("measured")
 HEAD = """\
 # Real hardware
 
-`make docs` generates this page from `tests/hardware`; a test compares them.
+`make docs` generates this page from `tests/hardware`; a test fails if the page is out of date.
 
 gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real one: it checks the
 limits, and what gpushare assumes of GPUs and drivers.

@@ -279,7 +279,7 @@ WORDS = {
 def reason_of(stage: Stage, word: Word) -> str:
     """Return the row's reason for not supporting it; "" if it does."""
     site = stage.site(**word.request)
-    return next(filter(None, (stage.row.supports(limit, site) for limit in stage.row.enforces)), "")
+    return next(filter(None, (stage.row.why_unsupported(limit, site) for limit in stage.row.enforces)), "")
 
 
 def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) -> None:
@@ -295,7 +295,7 @@ def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) 
             assert stage.node.leases() == held
         else:
             env.update(word.env)
-        kept = stage.row.keeps(share._replace(**word.share)) if word.live else None
+        kept = stage.row.why_unchangeable(share._replace(**word.share)) if word.live else None
         if kept:
             done = stage.node.cli("limit", "set", stage.main.id, *word.live)
             assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_program_that_cannot_be_reused_is_refused_and_kept(view: View, container
         return ""
 
     message = view.run(body)
-    assert "(0x85) that cannot be loaded again" in message
+    assert "(0x85) that gpushare cannot load again" in message
     assert "gpushare-runtime" in message
     assert matrix(runc, rootfs) == before
 
@@ -208,6 +209,37 @@ def test_mknod_is_never_granted(view: View, tmp_path: Path) -> None:
     assert view.run(body) == [errno.EPERM, errno.ENXIO, errno.EPERM, errno.EPERM]
 
 
+def test_pinned_program_is_replaced(view: View) -> None:
+    """crun 1.28 gives systemd the pin of a scope's program, which systemd attaches at each daemon-reload. The pin of
+    another program stays."""
+
+    def body() -> list[list[bool]]:
+        path, pins = f"/sys/fs/cgroup/gs-{os.getpid()}.scope", "/sys/fs/bpf/crun"
+        subprocess.run(["mount", "-t", "bpf", "gpushare-test", "/sys/fs/bpf"], check=True)
+        os.mkdir(pins)
+        os.mkdir(path)
+        try:
+            directory = os.open(path, os.O_RDONLY)
+            bpf.attach(path, bpf.denying(GRANTED))
+            (first,), _ = bpf._attached(directory, path)
+            own, other = f"{pins}/gs-{os.getpid()}_scope", f"{pins}/gs-{os.getpid()}"
+            bpf._pin(bpf._program(first, path), own)
+            bpf._pin(bpf.load(bpf.denying(GRANTED), path), other)
+            kept = bpf._id_of_pinned(other)
+            seen = []
+            undo = bpf.allow(path, GRANTED)
+            for change in (undo, lambda: None):
+                (now,), _ = bpf._attached(directory, path)
+                seen.append([now == first, bpf._id_of_pinned(own) == now, bpf._id_of_pinned(other) == kept])
+                change()
+            return seen
+        finally:
+            os.rmdir(path)
+            subprocess.run(["umount", "/sys/fs/bpf"], check=True)
+
+    assert view.run(body) == [[False, True, True], [True, True, True]]
+
+
 # Programs as values
 
 
@@ -235,7 +267,7 @@ def test_invalid_device_numbers_are_refused(rule: tuple[int, int]) -> None:
     ids=["call", "map", "atomic", "hidden register", "old load", "indirect call"],
 )  # fmt: skip
 def test_instructions_rewritten_by_the_verifier_are_refused(bad: tuple[int, int, int, int]) -> None:
-    with pytest.raises(KernelError, match="cannot be loaded again"):
+    with pytest.raises(KernelError, match="cannot load again"):
         bpf.reusable((bpf.Instruction(*bad), bpf.Instruction(0, 0, 0, 0)), "the program")
 
 

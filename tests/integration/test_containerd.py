@@ -64,6 +64,18 @@ def test_only_the_requesting_container_starts_python(engine: Containerd) -> None
         assert engine.programs.started() != []
 
 
+def test_commands_take_names_of_pods(engine: Containerd) -> None:
+    """By pod, namespace and container; a name that two containers have lists both."""
+    with engine.pod() as pod:
+        a, b = pod.run(Want(SLEEP, TWO_GIB), "a"), pod.run(Want(SLEEP, TWO_GIB), "b")
+        name = pod.config["metadata"]["name"]
+        for text in (f"default/{name}/a", f"{name}/a", "a"):
+            found = json.loads(engine.node.cli("inspect", text, "-o", "json").stdout)
+            assert (found["id"], found["name"]) == (a.id, f"default/{name}/a")
+        error = engine.node.cli("inspect", name).stderr
+        assert f"(default/{name}/a)" in error and b.id[:12] in error and "ambiguous" in error
+
+
 # Annotations
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from tests.integration.docker_host import GIB, TWO_GIB, DockerHost, Events, docker_host, total
 from tests.support.engines.base import SLEEP, Refused
-from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer
+from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer, start
 from tests.support.engines.image import PROBE
 
 RUNC = ("--runtime", "runc", "--network", "none")
@@ -180,3 +181,37 @@ def test_concurrent_containers_fill_the_devices(docker: DockerHost) -> None:
     refused = [err for start, (_, err) in zip(starts, answers) if start.returncode != 0]
     assert docker.node.leases() == sorted(started)
     assert len(started) == 8 and all("gpushare: " in err and "4Gi" in err for err in refused), refused
+
+
+# Names
+
+
+def test_commands_take_docker_s_names(docker: DockerHost) -> None:
+    """Also after a rename, for containers of Compose and with a shared network, and while the daemon hangs."""
+    shared = (*TWO_GIB, "--name", "side", "--runtime", "gpushare")
+    labels = ("--label", "com.docker.compose.project=shop", "--label", "com.docker.compose.service=web")
+    with (
+        docker.start_with(*TWO_GIB, "--name", "before", args=SLEEP) as one,
+        docker.start_with(*TWO_GIB, *labels, "--name", "shop-web-1", args=SLEEP) as web,
+        start(docker.daemon, *shared, "--network", f"container:{web.id}", IMAGE, *SLEEP) as side,
+    ):
+        docker.daemon.must("rename", "before", "train")
+        os.kill(docker.daemon.pid, signal.SIGSTOP)
+        try:
+            names = {found["id"]: found["name"] for found in json.loads(docker.node.cli("list", "-o", "json").stdout)}
+            assert names == {one.id: "train", web.id: "shop-web-1", side.id: "side"}
+            for text, container in (("train", one), ("web", web), ("shop/web", web), ("side", side)):
+                done = docker.node.cli("limit", "set", text, "--memory", "1Gi", "-o", "json")
+                assert json.loads(done.stdout)["id"] == container.id, done.stderr
+        finally:
+            os.kill(docker.daemon.pid, signal.SIGCONT)
+        assert docker.node.cli("inspect", "before").returncode == 64
+
+
+def test_refused_starts_leave_live_ids_unambiguous(docker: DockerHost) -> None:
+    with docker.start_with(*TWO_GIB, "--name", "live", args=SLEEP) as one:
+        for _ in range(50):
+            assert docker.try_run("-e", "GPUSHARE_MEMORY=999Gi", args=("true",)).code
+        assert len(list((docker.node.state / "errors").iterdir())) >= 50
+        for text in (one.id, one.id[:12], one.id[:4], one.id[:1], "live"):
+            assert json.loads(docker.node.cli("inspect", text, "-o", "json").stdout)["id"] == one.id, text

@@ -124,12 +124,16 @@ def test_image_request_for_all_devices_is_granted(docker: DockerHost) -> None:
 
 
 def test_default_runtime_serves_run_and_build(docker: DockerHost, tmp_path: Path) -> None:
-    """Without a --runtime option: docker run, and the steps of docker build."""
+    """Without a --runtime option: docker run, and the steps of docker build without BuildKit."""
     answer = Result(0, docker.daemon.must("run", "--rm", "--network", "none", *TWO_GIB, IMAGE, PROBE), "").answer()
     assert answer["total_bytes"] == 2 * GIB
     step = f"{PROBE} | grep '\"total_bytes\": {GIB}'"
     (tmp_path / "Dockerfile").write_text(f"FROM {IMAGE}\nENV GPUSHARE_MEMORY=1Gi\nRUN {step}\nRUN ldconfig\n")
-    docker.daemon.must("build", "--network", "none", "--tag", "built", str(tmp_path))
+    build = ("build", "--network", "none", "--tag", "built", str(tmp_path))
+    buildkit = docker.daemon.docker(*build, DOCKER_BUILDKIT="1")  # starts steps with a runtime of its own
+    assert buildkit.code != 0 and f"> [2/3] RUN {PROBE}" in buildkit.err, buildkit.err
+    done = docker.daemon.docker(*build, DOCKER_BUILDKIT="0")
+    assert done.code == 0, done.err
     assert docker.try_run(image="built", args=(PROBE,)).answer()["total_bytes"] == GIB
     assert docker.daemon.docker("run", "--rm", *RUNC, "built", "sh", "-c", "ldconfig").code == 0
 

@@ -15,7 +15,7 @@ from gpushare.core.ops import Cover, ImageFile, Mount
 from simulator import hostfiles, simhost
 from tests.integration import ns_util
 from tests.support import driverhost
-from tests.support.host import BUILD, PYTHON, TREE, Node, python_mounts
+from tests.support.host import PYTHON, TREE, Node, python_mounts
 from tests.support.runc import Container, RuntimeFailed
 from tests.support.tenant import PROGRAM
 from tools.nvidia_userland import Userland
@@ -238,28 +238,46 @@ def test_covered_source_is_not_used_as_the_image_s_file(image: Path, tmp_path: P
 # The real driver
 
 
+CUDA_VERSION = {"535": "12.2", "550": "12.4", "555": "12.5"}  # of each branch of tools/nvidia_userland.py
+CONTROL = "echo get_default_active_thread_percentage | /usr/bin/nvidia-cuda-mps-control"
+
+
+@pytest.mark.every_driver
 def test_real_driver_answers_through_the_shim(
     container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node], userland: Userland
 ) -> None:
-    """The driver root has NVIDIA's real files: all capabilities work, and libcuda answers through the shim."""
+    """The driver root has NVIDIA's real files: all capabilities work, libcuda and NVML answer through the shim, to
+    nvidia-smi as well, and the control program of MPS starts its daemon."""
     root = make_host("real")
     shutil.rmtree(root / "usr")
-    for name in ("usr", "etc", "lib"):
-        subprocess.run(["cp", "-a", "--no-clobber", f"{userland.root}/{name}", str(root)], check=True)
+    for path in [path for path in userland.root.iterdir() if path.name in ("usr", "etc", "lib")]:
+        subprocess.run(["cp", "-a", "--no-clobber", path, str(root)], check=True)
+    for path in root.rglob("*"):
+        if path.name in ("version", "information") and path.is_file():
+            path.write_text(path.read_text().replace(driverhost.VERSION, userland.version))
+    cuda = CUDA_VERSION[userland.version.partition(".")[0]]
     script = (
-        "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); version = ctypes.c_int();"
+        "import ctypes, subprocess; cuda = ctypes.CDLL('libcuda.so.1'); version = ctypes.c_int();"
         "print(cuda.cuDriverGetVersion(ctypes.byref(version)), version.value);"
+        "nvml = ctypes.CDLL('libnvidia-ml.so.1');"
+        "print(subprocess.run('nvidia-smi', capture_output=True, text=True).stdout.splitlines()[0]);"
+        f"print(subprocess.run('nvidia-cuda-mps-control -d; {CONTROL}; echo quit | nvidia-cuda-mps-control', "
+        "shell=True, capture_output=True, text=True).stdout.split());"
         "print(open('/proc/self/maps').read())"
     )
-    env = {**LIMIT, "NVIDIA_DRIVER_CAPABILITIES": "all", "NVIDIA_REQUIRE_CUDA": "cuda>=12.2,cuda<12.3"}
+    env = {**LIMIT, "NVIDIA_DRIVER_CAPABILITIES": "all", "NVIDIA_REQUIRE_CUDA": f"cuda>={cuda},cuda<={cuda}"}
     node = make_node(root, name="real-node")
     one = container([PYTHON, "-c", script], env=env, hook=node.hook(), mounts=python_mounts())
     explained = node.cli("explain", str(one.bundle)).stdout
-    for stem in ("libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libnvidia-ml"):
+    stems = ("libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libnvidia-ml")
+    for stem in [stem for stem in stems if userland.library(stem).exists()]:
         assert f"{ns_util.LIBDIR}/{stem}.so.{userland.version} <-" in explained
-    for program in ("nvidia-smi", "nvidia-cuda-mps-control", "nvidia-persistenced"):
+    for program in ("nvidia-smi", "nvidia-cuda-mps-control"):
         assert f"/usr/bin/{program} <-" in explained
     assert one.run() == 0, one.stderr
-    assert one.stdout.startswith("0 12020\n")
-    assert "/usr/lib/gpushare/driver/libcuda-real.so.1" in one.stdout
-    assert userland.version == driverhost.VERSION and BUILD.is_dir()
+    version, smi, mps, *maps = one.stdout.splitlines()
+    assert version == f"0 {cuda.replace('.', '0')}0"
+    assert smi == "Failed to initialize NVML: GPU access blocked by the operating system"  # no driver behind the node
+    assert mps == "['100.0']"
+    for name in ("libcuda-real.so.1", "libnvidia-ml-real.so.1"):
+        assert f"/usr/lib/gpushare/driver/{name}" in "".join(maps)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from gpushare.engines import crio
+from gpushare.engines.base import Settings
+from gpushare.engines.host import Host
 
 from tests.integration.podman_host import GIB, OURS, TWO_GIB, refusal
 from tests.support import processes
@@ -307,6 +310,31 @@ def test_each_hook_stage_makes_one_share(podman: Podman, stages: tuple[str, ...]
             path.write_text(text)
 
 
+def test_hook_files_for_crio_make_a_share(podman: Podman, tmp_path: Path) -> None:
+    """CRI-O reads hooks.d with the code that podman uses (containers/common), and is itself in no archive."""
+    if podman.way != "hook":
+        return
+    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
+    for path in before:
+        path.unlink()
+    hook = podman.node.hook()
+    programs = (str(hook.program.with_name("gpushare-runtime")), str(hook.program))
+    settings = Settings(*programs, str(hook.config), str(hook.state), hook_only=True)
+    try:
+        for change in crio.propose(settings, Host(str(tmp_path))).changes:
+            if change.after and change.path.endswith(".json"):
+                (podman.hooks_dir / Path(change.path).name).write_text(change.after)
+        with podman.start(Want(SLEEP, TWO_GIB)) as one:
+            assert podman.node.leases() == [one.id]
+            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert podman.node.leases() == []
+    finally:
+        for path in podman.hooks_dir.iterdir():
+            path.unlink()
+        for path, text in before.items():
+            path.write_text(text)
+
+
 def test_hook_and_runtime_together_make_one_share(podman: Podman) -> None:
     """With both installed, as `runtime configure podman` does: one share, and poststop twice."""
     if podman.way != "runtime":
@@ -342,3 +370,15 @@ def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path
         )
         assert done.returncode != 0
         assert "cannot be restored from a checkpoint" in done.stderr
+
+
+def test_commands_take_podman_s_names(podman: Podman) -> None:
+    """Also of a container with `--rm`, which podman keeps in another file, and after a rename."""
+    with podman.start(Want(SLEEP, TWO_GIB)) as kept, podman.start(Want(SLEEP, TWO_GIB), "--rm") as removed:
+        podman.command("rename", kept.name, f"{kept.name}-renamed")
+        try:
+            for one, name in ((kept, f"{kept.name}-renamed"), (removed, removed.name)):
+                found = json.loads(podman.node.cli("inspect", name, "-o", "json").stdout)
+                assert (found["id"], found["name"]) == (one.id, name)
+        finally:
+            podman.command("rename", f"{kept.name}-renamed", kept.name)

@@ -99,6 +99,18 @@ def test_training_is_repeatable() -> None:
     assert len(before ^ after) < len(before) / 100
 
 
+def test_training_leaves_no_process_when_it_is_killed(tmp_path: Path) -> None:
+    """As runc kills a hook that is late; then runc waits until no process has the hook's output."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.touch()
+    start = ["sh", "-c", "echo; exec sleep 600"]
+    program = f"import pathlib; from tools import train; train.touched({start}, pathlib.Path({str(snapshot)!r}), 0)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=TREE, stdout=subprocess.PIPE) as training:
+        assert training.stdout and training.stdout.readline() == b"\n"
+        training.kill()
+        assert training.communicate(timeout=20) == (b"", None)
+
+
 def test_object_order_reduces_page_faults(
     container: MakeContainer, node: Node, with_snapshot: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -164,6 +176,13 @@ def test_no_function_for_this_processor_is_in_the_snapshot() -> None:
         assert selected.isdisjoint(part[at : at + 8] for at in range(0, len(part), 8))
 
 
+def test_snapshot_has_the_functions_that_modules_call() -> None:
+    """A static program cannot look up symbols. A missing one fails the start that calls it, with an internal error."""
+    called = set(re.findall(r'_libc_call\(\s*"(\w+)"', (TREE / "hook/gpushare/system/syscalls.py").read_text()))
+    text = (TREE / "hook/snapshot/snapshot.c").read_text()
+    assert called - {"syscall"} and called <= set(re.findall(r'"(\w+)",\s+\1\b', text))
+
+
 def test_source_stays_small() -> None:
     assert sum(len(file.read_text().splitlines()) for file in (TREE / "hook/snapshot").iterdir()) <= 500
 
@@ -221,6 +240,50 @@ def test_module_missing_from_the_snapshot_restarts_the_start(
         one.delete()
     decisions = [line["decision"] for line in node.decisions()]
     assert decisions[-3:] == ["refused", "granted", "released"]  # first the module was missing, then it was there
+
+
+@pytest.mark.parametrize("form", ["--config={}", "--config {}"])
+def test_hook_keeps_its_state_when_it_becomes_the_ordinary_program(node: Node, tmp_path: Path, form: str) -> None:
+    """The configuration is not compiled yet, so both the snapshot and the ordinary program read the state."""
+    (tmp_path / "config.json").write_text('{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "rootfs"}}')
+    state = f'{{"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 4194303, "bundle": "{tmp_path}"}}'
+    words = [node.hook().program, *form.format(node.config).split(), "--state", node.state, "prestart"]
+    done = subprocess.run(words, input=state, capture_output=True, text=True)
+    assert "no process has pid 4194303" in done.stderr
+
+
+def test_missing_ordinary_program_is_an_error_with_one_line(
+    container: MakeContainer, node: Node, with_snapshot: Callable[..., Path]
+) -> None:
+    programs = with_snapshot(SNAPSHOT)
+    (programs.parent / "libexec/gpushare-runtime").unlink()
+    words = [programs / "gpushare-runtime", *node.runtime()[1:], "create"]
+    one = container(["true"], env=SHARE)
+    done = subprocess.run([*words, "--bundle", one.bundle, one.id], env={"": "x"}, capture_output=True, text=True)
+    assert re.fullmatch(r"gpushare: [^\n]*No such file or directory; install gpushare again\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"process": {"env": ["GPUSHARE_MEMORY=1Gi"]}, "root": {"path": "r"}}', "GPUSHARE_MEMORY"]
+)
+def test_ordinary_program_gets_the_signals_of_the_start(
+    node: Node, with_snapshot: Callable[..., Path], tmp_path: Path, text: str
+) -> None:
+    """Before and after an error, which makes the start ignore them. The low-level runtime would pass them on."""
+    programs = with_snapshot(SNAPSHOT)
+    ordinary = programs.parent / "libexec" / "gpushare-runtime"
+    ordinary.write_text(f"#!{sys.executable} -IS\nprint(open('/proc/self/status').read())")
+    (tmp_path / "config.json").write_text(text)
+    words = [programs / "gpushare-runtime", *node.runtime()[1:], "create", "--bundle", tmp_path, "c"]
+
+    def block() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if the tests run under nohup
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    done = subprocess.run(words, capture_output=True, text=True, check=True, preexec_fn=block)
+    found = re.findall(r"^Sig(?:Blk|Ign):\t(\w+)$", done.stdout, re.M)
+    watched = sum(1 << number - 1 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGALRM, signal.SIGTERM))
+    assert [int(word, 16) & watched for word in found] == [1 << signal.SIGTERM - 1, 0]
 
 
 def test_colliding_keys_do_not_delay_the_start(container: MakeContainer, node: Node) -> None:

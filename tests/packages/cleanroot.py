@@ -17,6 +17,7 @@ from tests.support.host import BUILD
 from tests.support.rootfs import run, unmount_below
 
 PYTHON = "python3-venv"  # for installing a wheel
+DNF = "dnf"
 # A host's programs: a runtime, systemd to check the units, and rpm, which installs .rpm anywhere
 INCLUDED = "runc,systemd,rpm"
 _ENTER = """
@@ -118,5 +119,5 @@ class CleanRoot:
 
 
 if __name__ == "__main__":
-    for one in ("", PYTHON):
+    for one in ("", PYTHON, DNF):
         archive(one)

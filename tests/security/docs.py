@@ -12,7 +12,7 @@ from . import table
 HEAD = """\
 # Tested attacks
 
-Generated from `tests/security/table.py` by `make docs`; a test compares them.
+Generated from `tests/security/table.py` by `make docs`; a test fails if the page is out of date.
 
 ```sh
 make test-attacks

@@ -6,6 +6,7 @@ Systemd(directory, etc)    boots it: /usr/bin/gpushare is the tree's, /etc/gpush
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -21,6 +22,7 @@ UNITS = host.TREE / "packaging" / "systemd"
 PROGRAM = "/lib/systemd/systemd"
 _TARGETS = ("basic", "sysinit", "shutdown", "umount", "final", "multi-user", "paths")
 _BOOT_S = 30.0
+_numbers = itertools.count(1)
 # "$1": the directory. A tmpfs for whatever is written; overlays only read, so that nothing is written to the machine
 _ENTER = """
 set -e
@@ -50,7 +52,7 @@ class Systemd:
 
     def __init__(self, directory: Path, etc: Path) -> None:
         self._cgroups = directory / "cgroups"
-        self._cgroup = self._cgroups / f"gpushare-systemd-{os.getpid()}"
+        self._cgroup = self._cgroups / f"gpushare-systemd-{os.getpid()}-{next(_numbers)}"
         self.log = directory / "log"
         self.pid = 0
         for name in ("bin", "etc/gpushare", "dev", "units", "cgroups"):

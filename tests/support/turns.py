@@ -67,11 +67,17 @@ PODMAN = (
     "tests/integration/test_configure_engines.py",
     "tests/integration/test_engines.py",
     "tests/integration/test_podman",
+    "tests/integration/test_rootless_docker.py",  # the same user
     "tests/integration/test_rootless_podman.py",
 )
 # One daemon serves many tests. These and the playground have separate views of /run/gpushare, but a test that recreates
 # the state directory finds all containers of this machine with that path and takes them for its own lost ones.
-CONTAINERD = ("tests/integration/test_containerd", "tests/docs/test_tour.py")
+CONTAINERD = (
+    "tests/integration/test_containerd",
+    "tests/integration/test_systemd_cgroups.py",
+    "tests/integration/test_systemd_engines.py",
+    "tests/docs/test_tour.py",
+)
 DOCKER = ("tests/integration/test_docker",)
 GROUPS = {"alone": ALONE, "driver": DRIVER, "podman": PODMAN, "containerd": CONTAINERD, "docker": DOCKER}
 

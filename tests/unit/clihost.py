@@ -13,7 +13,7 @@ from gpushare.cli import main
 from gpushare.config import node
 from gpushare.core.model import Share
 from gpushare.core.ops import TenantTmpfs, WriteLimits
-from gpushare.state import leasefile, leases, shm_abi, storage, usage_reader
+from gpushare.state import accounts, leasefile, leases, shm_abi, storage, usage_reader
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -40,9 +40,11 @@ def init() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def cli(state: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """cli(*args) -> (exit code, standard output, standard error)."""
+    config = state.parent / "cli.yaml"
+    config.write_text("version: 1\n")
 
     def run(*args: str) -> tuple[int, str, str]:
-        code = main(["--config", "/none.yaml", "--state", str(state), *args])
+        code = main(["--config", str(config), "--state", str(state), *args])
         return (code, *capfd.readouterr())
 
     return run
@@ -103,5 +105,6 @@ def compute(page: Path, device: int, percent: float, waited_ns: int = 0, busy_ns
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CLOCK_MONOTONIC stands still."""
+    """CLOCK_MONOTONIC and CLOCK_BOOTTIME stand still."""
     monkeypatch.setattr(time, "monotonic_ns", lambda: 987_654_321_012_345)
+    monkeypatch.setattr(accounts, "now_ns", lambda: 987_654_321_012_345)

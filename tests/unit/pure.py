@@ -21,7 +21,8 @@ def device(index: int, **changes: Any) -> Device:
 
 def node(devices: int = 2, memory_bytes: int = 16 << 30, overcommit: float = 1.0, **policy: Any) -> Node:
     inventory = Inventory("/", VERSION, tuple(device(i, memory_bytes=memory_bytes) for i in range(devices)))
-    return Node(Config(memory_overcommit=overcommit, policy=Policy(**policy)), inventory)
+    config = Config(memory_overcommit=overcommit, policy=Policy(**policy), usage_journal="none")
+    return Node(config, inventory)
 
 
 def bundle(*env: str, annotations: Any = None, container_id: str = "c1", cri: bool = True, **spec: Any) -> Bundle:

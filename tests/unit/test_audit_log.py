@@ -12,7 +12,7 @@ from gpushare.config import node
 from gpushare.core import quoting
 from gpushare.core.errors import CapacityError, ConfigError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Device, Lease, Request, Selection, Share
-from gpushare.state import audit_log
+from gpushare.state import accounts, audit_log
 from gpushare.system import syscalls
 
 from tests.support.host import TREE, logfmt
@@ -38,6 +38,12 @@ def lease(container_id: str = "web", *shares: Share) -> Lease:
     one, two = (Device(n, f"GPU-{n}", n, f"0000:0{n}:00.0", "Sim", 16 << 30, 0) for n in (0, 1))
     given = shares or (Share(0, one, 4 << 30, 30), Share(1, two, None, None))
     return Lease(container_id, "held", "boot", "/b", given, 1, 2, dialect="own")
+
+
+def closed(one: Lease, known: bool = True) -> accounts.Closed:
+    used = accounts.Account(2 * 10**9, 3 * 10**9, 10**9, 2 * 10**9, 4096, 5, 6 * 10**6)
+    books = (used, *(accounts.Account(10**9, 0) for _ in one.shares[1:]))
+    return accounts.Closed(one._replace(began_ns=10**9), books, 5 * 10**9, known)
 
 
 def asked(*sources: tuple[str, str]) -> Request:
@@ -94,7 +100,7 @@ def test_hostile_text_adds_no_field_or_line(tmp_path: Path, text: str) -> None:
         (lambda: audit_log.granted(audit_log.open_sink(path), text, None, asked((text, text)), "hook"), "granted"),
         (lambda: audit_log.refused(path, text, "hook", GpushareError(text)), "refused"),
         (lambda: audit_log.refused(path, text, "hook", ValueError(text)), "refused"),
-        (lambda: audit_log.released(path, hostile, "prune"), "released"),
+        (lambda: audit_log.released(path, closed(hostile), "prune"), "released"),
         (lambda: audit_log.withheld(path, text, [text, text]), "withheld"),
         (lambda: audit_log.rebuilt(path, text, None), "granted"),
     ):
@@ -135,7 +141,7 @@ def test_socket_receives_rfc3164_datagram(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as daemon:
         daemon.bind(path)
         daemon.settimeout(5)
-        audit_log.released(path, lease(), "poststop")
+        audit_log.released(path, closed(lease()), "poststop")
         audit_log.refused(path, "web", "run", CapacityError("full"))
         lines = [daemon.recv(8192).decode() for _ in range(2)]
     for line, level, outcome in zip(lines, ("<30>", "<28>"), ("released", "refused")):
@@ -161,7 +167,7 @@ def test_full_socket_does_not_block(tmp_path: Path) -> None:
         daemon.bind(path)
         before = time.monotonic()
         for _ in range(2000):  # more than a socket queues (net.unix.max_dgram_qlen)
-            audit_log.released(path, lease(), "poststop")
+            audit_log.released(path, closed(lease()), "poststop")
         assert time.monotonic() - before < 30
         daemon.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -189,7 +195,7 @@ def test_unwritable_sink_is_no_error(tmp_path: Path, kind: str) -> None:
         os.mknod(tmp_path / "s", 0o140600)
         os.rename(tmp_path / "s", path)
     before = len(os.listdir("/proc/self/fd"))
-    audit_log.released(str(path), lease(), "prune")
+    audit_log.released(str(path), closed(lease()), "prune")
     audit_log.refused(str(path), "web", "hook", RequestError("no"))
     assert other.read_text() == "" and len(os.listdir("/proc/self/fd")) == before
     listening.close()
@@ -210,6 +216,15 @@ def test_concurrent_lines_stay_whole(tmp_path: Path) -> None:
     assert len(lines) == 800 and all(logfmt(line)["decision"] == "refused" for line in lines)
 
 
+def test_release_has_what_the_container_was_granted_and_used(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    audit_log.released(str(path), closed(lease(), known=False), "prune")
+    line = only_line(path)
+    names = ("seconds", "end", "gpu_granted", "gpu_used", "byte_seconds_granted", "byte_seconds_used")
+    assert [line[name] for name in names] == ["4.000", "found", "2.000,1.000", "1.000,-", "3,0", "2,-"]
+    assert [line[name] for name in ("peak", "refusals", "throttled")] == ["4096,-", "5,-", "0.006,-"]
+
+
 def test_every_field_is_documented(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     more = [
@@ -219,7 +234,7 @@ def test_every_field_is_documented(tmp_path: Path) -> None:
     ]
     audit_log.granted(audit_log.open_sink(path), "web", lease(), asked(("A", "b")), "hook", *more)
     audit_log.refused(path, "web", "hook", RequestError("GPUSHARE_MEMORY=x"))
-    audit_log.released(path, lease(), "prune")
+    audit_log.released(path, closed(lease()), "prune")
     audit_log.withheld(path, "web", ["x"])
     audit_log.changed(path, lease())
     fields = {key for line in Path(path).read_text().splitlines() for key in logfmt(line)}

@@ -61,12 +61,13 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 TOOK = {
     "runc": 40.0, "hook": 60.0, "runtime": 62.0, "bundle": 70.0, "other": 103.0, "warm": 30.0,
-    "runc without GPU": 39.0, "runtime without GPU": 40.0,
+    "runc without GPU": 39.0, "runtime without GPU": 40.0, "hook without GPU": 39.5,
 }  # fmt: skip
 ADDED = {
     "start.runc_ms": 40.0, "start.runtime_added_ms": 22.0, "start.hook_added_ms": 20.0, "start.nongpu_added_ms": 1.0,
     "start.bundle_added_ms": 30.0, "start.parallel50_p99_ms": 100.0, "start.parallel50_runc_p99_ms": 60.0,
     "start.warm_runc_added_ms": -10.0, "start.runtime_added_cpu_ms": 11.0, "start.runc_cpu_ms": 20.0,
+    "start.hook_nongpu_added_ms": 0.5,
 }  # fmt: skip
 
 

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 from gpushare.cli import facts, main, output
+from gpushare.cli.main import ALIASES, COMMANDS, GROUPS
 from gpushare.config import node
 from gpushare.core import constants
+from gpushare.core.errors import CapacityError, DeviceError
 from gpushare.core.model import Node
 from gpushare.gpu import charlinks
-from gpushare.state import shm_abi
+from gpushare.state import leases, log, shm_abi
+from gpushare.system import rootless
 
 from tests.unit import pure
 from tests.unit.clihost import GIB
@@ -46,9 +49,76 @@ def test_config_check_reports_errors(tmp_path: Path, cli: Callable[..., Any], mo
         code, text, error = cli("config", command, str(bad))
         assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
         assert cli("config", command, "/none.yaml")[0] == 78
-        assert cli("config", command)[0] == 78  # the file of --config is missing too
     monkeypatch.setattr(constants, "CONFIG_PATH", "/none.yaml")
-    assert "defaults hold" in cli("config", "check")[1]
+    assert "defaults hold" in cli("--config", "/none.yaml", "config", "check")[1]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "ls"])
+def test_missing_config_file_is_an_error_of_every_command(
+    cli: Callable[..., Any], command: str, tmp_path: Path
+) -> None:
+    """A misspelt path must not mean "no policy", not even for a command that happens to read no configuration."""
+    words = {"runtime": ["status"], "config": ["show"], "limit": ["show", "x"], "cdi": ["generate"], "mps": ["status"]}
+    more = words.get(command, ["x"] if command in ("inspect", "pause", "resume", "run") else [])
+    more = {"completion": ["bash"], "explain": ["/"]}.get(command, more)
+    code, text, error = cli("--config", str(tmp_path / "missing.yaml"), command, *more)
+    assert (code, text) == (78, "")
+    assert error == f"gpushare: {tmp_path}/missing.yaml: no such file; create it, or leave out --config\n"
+
+
+def test_aliases_are_the_same_command(cli: Callable[..., Any], state: Path) -> None:
+    for alias, name in ALIASES.items():
+        more = ["--once"] if name == "top" else []
+        assert cli(alias, *more, "-o", "json")[0] == 0
+        assert cli(alias, "--help")[1].replace(f"gpushare {alias}", f"gpushare {name}") == cli(name, "--help")[1]
+    assert cli("list", "-o", "json") == cli("list", "--format", "json") == (0, "[]\n", "")
+
+
+def test_help_of_a_command(cli: Callable[..., Any]) -> None:
+    for words in ([], ["list"], ["limit"], ["limit", "set"], ["ps"]):
+        assert cli("help", *words)[1].partition("\n")[2] == cli(*words, "--help")[1].partition("\n")[2]
+    for words in (["nothing"], ["limit", "nothing"], ["list", "more"]):
+        code, text, error = cli("help", *words)
+        assert (code, text) == (2, "") and "no such command" in error and error.count("\n") == 1
+
+
+def test_help_lists_each_command_once_below_a_heading(cli: Callable[..., Any]) -> None:
+    text = cli("--help")[1]
+    for heading, commands in GROUPS.items():
+        section = text.partition(f"{heading}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in section.splitlines() if line.startswith("  ") and line[2] != " "] == [
+            *commands
+        ]
+
+
+def test_ordinary_user_learns_what_is_hidden(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("devices", "status"):
+        assert cli(command)[2] == ""
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    for command in ("devices", "status"):
+        code, text, error = cli(command)
+        assert code == 0 and text and "not those of root and of other users" in error and error.count("\n") == 1
+    assert "not those of root" in cli("inspect", "x")[2]
+
+
+def test_limit_set_names_the_real_cause(
+    cli: Callable[..., Any], start: Callable[..., Path], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names what became of the container, also on a host whose driver cannot be read."""
+
+    def no_driver(*_: Any, **__: Any) -> Any:
+        raise DeviceError("no NVIDIA driver is loaded")
+
+    start("gone", pure.share(0, 0, GIB))
+    log.record(str(state), "late", "gpushare: device 0: no room", CapacityError("device 0: no room"))
+    monkeypatch.setattr(leases, "why_dead", lambda *_: "its init (pid 12) is gone")
+    for text, cause in (("gone", "has ended: its init (pid 12) is gone"), ("late", "was refused: device 0: no room")):
+        for command in (["limit", "set", text, "--memory", "1Gi"], ["pause", text], ["resume", text]):
+            code, _, error = cli(*command)
+            assert code == 64 and cause in error, command
+    monkeypatch.setattr(facts, "host", no_driver)
+    assert "was refused" in cli("limit", "set", "late", "--memory", "1Gi")[2]
+    assert 'no container "x"' in cli("limit", "set", "x", "--memory", "1Gi")[2]
 
 
 def test_config_show_lists_values_and_origins(tmp_path: Path, cli: Callable[..., Any], state: Path) -> None:
@@ -76,12 +146,14 @@ def test_help_fits_80_columns(cli: Callable[..., Any], monkeypatch: pytest.Monke
     monkeypatch.setenv("COLUMNS", "80")
     for group in ((), ("config",)):
         code, text, _ = cli(*group, "--help")
-        commands = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+        commands = re.findall(
+            r"^  [a-z][a-z0-9-]* .*", text.partition("To begin:")[0].partition("--help")[2], re.MULTILINE
+        )
         assert code == 0 and commands and all(line.endswith(".") and "..." not in line for line in commands), text
 
 
 def test_help_ends_with_first_steps(cli: Callable[..., Any]) -> None:
-    """Existing command lines, one a line, without descriptions."""
+    """Each line below "To begin:" is one command that exists, without a description."""
     lines = [line.split() for line in cli("--help")[1].partition("To begin:\n")[2].splitlines()]
     assert [line[0] for line in lines] == ["gpushare", "gpushare", "docker"]
     for line in lines[:2]:
@@ -120,7 +192,7 @@ def test_refresh_links_device_nodes_for_systemd(
 def refreshed(
     cli: Callable[..., Any], state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Node], tuple[str, dict[str, Any]]]:
-    """refreshed(node): the output of `refresh` when `node` is the host now, as text and as JSON."""
+    """refreshed(node) runs `refresh` on a host that compiles to `node`, and returns its output as text and as JSON."""
 
     def refresh(now: Node) -> tuple[str, dict[str, Any]]:
         monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: now)
@@ -145,8 +217,8 @@ def test_refresh_lists_changes(refreshed: Callable[..., Any]) -> None:
     text, value = refreshed(Node(config, inventory))
     assert [line for line in text.splitlines() if line.startswith("changed: ")] == [
         "changed: driver: 535.261.03 -> 550.1",
-        f"changed: device {pure.UUIDS[1]} is gone: 1, Test GPU, 16 GiB",
-        "changed: device GPU-new is new: 1, Test GPU, 16 GiB",
+        f"changed: device {pure.UUIDS[1]} (1, Test GPU, 16 GiB) is gone",
+        "changed: device GPU-new (1, Test GPU, 16 GiB) is new",
         f"changed: device {pure.UUIDS[0]} memory_bytes: {16 * GIB} -> {24 * GIB}",
         "changed: memory_overcommit: 1.0 -> 1.5",
         "changed: policy.require_limits: False -> True",

@@ -27,6 +27,7 @@ COMMANDS = [
     ["top", "--once"],
     ["inspect", "c1"],
     ["devices"],
+    ["status"],
     ["prune", "--dry-run"],
     ["prune"],
     ["refresh"],
@@ -203,7 +204,7 @@ def test_unencodable_characters_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def points(command: list[str], state: Path, tmp_path: Path) -> list[str]:
-    """The system calls with which the program opens files."""
+    """The system calls with which `gpushare` opens files."""
     log = tmp_path / "strace"
     words = [
         "strace",
@@ -237,6 +238,24 @@ def test_ctrl_c_at_any_point_ends_without_traceback(tmp_path: Path) -> None:
         assert done.stderr == "", (number, done)
         codes.add(done.returncode)
     assert codes <= {0, 130, -signal.SIGINT} and codes & {130, -signal.SIGINT}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("gpushare-hook", "prestart"), ("gpushare-runtime", "create", "--bundle", "/none", "c")],
+    ids=lambda w: w[0],
+)
+def test_ctrl_c_while_a_start_loads_python_prints_no_traceback(words: tuple[str, ...]) -> None:
+    """A start that has not begun ends by the signal; afterwards it is refused with one line.
+
+    Without the snapshot, which loads nothing."""
+    printed = set()
+    for number in range(5, 120, 9):
+        inject = f"inject=openat:signal=INT:when={number}"
+        strace = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject]
+        line = [*strace, str(BIN.parent / "libexec" / words[0]), *words[1:]]
+        printed.add(subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr)
+    assert "" in printed and not [text for text in printed if text.count("\n") > 1 or "Traceback" in text]
 
 
 def test_ctrl_c_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
@@ -298,7 +317,7 @@ def test_empty_option_value_is_refused() -> None:
     for name, command, option in text_options(group, ""):
         if not {name, f"{name} {option}"} & READERS or option == "--name":
             with pytest.raises(click.BadParameter, match="it is empty"):
-                command.make_context(name or "gpushare", [option, " "])
+                command.make_context(name or "gpushare", [option, " "], **group.context_settings)
             seen.add(f"{name} {option}".strip())
     assert {"--state", "run --name", "mps start --memory", "cdi generate --output", "labels --output"} <= seen
 

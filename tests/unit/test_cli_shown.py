@@ -109,6 +109,8 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
     charge(start("c1", pure.share(0, 1, 4 * GIB)), 0, 1, 1 * GIB, refused=7)
     (one,) = json.loads(cli("list", "--format", "json")[1])
     assert (one["id"], one["state"], one["process_count"], one["note"]) == ("c1", "running", 1, "")
+    account = one["shares"][0]["account"]
+    assert (account["refused"], account["gpu_seconds_used"], account["memory_peak_bytes"]) == (7, 0.0, None)
     assert one["shares"] == [
         {
             "slot": 0,
@@ -132,6 +134,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "page": 0,
             "clamped_from": None,
             "refused": 7,
+            "account": account,
         }
     ]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.cli import sample, terminal, top, topscreen
+from gpushare.cli import output, sample, terminal, top, topscreen
+from gpushare.cli.names import Name
 from gpushare.cli.options import Paths
 from gpushare.cli.topscreen import View
 from gpushare.config import node
@@ -38,7 +39,7 @@ sys.exit(main())
 
 
 def program(state: Path, *args: str) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, "--config", "/none.yaml", "--state", str(state), *args]
+    return [sys.executable, "-c", PROGRAM, "--state", str(state), *args]
 
 
 @pytest.fixture
@@ -138,8 +139,11 @@ def test_unreadable_state_is_reported(cli: Callable[..., Any], state: Path, tmp_
         ("r", View("memory", True, 5)),
         ("up", View("memory", False, 4)),
         ("page down", View("memory", False, 15)),
-        ("right", View("compute")),
+        ("right", View("percent")),
         ("left", View("name")),
+        ("p", View("percent")),
+        ("h", View("memory", False, 5, True)),
+        ("?", View("memory", False, 5, True)),
         ("x", View("memory", False, 5)),
         ("", View("memory", False, 5)),
     ],
@@ -202,20 +206,53 @@ def test_every_size_shows_only_whole_lines(state: Path, width: int, height: int,
 
 def titles(taken: sample.Sample, width: int) -> tuple[list[str], int]:
     """The titles of the shown columns, and the length of the bars."""
-    shown, length = topscreen.fitting(topscreen.CONTAINERS, taken.lines, width)
-    return [topscreen.CONTAINERS[n].column.title for n in shown], length
+    cells = topscreen.without_empty(topscreen.SCREEN_CONTAINERS, taken.lines)
+    shown, length = topscreen.fitting(cells, taken.lines, width)
+    return [cells[n].column.title for n in shown], length
 
 
 def test_width_selects_columns_and_bar_length(state: Path) -> None:
     taken = many(state, 3)
     wide, length = titles(taken, 200)
-    assert wide == [cell.column.title for cell in topscreen.CONTAINERS] and wide.count("used/limit") == 2
+    cells = topscreen.without_empty(topscreen.SCREEN_CONTAINERS, taken.lines)
+    assert wide == [cell.column.title for cell in cells if not cell.spare] and wide.count("used/limit") == 2
     assert length > topscreen.BAR_CELLS
     at_80, length = titles(taken, 80)  # one running device: no column shows that
-    assert at_80 == ["container", "memory", "used/limit", "compute", "used/limit", "throttled"] and length >= 5
+    assert at_80 == ["container", "memory", "used/limit", "compute", "trend", "throttled", "age"] and length >= 5
     assert titles(taken, 20)[0] == ["container", "memory", "compute"]
     dead = taken.lines[0]._replace(container=taken.lines[0].container._replace(state="dead"))
     assert "state" in titles(taken._replace(lines=(dead, *taken.lines[1:])), 80)[0]
+
+
+def test_narrow_screen_keeps_percentage_and_cuts_long_names(state: Path) -> None:
+    taken = many(state, 3)
+    name = Name("namespace/a-pod-with-a-long-name/container")
+    lines = [line._replace(container=line.container._replace(name=name)) for line in taken.lines]
+    taken = taken._replace(lines=tuple(lines))
+    wide, narrow = (drawn(taken, View(), width, 24) for width in (160, 82))
+    assert "namespace/..me/container" in wide and "namespace/..me/container" in narrow
+    assert ("MEM%" in wide, "MEM%" in narrow, "░" in wide, "░" in narrow) == (False, True, True, False), narrow
+
+
+def test_trend_shows_last_samples(start: Callable[..., Path], state: Path) -> None:
+    page = start("c1", pure.share(0, 0, GIB))
+    sampler = sample.Sampler(Paths("/none.yaml", str(state)))
+    for percent in (0, 50, 100):
+        compute(page, 0, percent)
+        taken = sampler.take()
+    (line,) = taken.lines
+    assert [round(one) for one in line.compute_history] == pytest.approx([0, 50, 100], abs=11)
+    for columns in (100, 150):
+        text = drawn(taken, View(), columns, 24)
+        assert text.count("TREND") == 2 and len(re.findall(r" ▁[▄▅][▇█] ", text)) == 2, text  # device and container
+
+
+@pytest.mark.parametrize(
+    ("values", "cells", "text"),
+    [((), 3, "   "), ((0, 100), 3, " ▁█"), ((0, 13, 100, 250), 3, "▂██"), ((-5,), 1, "▁"), ((50,), 0, "")],
+)
+def test_sparkline_has_the_newest_value_at_the_right(values: tuple[float, ...], cells: int, text: str) -> None:
+    assert output.sparkline(values, cells) == text
 
 
 @pytest.mark.parametrize("width", [80, 120, 200, 400])
@@ -244,6 +281,19 @@ def test_screen_follows_keys_and_size_and_is_restored(three: Path) -> None:
         assert one.end() == 0
         assert one.modes_now() == before
         assert one.raw.endswith(b"\x1b[?1049l\x1b[?25h") or b"\x1b[?1049l" in one.raw[-40:]
+
+
+def test_help_opens_and_closes_with_any_key(three: Path) -> None:
+    with Terminal(program(three, "top", "--interval", "3600"), 100, 30) as one:
+        one.expect("q quit")
+        for key in ("h", "?"):
+            one.press(key)
+            text = one.expect("any key closes it")
+            assert "THROTTLED" in text and "hungry" not in text
+            one.press("q")  # closes the help, not the program
+            one.expect("hungry")
+        one.press("q")
+        assert one.end() == 0
 
 
 def test_space_refreshes_at_once(three: Path, start: Callable[..., Path]) -> None:

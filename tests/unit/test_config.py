@@ -12,7 +12,7 @@ import yaml
 from gpushare.config import config, keys
 from gpushare.core import constants
 from gpushare.core.errors import ConfigError
-from gpushare.core.model import Config, Policy, SharingRule
+from gpushare.core.model import Config, Policy, Quota, SharingRule
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
@@ -85,7 +85,9 @@ policy:
   allowed_devices: ["0", GPU-x]
   allowed_backends: [mps]
   unlimited: deny
+  quotas: [{user: root, memory: 16Gi}, {namespace: team-*, compute: 250%, containers: 3}]
 reconcile: {action: stop}
+usage: {journal: /data/usage.log, journal_size: " 8Mi"}
 log: {decisions: /var/log/gpushare.log}
 """
 
@@ -96,6 +98,7 @@ def test_every_key_sets_its_field() -> None:
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"), accept_widening="never")
     policy = policy._replace(disabled_dialects=("mps",))
+    policy = policy._replace(quotas=(Quota("0", "", "16Gi"), Quota("", "team-*", "", 250, 3)))
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
     sharing = (
@@ -104,6 +107,7 @@ def test_every_key_sets_its_field() -> None:
         SharingRule(10, 0.5, 2.0),
     )
     expected = Config("/run/nvidia/driver", path, "/shim", 1.5, "spread", policy, log, runtime, 2.0, 1500, 80, sharing)
+    expected = expected._replace(usage_journal="/data/usage.log", usage_journal_size="8Mi")
     expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
     expected = expected._replace(turn_memory="4Gi")
     expected = expected._replace(reconcile="stop")

@@ -9,6 +9,7 @@ from gpushare.config import oci_runtime
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result, engines
 from gpushare.engines import configure
 from gpushare.engines.configure import ENGINES
+from gpushare.system import systemdscope
 
 from tests.unit.doctorhost import ask, machine, put, root
 
@@ -89,28 +90,54 @@ def test_cgroup_driver_is_read_from_engine_config(
     assert engines.cgroup_driver(machine, engine) == driver
 
 
-def test_hook_only_with_systemd_cgroups_warns(machine: Machine, root: Path) -> None:
-    put(root, "usr/bin/crio")
-    (root / "usr/bin/crio").chmod(0o755)
+def without_systemd(monkeypatch: pytest.MonkeyPatch, root: Path) -> Path:
+    """Let systemd's socket be a missing file below `root`, and the runtime one that gives systemd all rules."""
+    monkeypatch.setattr(systemdscope, "SOCKET", str(root / "private"))
+    monkeypatch.setattr(engines, "_forgets_devices", lambda machine: "")
+    return root / "private"
+
+
+def test_hooks_that_cannot_reach_systemd_warn(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket = without_systemd(monkeypatch, root)
+    put(root, "usr/bin/crio").chmod(0o755)
     assert ask("cgroup drivers", machine).result == OK
     configure.configure(ENGINES["crio"], machine.settings._replace(hook_only=True), machine.files)
     result = ask("cgroup drivers", machine)
-    assert result.result == WARN and "daemon-reload" in result.detail and "crio" in result.hint
+    assert result.result == WARN and "containers of crio lose their GPU at `systemctl daemon-reload`" in result.detail
+    assert "use cgroupfs in crio" in result.hint
+    socket.touch()
+    assert ask("cgroup drivers", machine).result == OK
+    socket.unlink()
     put(root, "etc/crio/crio.conf.d/00.conf", 'cgroup_manager = "cgroupfs"\n')
     assert ask("cgroup drivers", machine).result == OK
 
 
-def test_cdi_file_without_nodes_warns_under_systemd_cgroups(machine: Machine, root: Path) -> None:
-    machine = machine._replace(inventory=None)  # that of the tests is simulated, and has no nodes
+def test_cdi_file_without_systemd_warns(machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_systemd(monkeypatch, root)
     put(root, "usr/bin/podman").chmod(0o755)
-    put(root, "etc/cdi/gpushare.yaml", "devices: [{containerEdits: {hooks: []}}]\n")
-    put(root, "etc/containers/containers.conf", 'cgroup_manager = "cgroupfs"\n')
-    assert ask("cgroup drivers", machine).result == OK
     put(root, "etc/containers/containers.conf", 'cgroup_manager = "systemd"\n')
+    assert ask("cgroup drivers", machine).result == OK
+    put(root, "etc/cdi/gpushare.yaml", "devices: [{containerEdits: {hooks: []}}]\n")
     result = ask("cgroup drivers", machine)
-    assert result.result == WARN and "/etc/cdi/gpushare.yaml loses it at `systemctl daemon-reload`" in result.detail
-    assert "gpushare cdi generate --output /etc/cdi/gpushare.yaml" in result.hint
-    put(root, "etc/cdi/gpushare.yaml", "devices: [{containerEdits: {deviceNodes: [], hooks: []}}]\n")
+    assert result.result == WARN and "containers of /etc/cdi/gpushare.yaml lose their GPU" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("version", "result"), [("1.1.2", OK), ("1.1.3", WARN), ("1.1.5+ds1", WARN), ("1.1.7", OK), ("1.1.15", OK)]
+)
+def test_runc_that_forgets_devices_warns(
+    machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch, version: str, result: str
+) -> None:
+    socket = root / "private"
+    monkeypatch.setattr(systemdscope, "SOCKET", str(socket))
+    low_level = put(root, "runc", f"#!/bin/sh\necho runc version {version}\n")
+    low_level.chmod(0o755)
+    assert machine.config
+    machine = machine._replace(config=machine.config._replace(runtime=str(low_level)))
+    put(root, "etc/docker/daemon.json", '{"exec-opts": ["native.cgroupdriver=systemd"]}')
+    found = ask("cgroup drivers", machine)
+    assert found.result == result and (f"containers of runc version {version} lose" in found.detail) == (result == WARN)
+    socket.touch()
     assert ask("cgroup drivers", machine).result == OK
 
 

@@ -260,7 +260,7 @@ def test_state_without_pid_is_refused(
 
     monkeypatch.setattr(node, "load_node", lambda config, state: pure.node())
     assert call(bundle("GPUSHARE_MEMORY=1Gi"), "--state", str(state_dir), "createRuntime") == 64
-    assert "pid 0 is not a process" in capfd.readouterr().err
+    assert "no process has pid 0, which the OCI state" in capfd.readouterr().err
     assert os.listdir(state_dir / "containers") == []
 
 

@@ -201,3 +201,16 @@ def test_context_of_unknown_hardware_is_not_too_low() -> None:
     unknown = contexts.estimated_bytes("Other", "99.0", contexts.multiprocessors("99.0", 132 * 128))
     assert unknown >= contexts.estimated_bytes("NVIDIA H200", "9.0", 132)
     assert contexts.estimated_bytes(simhost.DEFAULT_MODEL, "8.6", 48) == simhost.DEFAULT_CONTEXT_MIB << 20
+
+
+def test_container_with_a_share_cannot_divide_it(tmp_path: Path) -> None:
+    root = simhost.make_simhost(tmp_path / "host")
+    limits = root / "usr/lib/gpushare/limits"
+    limits.parent.mkdir(parents=True)
+    limits.touch()
+    with pytest.raises(
+        DeviceError, match="limits: this is a container with a share, and a share cannot be divided; st"
+    ):
+        inventory.read_inventory(str(root))
+    limits.unlink()
+    assert len(inventory.read_inventory(str(root)).devices) == 1

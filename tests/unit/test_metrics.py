@@ -86,6 +86,31 @@ def test_alerts_use_existing_labels() -> None:
             assert used <= have | {"instance"}, rule["alert"]
 
 
+def test_legends_use_existing_labels() -> None:
+    """A series of a container has its name, one of a device its host."""
+    for panel in json.loads((PACKAGED / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            name = re.findall(r"gpushare_\w+", target["expr"])[0]
+            used = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert used <= {*NAMES[name].labels, "instance"}, panel["title"]
+            if panel["type"] == "timeseries":
+                assert used & {"name", "instance"}, panel["title"]
+
+
+def test_dashboard_explains_its_numbers() -> None:
+    """Each number has a unit, a single number has colours with a meaning, and a flag is a word."""
+    for panel in json.loads((PACKAGED / "dashboard.json").read_text())["panels"]:
+        shown = panel["fieldConfig"]["defaults"]
+        assert shown["unit"], panel["title"]
+        if panel["type"] == "stat":
+            assert shown["thresholds"]["steps"][0]["value"] is None, panel["title"]
+        if "gpushare_driver_up" in panel["targets"][0]["expr"]:
+            assert {key: word["text"] for key, word in shown["mappings"][0]["options"].items()} == {
+                "0": "no",
+                "1": "yes",
+            }
+
+
 def test_dashboard_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     panels = json.loads((PACKAGED / "dashboard.json").read_text())["panels"]
@@ -164,6 +189,8 @@ def test_kubernetes_names_are_labels_only_under_cri(state: Path, start: Callable
     assert [named(name) for name in ("bare", "torn", "claims")] == [
         (name, "", "") for name in ("bare", "torn", "claims")
     ]
+    labels = {one: seen["gpushare_memory_limit_bytes", one, "0"][1] for one in ("k0", "bare")}
+    assert (labels["k0"]["name"], labels["bare"]["name"]) == ("ml/train-0/main", "bare")
 
 
 def test_dead_and_damaged_leases_have_no_usage(

@@ -166,6 +166,20 @@ def test_units_run_existing_commands(path: Path) -> None:
         assert (PACKAGING / "systemd" / unit["Path"]["Unit"]).is_file()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [(["configure", ""], True), (["configure"], True), (["configure", "0.1.0"], False), (["1"], True), (["2"], False)],
+)
+def test_first_installation_names_the_next_step(arguments: list[str], first: bool) -> None:
+    """Arguments of dpkg (Debian policy, 6.5) and of rpm."""
+    script = re.sub(
+        r"/usr/bin/gpushare|/(usr/libexec|run)/\S+", "/bin/true", (PACKAGING / "scripts/postinstall").read_text()
+    )
+    script = script.replace("[ -d /bin/true ]", "false").replace("[ -e /bin/true ]", "false")
+    done = subprocess.run(["sh", "-s", *arguments], input=script, capture_output=True, text=True, check=True)
+    assert ("gpushare runtime configure ENGINE" in done.stdout) == first and done.stderr == ""
+
+
 @pytest.mark.parametrize("path", sorted((PACKAGING / "scripts").iterdir()), ids=lambda path: path.name)
 def test_package_scripts_are_posix(path: Path) -> None:
     assert path.read_text().startswith("#!/bin/sh\n")

@@ -153,6 +153,22 @@ def test_root_is_not_rootless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (["0", "0", "4294967295"], False),  # root of the host
+        (["0", "1000000", "65536"], False),  # of a system container
+        (["0", "1000", "1"], True),  # of rootless docker
+    ],
+)
+def test_root_of_one_user_is_rootless_with_a_writable_run(
+    monkeypatch: pytest.MonkeyPatch, table: list[str], expected: bool
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    monkeypatch.setattr(rootless, "_uid_map", lambda: table)
+    assert rootless.is_rootless() is expected
+
+
+@pytest.mark.parametrize(
     ("uid", "table", "expected"),
     [
         (1000, ["0", "0", "4294967295"], "/run/user/1000/gpushare"),  # a logged-in user

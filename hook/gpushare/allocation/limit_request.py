@@ -18,7 +18,7 @@ from ..core.model import Amount, Lease, Node, Share
 from ..core.quoting import shown
 from ..gpu.selectors import device_name
 from ..state import ledger as books
-from . import admission, backends
+from . import admission, backends, quotas
 
 MEMORY, COMPUTE, DEVICE = "--memory", "--compute", "--device"
 NO_LIMIT = "unlimited"
@@ -57,9 +57,13 @@ def shares(
     lease: Lease, wanted: LimitRequest, node: Node, others: Iterable[Lease], blocked: Iterable[str] = ()
 ) -> tuple[Share, ...]:
     """Return the shares of `lease`, changed. `others`: all live leases; the one of `lease` is ignored."""
+    others = tuple(others)
     ledger = books.ledger_of((one for one in others if one.id != lease.id), node.config.policy, blocked)
     chosen = _slots(lease, wanted.device)
-    return tuple(_changed(share, wanted, node, ledger) if share.slot in chosen else share for share in lease.shares)
+    changed = tuple(_changed(share, wanted, node, ledger) if share.slot in chosen else share for share in lease.shares)
+    if node.config.policy.quotas:
+        quotas.require_change(lease, changed, others, node.config.policy)
+    return changed
 
 
 def paused(lease: Lease, pause: bool) -> tuple[Share, ...]:

@@ -22,7 +22,7 @@ from ..core import constants
 from ..core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from ..core.model import Lease, Share
 from ..core.quoting import shown
-from ..state import activity_files, leases, shm_abi, storage
+from ..state import accounts, activity_files, leases, shm_abi, storage
 from ..system import mountns, procs, syscalls
 from . import backends
 
@@ -49,7 +49,7 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
         finish(state_dir)
         seen = leases.view(state_dir)
         live = settled(state_dir, seen.live, keep=not dry_run)
-        before = _running(container_id, live, seen)
+        before = accounts.counted(_running(container_id, live, seen), accounts.now_ns())
         after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
         if after.shares != before.shares:
             pid = _living_pid(before)
@@ -94,6 +94,9 @@ def _running(container_id: str, live: Sequence[Lease], seen: leases.View) -> Lea
                 f"container {shown(constants.short(container_id))} has a lease that cannot be read: {damage.reason}",
                 "make sure that it does not run, then `gpushare prune --assume-free`",
             )
+    for lease, why in seen.dead:
+        if lease.id == container_id:
+            raise RequestError(f"container {shown(constants.short(container_id))} has ended: {why}", "start it again")
     raise RequestError(f"no running container {shown(container_id)}", "`gpushare list` shows containers with a share")
 
 
@@ -138,8 +141,13 @@ def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep
         share._replace(draining_bytes=_more(share, min(share.draining_bytes, used[share.slot])))
         for share in lease.shares
     )
-    after = lease._replace(shares=shares)
-    if keep and after != lease:
+    if shares == lease.shares:
+        return lease
+    known = accounts.counted(lease, accounts.now_ns())
+    after = known._replace(
+        shares=tuple(share._replace(draining_bytes=new.draining_bytes) for share, new in zip(known.shares, shares))
+    )
+    if keep:
         leases.rewrite(state_dir, after)
         try:
             _store(state_dir, after)

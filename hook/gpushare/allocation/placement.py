@@ -7,7 +7,7 @@
 
 The caller holds the lease lock around both, so that two requests never see the same free bytes. `grant` raises
 CapacityError (with the numbers and the containers that use the device), PolicyError, RequestError or DeviceError. The
-result depends on the leases only, not on their order. Start path.
+result depends on the leases only, not on their order. Runs on the start path.
 """
 
 from __future__ import annotations

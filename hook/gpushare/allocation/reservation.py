@@ -14,7 +14,8 @@ from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.quoting import shown
 from ..request import policy
-from ..state import activity_files, leases, rebuild, shm_abi, storage
+from ..state import accounts, activity_files, leases, rebuild, shm_abi, storage
+from ..state.accounts import Closed
 from ..system import idmap, procs
 from . import limit_update, placement
 
@@ -32,16 +33,16 @@ def reserve(
     Raise CapacityError if the id has a live lease, KernelError, and the errors of `placement.grant`; then nothing is
     left. containers/<id> exists on return. The caller calls `storage.empty_trash` afterwards.
     """
-    dead: list[Lease] = []
+    dead: list[Closed] = []
     try:
         return _reserve(state_dir, bundle, request, node, dead)
     finally:
         if ended:
-            for lease in dead:
-                ended(lease)
+            for one in dead:
+                ended(one)
 
 
-def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead: list[Lease]) -> Lease:
+def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead: list[Closed]) -> Lease:
     me = procs.myself()
     while True:
         searched = _search(state_dir, node)
@@ -55,6 +56,11 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
             live = _changed(state_dir, seen.live)
             ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
             shares = placement.grant(request, node, ledger)
+            whose = accounts.labels(bundle, request.uid)
+            if node.config.policy.quotas:
+                from . import quotas
+
+                quotas.require(whose["uid"], whose["namespace"], shares, live, node.config.policy)
             new = [share.device.uuid for share in shares if not activity_files.is_ready(state_dir, share.device.uuid)]
             if not new:
                 lease = Lease(
@@ -70,6 +76,8 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                     driver_version=node.inventory.driver_version,
                     sandbox=policy.pod_wide(request, bundle),
                     cri=bool(bundle.container_name),
+                    began_ns=accounts.now_ns(),
+                    **whose,
                 )
                 _make(state_dir, lease, live)
                 return lease

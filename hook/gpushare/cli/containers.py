@@ -4,54 +4,120 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import click
 
 from ..core import constants
+from ..core.errors import RequestError
 from ..core.quantity import human
-from ..core.quoting import printable
+from ..core.quoting import printable, shown
 from ..gpu.selectors import device_name
-from ..state import log
+from ..state import accounts, log
 from . import facts
 from .ids import complete_ids
+from .names import Names
 from .options import Paths, with_format
-from .output import BAR, Column, age, bar, is_tty, state_style, write_json, write_line, write_table, write_text
+from .output import (
+    BAR,
+    Column,
+    age,
+    bar,
+    is_tty,
+    state_style,
+    user_name,
+    write_json,
+    write_line,
+    write_table,
+    write_text,
+)
 
 _LIST = (
     Column("container"),
+    Column("name", leaves=1),
     Column("device", right=True),
     Column("memory used", right=True),
     Column("limit", right=True),
     BAR,
     Column("compute", right=True),
-    Column("processes", right=True, leaves=2),
+    Column("processes", right=True, leaves=3),
     Column("state", style=state_style),
-    Column("age", right=True, leaves=1),
+    Column("age", right=True, leaves=2),
 )
 # Columns that are shown only if a container has a value for them. Note: why it is dead, damaged or over its limit.
 # Command: the program that `gpushare run` started. On host: memory of an oversubscribed share.
-_NOTE, _COMMAND = Column("note"), Column("command", leaves=3)
+_NOTE, _COMMAND = Column("note"), Column("command", leaves=4)
 _HOST = Column("on host", right=True)
+_NAME_AT = 1  # in _LIST
+_ACCOUNT = tuple(
+    Column(title, right=True)
+    for title in ("slot", "gpu granted", "gpu used", "memory granted", "memory used", "peak", "refused", "throttled")
+)
+
+
+# key of --filter -> whether a container has the value
+_FILTERS: dict[str, Callable[[facts.Container, str], bool]] = {
+    "id": lambda one, value: one.id.startswith(value),
+    "name": lambda one, value: value in one.name.shown or one.name.matches(value),
+    "status": lambda one, value: one.state == value,
+    "device": lambda one, value: any(
+        value in (device_name(use.share.device), use.share.device.uuid) for use in one.uses
+    ),
+}
+
+
+def _filters(context: click.Context, option: click.Parameter, words: tuple[str, ...]) -> dict[str, list[str]]:
+    """The values for each key. Raises BadParameter."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if not word.strip():
+            raise click.BadParameter("it is empty", param=option)
+        if key not in _FILTERS or not value:
+            keys = ", ".join(_FILTERS)
+            raise click.BadParameter(f"{shown(word)} is not KEY=VALUE with one of the keys {keys}", param=option)
+        found.setdefault(key, []).append(value)
+    return found
 
 
 @click.command("list")
+@click.option("-q", "--quiet", is_flag=True, help="Print IDs only.")
+@click.option("--no-trunc", is_flag=True, help="Print full IDs.")
+@click.option(
+    "-f",
+    "--filter",
+    "filters",
+    multiple=True,
+    callback=_filters,
+    metavar="KEY=VALUE",
+    help="Only containers with this id, name, status or device. A repeated key means any of its values.",
+)
 @with_format
 @click.pass_obj
-def list_(paths: Paths, output: str) -> None:
+def list_(paths: Paths, quiet: bool, no_trunc: bool, filters: dict[str, list[str]], output: str) -> None:
     """List the containers that have a share of a GPU.
 
-    Prints one line for each device of a container, the oldest container first.
+    Prints one line for each device of a container, the oldest container first. NAME is the name in docker or podman,
+    or NAMESPACE/POD/CONTAINER in Kubernetes. `ls` and `ps` are other names of this command.
     """
-    found = facts.containers(paths.state_dir)
+    if quiet and output == "json":
+        raise RequestError("--quiet prints IDs, not JSON", "leave out one of the options")
+    everything = facts.containers(paths.state_dir)
+    found = [
+        one for one in everything if all(any(_FILTERS[key](one, value) for value in filters[key]) for key in filters)
+    ]
     if output == "json":
         write_json([plain(one) for one in found])
         return
+    if quiet:
+        for one in found:
+            write_line(_id(one, no_trunc))
+        return
     if not found and is_tty():
-        write_line(facts.none())
+        write_line("no container matches" if everything else facts.none())
         return
     virtual = any(use.share.virtual_bytes for one in found for use in one.uses)
-    columns, rows = list(_LIST), [list(row) for one in found for row in _rows(one)]
+    columns, rows = list(_LIST), [list(row) for one in found for row in _rows(one, no_trunc)]
     if virtual:
         at = columns.index(BAR)
         columns.insert(at, _HOST)
@@ -62,8 +128,12 @@ def list_(paths: Paths, output: str) -> None:
     more = [(column, text) for column, text in more if any(text(one) for one in found)]
     owners = [one for one in found for _ in one.uses or (None,)]
     rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
-    write_table((*columns, *(column for column, _ in more)), rows)
-    notes = [f"{constants.short(one.id)}: {one.note}" for one in found if one.note] if is_tty() else []
+    columns += [column for column, _ in more]
+    if not any(one.name.shown for one in found):  # such as on a host with `gpushare run` only
+        columns.pop(_NAME_AT)
+        rows = [[*row[:_NAME_AT], *row[_NAME_AT + 1 :]] for row in rows]
+    write_table(columns, rows)
+    notes = [f"{_id(one, no_trunc)}: {one.note}" for one in found if one.note] if is_tty() else []
     for line in ["", *notes] if notes else ():  # a note is too long for a table on a terminal
         write_line(line)
 
@@ -73,12 +143,16 @@ def _command(one: facts.Container) -> str:
     return one.lease.bundle if one.lease and one.lease.dialect == constants.RUN_DIALECT else ""
 
 
-def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
+def _id(one: facts.Container, full: bool) -> str:
+    return one.id if full else constants.short(one.id)
+
+
+def _rows(one: facts.Container, full_ids: bool) -> Sequence[tuple[str, ...]]:
     created = age(time.time() - one.lease.created) if one.lease else "-"
-    name, count = constants.short(one.id), str(len(one.slots))
+    names, count = (_id(one, full_ids), one.name.shown or "-"), str(len(one.slots))
     rows = [
         (
-            name,
+            *names,
             device_name(use.share.device),
             human(use.used_bytes),
             limit_text(use),
@@ -90,7 +164,7 @@ def _rows(one: facts.Container) -> Sequence[tuple[str, ...]]:
         )
         for use in one.uses
     ]
-    return rows or [(name, "-", "-", "-", "", "-", count, one.state, created)]
+    return rows or [(*names, "-", "-", "-", "", "-", count, one.state, created)]
 
 
 def limit_text(use: facts.Use) -> str:
@@ -116,6 +190,8 @@ def plain(one: facts.Container) -> dict[str, Any]:
     """A container as JSON values. Sizes are numbers of bytes; null stands for no limit."""
     return {
         "id": one.id,
+        "name": one.name.shown or None,
+        "service": one.name.service or None,
         "state": one.state,
         "note": one.note,
         "created": one.lease.created if one.lease else None,
@@ -145,10 +221,30 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "page": use.share.page,
                 "clamped_from": use.share.clamped or None,
                 "refused": use.refused,
+                "account": plain_account(use.account),
             }
             for use in one.uses
         ],
     }
+
+
+def plain_account(account: Optional[accounts.Account]) -> Optional[dict[str, Any]]:
+    """An account as JSON values; null stands for what is not known."""
+    if account is None:
+        return None
+    return {
+        "gpu_seconds_granted": round(account.granted_ns / 1e9, 3),
+        "gpu_seconds_used": _seconds(account.used_ns),
+        "memory_byte_seconds_granted": account.granted_byte_ns // 10**9,
+        "memory_byte_seconds_used": None if account.used_byte_ns is None else account.used_byte_ns // 10**9,
+        "memory_peak_bytes": account.peak_bytes,
+        "refused": account.refused,
+        "throttled_seconds": _seconds(account.throttled_ns),
+    }
+
+
+def _seconds(ns: Optional[int]) -> Optional[float]:
+    return None if ns is None else round(ns / 1e9, 3)
 
 
 @click.command()
@@ -158,7 +254,8 @@ def plain(one: facts.Container) -> dict[str, Any]:
 def inspect(paths: Paths, id: str, output: str) -> None:
     """Show a container, its processes and the last failed start.
 
-    ID is the container id of `gpushare list` and `docker ps`, not docker's name. Any unambiguous prefix works.
+    ID is an id, an unambiguous prefix of one, or a name: docker's or podman's, a Compose service, or a Kubernetes
+    pod as POD, NAMESPACE/POD or NAMESPACE/POD/CONTAINER.
     """
     container_id = facts.find(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)
@@ -170,11 +267,17 @@ def inspect(paths: Paths, id: str, output: str) -> None:
 
 
 def _details(container_id: str, one: Optional[facts.Container], refusal: str) -> dict[str, Any]:
-    value: dict[str, Any] = {"id": container_id, "state": "refused", "shares": []} if one is None else plain(one)
+    value: dict[str, Any] = (
+        {"id": container_id, "name": Names().of_id(container_id).shown or None, "state": "refused", "shares": []}
+        if one is None
+        else plain(one)
+    )
     value["last_refusal"] = refusal or None
     if one is not None and one.lease is not None:
         lease = one.lease
         value.update(bundle=lease.bundle, cgroup=lease.cgroup, dialect=lease.dialect, driver=lease.driver_version)
+        value.update(uid=None if lease.uid < 0 else lease.uid)
+        value.update((name, getattr(lease, name) or None) for name in ("namespace", "pod", "container", "image"))
         value["processes"] = [
             {"pid": pid, "container_pid": slot.pid, "memory_used_bytes": list(slot.bytes)}
             for slot, pid in facts.processes(one)
@@ -183,7 +286,11 @@ def _details(container_id: str, one: Optional[facts.Container], refusal: str) ->
 
 
 def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> None:
-    pairs = [("id", container_id), ("state", one.state if one else "refused")]
+    name = one.name if one else Names().of_id(container_id)
+    pairs = [("id", container_id)]
+    pairs += [("name", name.shown)] if name.shown else []
+    pairs += [("service", name.service)] if name.service else []
+    pairs += [("state", one.state if one else "refused")]
     if one is not None and one.lease is not None:
         lease = one.lease
         pairs += [
@@ -193,6 +300,8 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
             ("init pid", str(lease.init_pid or "-")),
             ("dialect", lease.dialect),
             ("driver", lease.driver_version),
+            ("user", "-" if lease.uid < 0 else user_name(lease.uid)),
+            *((name, text) for name in ("namespace", "pod", "container", "image") if (text := getattr(lease, name))),
         ]
     pairs += [("note", one.note)] if one and one.note else []
     pairs += [("last refusal", refusal)] if refusal else []
@@ -200,6 +309,29 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
         write_text(printable(f"{label:<13} {text}"), 14)
     if one is not None and one.uses:
         _print_uses(one)
+
+
+def account_cells(account: Optional[accounts.Account]) -> tuple[str, ...]:
+    """The cells of an account: device time, memory multiplied by time, peak, refusals, throttled time."""
+    if account is None:
+        return ("-",) * (len(_ACCOUNT) - 1)
+    return (
+        _time_text(account.granted_ns),
+        _time_text(account.used_ns),
+        _byte_time_text(account.granted_byte_ns),
+        _byte_time_text(account.used_byte_ns),
+        "-" if account.peak_bytes is None else human(account.peak_bytes),
+        "-" if account.refused is None else str(account.refused),
+        _time_text(account.throttled_ns),
+    )
+
+
+def _time_text(ns: Optional[int]) -> str:
+    return "-" if ns is None else f"{ns / 1e9:.1f} s"
+
+
+def _byte_time_text(byte_ns: Optional[int]) -> str:
+    return "-" if byte_ns is None else f"{byte_ns / 2**30 / 3.6e12:.3f} GiB h"
 
 
 def _print_uses(one: facts.Container) -> None:
@@ -228,6 +360,8 @@ def _print_uses(one: facts.Container) -> None:
         for use in one.uses
     ]
     write_table(columns, rows)
+    write_line()
+    write_table(_ACCOUNT, [(str(use.share.slot), *account_cells(use.account)) for use in one.uses])
     found = facts.processes(one)
     if found:
         write_line()

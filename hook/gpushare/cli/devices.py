@@ -65,6 +65,7 @@ def devices(paths: Paths, output: str) -> None:
             for one in found
         ],
     )
+    facts.warn_of_hidden_shares()
 
 
 def listed(host: Node, ledger: placement.Ledger) -> list[dict[str, Any]]:

@@ -25,12 +25,14 @@ from ..core.model import Lease
 from ..core.quoting import shown
 from ..gpu import driverfiles, inventory, nvml_usage
 from ..monitor import overuse
+from ..state import journal
 from ..system import sigterm
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_line
 
 PORT = 9878
+_CHECKPOINT_S = 600.0
 _CLIENTS = 32  # connected at once; for one more the server drops the oldest
 _CLIENT_S = 10.0  # for a request and its answer
 _REQUEST_BYTES = 16 << 10  # read of a request at most; http.server alone would keep 6 MiB of headers
@@ -92,6 +94,7 @@ class Watched:
         self._paths, self._watch = paths, overuse.Watch()
         self.asker: Optional[nvml_usage.Asker] = None  # None: this process may fork
         self._config = node.load_config_only(*paths)
+        self._checkpoint_due = time.monotonic()
         facts.containers(paths.state_dir)  # raises now, not at the first scrape, if leases cannot be read
         self.metrics = Metrics(paths, installed())
 
@@ -123,6 +126,12 @@ class Watched:
                 if act:
                     self._watch.follow(leases, comparison, self._config.log, self._config.reconcile)
         self.metrics.seen = Seen(gpus, comparison, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
+
+    def checkpoint(self) -> None:
+        """Write running containers to the usage journal, every ten minutes."""
+        if time.monotonic() >= self._checkpoint_due:
+            self._checkpoint_due = time.monotonic() + _CHECKPOINT_S
+            journal.checkpoint(self._config, self._paths.state_dir)
 
     def _leases(self) -> list[Lease]:
         found = facts.containers(self._paths.state_dir)
@@ -328,6 +337,7 @@ def _serve(watched: Watched, server: _Server, interval: float) -> int:
             due = time.monotonic() + interval
             while not select.select([end], [], [], max(0.0, due - time.monotonic()))[0]:
                 watched.update()
+                watched.checkpoint()
                 due = time.monotonic() + interval
         finally:
             server.shutdown()

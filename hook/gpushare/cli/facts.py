@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from ..config import node
 from ..core import constants
@@ -14,10 +14,12 @@ from ..core.model import Device, Inventory, Lease, Node, Share
 from ..core.quantity import human
 from ..core.quoting import shown
 from ..gpu import contexts
-from ..state import leases, log, shm_abi, storage, usage_reader
+from ..state import accounts, leases, log, shm_abi, storage, usage_reader
 from ..system import procs, rootless
+from .names import Name, Names
 from .options import Paths
 
+_OWN_ONLY = "an ordinary user sees the shares of this user only, not those of root and of other users"
 NONE = "no container has a share of a GPU"
 GONE = ("dead", "ended")  # states of containers whose share is free; ended: a program of `gpushare run` has exited
 _STATES = {"reserved": "starting", "held": "running"}
@@ -39,6 +41,7 @@ class Use(NamedTuple):
     refused: int  # allocations refused since the start
     compute: Optional[Compute] = None  # None: the usage file cannot be read
     host_bytes: int = 0  # memory of an oversubscribed share that is on the host
+    account: Optional[accounts.Account] = None  # None: its lease is damaged
 
     @property
     def limit_bytes(self) -> int:
@@ -56,9 +59,10 @@ class Container(NamedTuple):
     lease: Optional[Lease]
     uses: tuple[Use, ...]
     slots: tuple[usage_reader.Slot, ...]
+    name: Name = Name()
 
 
-def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container:
+def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names) -> Container:
     slots: tuple[usage_reader.Slot, ...] = ()
     notes = [note] if note else []
     usage = None
@@ -69,6 +73,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
             notes.append(str(error))
     notes += [share.clamp_note for share in lease.shares if share.clamped]
     uses = []
+    books = accounts.accounts(lease, usage, accounts.now_ns())
     for share in lease.shares:
         used = usage.used_bytes(share.slot) if usage else 0
         most = share.device.memory_bytes or used
@@ -81,24 +86,20 @@ def _container(state_dir: str, lease: Lease, state: str, note: str) -> Container
             )
         refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
         on_host = min(usage.host_bytes(share.slot), share.virtual_bytes) if usage else 0
-        uses.append(Use(share, min(used, most), refused_here, _compute(usage, share.slot, lease.created), on_host))
+        compute = _compute(usage, share.slot, books[share.slot])
+        uses.append(Use(share, min(used, most), refused_here, compute, on_host, books[share.slot]))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)
-    return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots)
+    return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots, names.of(lease))
 
 
-def _compute(usage: Optional[usage_reader.Usage], slot: int, created: float) -> Optional[Compute]:
-    """The container's compute usage, capped by its lifetime. None if the usage file has no numbers for the slot."""
-    if usage is None or slot >= len(usage.buckets):
+def _compute(usage: Optional[usage_reader.Usage], slot: int, account: accounts.Account) -> Optional[Compute]:
+    """The container's compute usage. None if the usage file has no numbers for the slot."""
+    if usage is None or account.used_ns is None or account.throttled_ns is None:
         return None
-    bucket = usage.buckets[slot]
-    age_ns = int(max(0.0, time.time() - created) * 1e9)
-    return Compute(
-        usage_reader.recent_percent(bucket, time.monotonic_ns()),
-        min(bucket.busy_ns, age_ns),
-        min(bucket.waited_ns, age_ns * shm_abi.MAX_SLOTS),
-    )
+    recent = usage_reader.recent_percent(usage.buckets[slot], time.monotonic_ns())
+    return Compute(recent, account.used_ns, account.throttled_ns)
 
 
 def _state(lease: Lease) -> str:
@@ -111,17 +112,20 @@ def containers(state_dir: str, only: str = "") -> list[Container]:
     return containers_of(state_dir, leases.view(state_dir), only)
 
 
-def containers_of(state_dir: str, seen: leases.View, only: str = "") -> list[Container]:
+def containers_of(state_dir: str, seen: leases.View, only: str = "", names: Optional[Names] = None) -> list[Container]:
     """Like `containers`, for leases that the caller has read already."""
-    found = [_container(state_dir, lease, _state(lease), "") for lease in seen.live if only in ("", lease.id)]
+    names = names or Names()
+    found = [_container(state_dir, lease, _state(lease), "", names) for lease in seen.live if only in ("", lease.id)]
     found += [
-        _container(state_dir, lease, GONE[leases.ends(lease)], reason)
+        _container(state_dir, lease, GONE[leases.ends(lease)], reason, names)
         for lease, reason in seen.dead
         if only in ("", lease.id)
     ]
     found.sort(key=lambda one: (one.lease.created if one.lease else 0.0, one.id))
     damaged = [one for one in seen.damaged if only in ("", one.id)]
-    return found + [Container(damage.id, "damaged", damage.reason, None, (), ()) for damage in damaged]
+    return found + [
+        Container(damage.id, "damaged", damage.reason, None, (), (), names.of_id(damage.id)) for damage in damaged
+    ]
 
 
 def one(state_dir: str, container_id: str) -> Optional[Container]:
@@ -129,36 +133,83 @@ def one(state_dir: str, container_id: str) -> Optional[Container]:
     return next(iter(containers(state_dir, container_id)), None)
 
 
-def known(state_dir: str) -> list[str]:
-    """Ids of all containers with a lease or a stored refusal."""
-    seen = leases.view(state_dir)
-    leased = {lease.id for lease in (*seen.live, *(lease for lease, _ in seen.dead))}
-    return sorted(leased | {damage.id for damage in seen.damaged} | set(log.known(state_dir)))
+class Known(NamedTuple):
+    """The ids and names of containers with a lease, and the ids of refused starts."""
+
+    leased: dict[str, Name]
+    refused: tuple[str, ...]
+
+
+def known(state_dir: str) -> Known:
+    """All containers that commands accept."""
+    seen, names = leases.view(state_dir), Names()
+    leased = {lease.id: names.of(lease) for lease in (*seen.live, *(lease for lease, _ in seen.dead))}
+    leased.update((damage.id, names.of_id(damage.id)) for damage in seen.damaged)
+    return Known(dict(sorted(leased.items())), tuple(one for one in log.known(state_dir) if one not in leased))
 
 
 def find(state_dir: str, text: str) -> str:
-    """The id that is `text`, or the only id that starts with it. Raises RequestError, which lists the candidates."""
+    """The id of the container that `text` means: a full id, else a name, else the start of an id. Containers with a
+    share come before refused starts, which can be many. Raises RequestError, which lists the candidates."""
     everything = known(state_dir)
-    if text in everything:
+    if text in everything.leased or text in everything.refused:
         return text
-    matching = [name for name in everything if name.startswith(text)] if text else []
-    if len(matching) == 1:
-        return matching[0]
-    if not matching:
-        hint = "`gpushare list` shows containers with a share, by id and not by docker's name"
-        raise RequestError(f"no container {shown(text)}", hint)
-    candidates = ", ".join(
-        constants.short(name) if constants.short(name) != constants.short(matching[0]) else name
-        for name in matching[:8]
+    names = Names()
+    matching = _matching(everything.leased, text)
+    matching = matching or _matching({one: names.of_id(one) for one in everything.refused}, text)
+    if len(matching) > 1:
+        raise _ambiguous(text, matching)
+    if matching:
+        return next(iter(matching))
+    hint = _OWN_ONLY if rootless.is_rootless() else "`gpushare list` shows containers with a share, by id and name"
+    raise RequestError(f"no container {shown(text)}", hint)
+
+
+def running(state_dir: str, text: str) -> str:
+    """Like `find`, for a command that needs a container with a share. Raises RequestError, which names the
+    reason if the start was refused."""
+    container_id = find(state_dir, text)
+    refusal = log.read(state_dir, container_id)
+    if refusal and leases.judged(state_dir, container_id) is None:
+        raise RequestError(f"the start of container {shown(text)} was refused: {refusal}", "start it again")
+    return container_id
+
+
+def _matching(group: dict[str, Name], text: str) -> dict[str, Name]:
+    """The containers that `text` can mean: those with this whole name, else with a part of it, else with an id that
+    starts so."""
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda one: group[one].shown == text,
+        lambda one: group[one].matches(text),
+        lambda one: one.startswith(text),
     )
-    raise RequestError(
-        f"ID prefix {shown(text)} is ambiguous ({len(matching)} matches): {candidates}", "type more characters"
+    found = ({one: group[one] for one in group if test(one)} for test in tests if text)
+    return next(filter(None, found), {})
+
+
+def _ambiguous(text: str, matching: dict[str, Name]) -> RequestError:
+    ids = list(matching)
+    first = constants.short(ids[0])
+    candidates = (
+        (one if constants.short(one) == first and one != ids[0] else constants.short(one), matching[one].shown)
+        for one in ids[:8]
     )
+    listed = ", ".join(f"{one} ({name})" if name else one for one, name in candidates)
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    what = "ID prefix" if all(one.startswith(text) for one in ids) else "name"
+    hint = "type more characters" if what == "ID prefix" else "give an ID, or more of the name"
+    return RequestError(f"{what} {shown(text)} is ambiguous ({len(ids)} matches): {listed}{more}", hint)
 
 
 def none() -> str:
     """The message for a terminal when there is no container to show."""
     return "you have no share of a GPU; root sees the shares of all users" if rootless.is_rootless() else NONE
+
+
+def warn_of_hidden_shares() -> None:
+    """For an ordinary user, write a line on standard error about what the table does not count."""
+    if rootless.is_rootless():
+        log.to_stderr(f"gpushare: {_OWN_ONLY}, so less may be free than this shows; root sees all of them")
 
 
 def context_source(device: Device, inventory: Inventory) -> str:

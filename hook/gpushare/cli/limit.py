@@ -66,19 +66,20 @@ def set_(
 ) -> None:
     """Change the limits of a running container.
 
-    ID is an id of `gpushare list`, or a prefix of one. A limit can be raised as far as the device has room and policy
-    allows, and can always be lowered. A program that holds more memory than its new limit keeps it, but new allocations
-    fail until it is below the limit.
+    ID is an id or a name of `gpushare list`, or a prefix of an id. A limit can be raised as far as the device has room
+    and policy allows, and can always be lowered. A program that holds more memory than its new limit keeps it, but new
+    allocations fail until it is below the limit.
     """
     wish = limit_request.parse(memory, compute, mode or "", priority or "", device)
     if wish == limit_request.LimitRequest(device=wish.device):
         raise RequestError("nothing to change", "give --memory, --compute, --compute-mode or --priority")
+    container_id = facts.running(paths.state_dir, id)
     node = facts.host(paths)
 
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
         return limit_request.shares(lease, wish, node, live, seen.blocked(node))
 
-    changed = _change(paths, id, decide, dry_run)
+    changed = _change(paths, container_id, decide, dry_run)
     if output == "json":
         write_json({**_plain(changed), "dry_run": dry_run})
         return
@@ -97,7 +98,7 @@ def set_(
 @click.pass_obj
 def show(paths: Paths, id: str, output: str) -> None:
     """Show the limits of a container and its memory usage."""
-    container_id = facts.find(paths.state_dir, id)
+    container_id = facts.running(paths.state_dir, id)
     one = facts.one(paths.state_dir, container_id)
     if one is None or one.lease is None:
         raise RequestError(f"no running container {shown(id)}", "`gpushare list` shows containers with a share")
@@ -117,7 +118,8 @@ def _pausing(name: str, pause: bool, text: str) -> click.Command:
     @with_format
     @click.pass_obj
     def command(paths: Paths, id: str, output: str) -> None:
-        changed = _change(paths, id, lambda lease, live, seen: limit_request.paused(lease, pause), False)
+        container_id = facts.running(paths.state_dir, id)
+        changed = _change(paths, container_id, lambda lease, live, seen: limit_request.paused(lease, pause), False)
         did = changed.before.shares != changed.after.shares
         if output == "json":
             write_json({"id": changed.after.id, "paused": pause, "changed": did})
@@ -137,8 +139,7 @@ pause = _pausing(
 resume = _pausing("resume", False, "Resume the kernel launches of a paused container.")
 
 
-def _change(paths: Paths, text: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
-    container_id = facts.find(paths.state_dir, text)
+def _change(paths: Paths, container_id: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
     try:
         changed = limit_update.change(paths.state_dir, container_id, decide, dry_run)
         if changed.before.shares != changed.after.shares and not dry_run:

@@ -18,7 +18,7 @@ from ..core.errors import GpushareError, what_to_do
 from ..core.quoting import shown
 from ..state import log
 from ..system import rootless
-from .options import Paths, given, with_no_color
+from .options import Paths, given, require_config, with_no_color
 
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable with which a shell requests completions; see completion.py
@@ -29,32 +29,45 @@ _NO_ARGUMENTS: tuple[type[click.ClickException], ...] = tuple(
 )
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
-# command -> (module of this package, name in the module). Only the module of the given command is imported, so that
-# `gpushare run` starts programs fast.
-COMMANDS = {
-    "list": ("containers", "list_"),
-    "top": ("top", "top"),
-    "export": ("export", "export"),
-    "inspect": ("containers", "inspect"),
-    "limit": ("limit", "limit"),
-    "pause": ("limit", "pause"),
-    "resume": ("limit", "resume"),
-    "devices": ("devices", "devices"),
-    "explain": ("explain", "explain"),
-    "prune": ("prune", "prune"),
-    "run": ("run", "run"),
-    "config": ("config", "config"),
-    "runtime": ("runtime", "runtime"),
-    "labels": ("labels", "labels"),
-    "cdi": ("cdi", "cdi_group"),
-    "k8s-plugin": ("k8s_plugin", "k8s_plugin"),
-    "mps": ("mps", "mps_group"),
-    "uninstall": ("uninstall", "uninstall"),
-    "refresh": ("node", "refresh"),
-    "doctor": ("doctor", "doctor"),
-    "completion": ("completion", "completion"),
-    "version": ("node", "version"),
+# heading of --help -> command -> (module of this package, name in the module). Only the module of the given command is
+# imported, so that `gpushare run` starts programs fast.
+GROUPS = {
+    "Containers and programs": {
+        "list": ("containers", "list_"),
+        "top": ("top", "top"),
+        "inspect": ("containers", "inspect"),
+        "usage": ("usage", "usage"),
+        "run": ("run", "run"),
+        "limit": ("limit", "limit"),
+        "pause": ("limit", "pause"),
+        "resume": ("limit", "resume"),
+        "explain": ("explain", "explain"),
+    },
+    "This host": {
+        "status": ("status", "status"),
+        "devices": ("devices", "devices"),
+        "doctor": ("doctor", "doctor"),
+        "config": ("config", "config"),
+        "runtime": ("runtime", "runtime"),
+        "refresh": ("node", "refresh"),
+        "prune": ("prune", "prune"),
+        "mps": ("mps", "mps_group"),
+        "uninstall": ("uninstall", "uninstall"),
+    },
+    "Clusters and monitoring": {
+        "export": ("export", "export"),
+        "cdi": ("cdi", "cdi_group"),
+        "labels": ("labels", "labels"),
+        "k8s-plugin": ("k8s_plugin", "k8s_plugin"),
+    },
+    "Help": {
+        "help": ("help", "help_"),
+        "completion": ("completion", "completion"),
+        "version": ("node", "version"),
+    },
 }
+COMMANDS = {name: place for commands in GROUPS.values() for name, place in commands.items()}
+ALIASES = {"ls": "list", "ps": "list", "stats": "top"}  # as in docker and podman
 
 # Shown below the commands; \b: click keeps the line breaks
 _EXAMPLES = """\b
@@ -72,11 +85,19 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        if cmd_name not in COMMANDS:
+        place = COMMANDS.get(ALIASES.get(cmd_name, cmd_name))
+        if place is None:
             return None
-        module, name = COMMANDS[cmd_name]
+        module, name = place
         command: click.Command = getattr(importlib.import_module(f".{module}", __package__), name)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        limit = formatter.width - 6 - max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                found = ((name, self.get_command(ctx, name)) for name in commands)
+                formatter.write_dl([(name, one.get_short_help_str(limit)) for name, one in found if one])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -123,6 +144,8 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 def group(context: click.Context, config: str, state: Optional[str]) -> None:
     """Give containers exact shares of a GPU; list, change and explain these shares."""
     context.obj = Paths(os.path.abspath(config), os.path.abspath(state or rootless.state_dir()))
+    if context.invoked_subcommand != "runtime":  # which can create the file; it checks this itself
+        require_config(context.obj)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

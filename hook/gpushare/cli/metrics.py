@@ -1,13 +1,12 @@
 """The metrics of `gpushare export`: their table, and their samples for Prometheus.
 
 Each scrape reads leases and usage files, as `gpushare top` does (sample.py). The driver's numbers are from its last
-query (`Seen`). Metric names follow promtool's rules. docs/metrics.md is generated from the table; a test compares both.
+query (`Seen`). Metric names follow promtool's rules. docs/metrics.md is generated from the table; a test fails if
+the page is out of date.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
@@ -17,17 +16,16 @@ from prometheus_client.registry import Collector
 
 from ..core import constants
 from ..core.errors import GpushareError
-from ..core.model import Lease
 from ..gpu.nvml_usage import Gpu
 from ..monitor.overuse import Comparison, Finding
-from ..request import oci
+from ..state.accounts import Account
 from . import facts
 from .options import Paths
 from .sample import Line, Sampler
 
-SHARE_LABELS = ("container", "pod", "namespace", "uuid", "slot", "id")
+SHARE_LABELS = ("container", "pod", "namespace", "uuid", "slot", "id", "name", "service")
+ACCOUNT_LABELS = (*SHARE_LABELS, "user")
 DEVICE_LABELS = ("uuid", "device", "model")
-_MAX_SPEC_BYTES = 4 << 20
 
 
 class Metric(NamedTuple):
@@ -51,7 +49,18 @@ METRICS = (
     Metric("gpushare_throttled_seconds_total", SHARE_LABELS,
            "Time that threads waited because of the compute limit, summed over threads."),
     Metric("gpushare_oom_total", SHARE_LABELS, "Allocations refused by the memory limit."),
-    Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id"),
+    Metric("gpushare_account_granted_seconds_total", ACCOUNT_LABELS,
+           "Device time that the container was granted: its compute limit multiplied by time."),
+    Metric("gpushare_account_used_seconds_total", ACCOUNT_LABELS, "Device time that the container used."),
+    Metric("gpushare_account_granted_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container was granted, multiplied by time."),
+    Metric("gpushare_account_used_byte_seconds_total", ACCOUNT_LABELS,
+           "Memory that the container used, multiplied by time."),
+    Metric("gpushare_account_peak_bytes", ACCOUNT_LABELS, "Most memory that the container used at one time."),
+    Metric("gpushare_account_refused_total", ACCOUNT_LABELS, "Allocations refused by the memory limit."),
+    Metric("gpushare_account_throttled_seconds_total", ACCOUNT_LABELS,
+           "Time that threads waited because of the compute limit, summed over threads."),
+    Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id", "name", "service"),
            "How often the container exceeded its memory limit by the driver's count."),
     Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
     Metric("gpushare_device_memory_used_bytes", DEVICE_LABELS, "Memory in use on the device, as NVML reports."),
@@ -80,37 +89,20 @@ class Seen(NamedTuple):
     exceeded: dict[str, int] = {}
 
 
-class Names:
-    """Kubernetes' names of containers, pods and namespaces, from each container's config.json, which is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, float], tuple[str, str, str]] = {}
-
-    def of(self, lease: Lease) -> tuple[str, str, str]:
-        """(container, pod, namespace). The name of a container without a pod is its id."""
-        key = (lease.id, lease.created)
-        if key not in self._known:
-            annotations = _annotations(lease) if lease.cri else {}
-            container = oci.container_name(annotations) or lease.id
-            pod, namespace = oci.pod_name(annotations), oci.pod_namespace(annotations)
-            self._known[key] = _utf8(container), _utf8(pod), _utf8(namespace)
-        return self._known[key]
-
-    def keep(self, leases: list[Lease]) -> None:
-        """Forget the names of all other containers."""
-        live = {(lease.id, lease.created) for lease in leases}
-        self._known = {key: value for key, value in self._known.items() if key in live}
+def _names(one: facts.Container) -> tuple[str, ...]:
+    """The labels container, pod and namespace. The name of a container without a pod is its id."""
+    namespace, pod, container = one.name.pod or ("", "", "")
+    return _utf8(container or one.id), _utf8(pod), _utf8(namespace)
 
 
-def _annotations(lease: Lease) -> dict[str, str]:
-    if lease.dialect == constants.RUN_DIALECT or not os.path.isabs(lease.bundle):
-        return {}
-    try:
-        with open(os.path.join(lease.bundle, "config.json"), "rb") as file:
-            annotations = json.loads(file.read(_MAX_SPEC_BYTES)).get("annotations") or {}
-        return {key: value for key, value in annotations.items() if isinstance(value, str)}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+def _ids(one: facts.Container) -> tuple[str, ...]:
+    """The labels id, name and service. Without a name, `name` is the id as tables show it, so that it suits legends."""
+    return _utf8(one.id), _utf8(one.name.shown or constants.short(one.id)), _utf8(one.name.service)
+
+
+def _user(one: facts.Container) -> str:
+    """The label user: the uid of the first process, or empty if the lease is older than gpushare's record of it."""
+    return "" if one.lease is None or one.lease.uid < 0 else str(one.lease.uid)
 
 
 class Metrics(Collector):
@@ -121,7 +113,6 @@ class Metrics(Collector):
         self.seen = Seen()
         self._sampler = Sampler(paths)
         self._version = version
-        self._names = Names()
         self._scrape_lock = threading.Lock()
 
     def describe(self) -> Iterator[Any]:
@@ -153,24 +144,24 @@ class Metrics(Collector):
         put("gpushare_damaged_leases", (), sum(line.container.state == "damaged" for line in sample.lines))
         lines = [line for line in sample.lines if line.use is not None and line.container.state not in facts.GONE]
         findings = {(one.id, one.uuid): one for one in seen.comparison.findings}
-        leases: dict[str, Lease] = {}
+        containers = {line.container.id: line.container for line in lines}
         for line in lines:
-            lease = line.container.lease
-            assert lease is not None and line.use is not None
-            leases[lease.id] = lease
+            assert line.use is not None
             uuid = line.use.share.device.uuid
-            labels = (*self._names.of(lease), uuid, str(line.use.share.slot), _utf8(lease.id))
-            for name, value in _of_share(line, findings.pop((lease.id, uuid), None)):
+            labels = (*_names(line.container), uuid, str(line.use.share.slot), *_ids(line.container))
+            for name, value in _of_share(line, findings.pop((line.container.id, uuid), None)):
                 put(name, labels, value)
+            for name, value in _of_account(line.use.account):
+                put(name, (*labels, _user(line.container)), value)
         for (container_id, uuid), one in findings.items():  # usage of a device without a share of it
-            if container_id in leases and one.slot is None:
-                labels = (*self._names.of(leases[container_id]), uuid, "", _utf8(container_id))
+            container = containers.get(container_id)
+            if container is not None and one.slot is None:
+                labels = (*_names(container), uuid, "", *_ids(container))
                 put("gpushare_memory_physical_bytes", labels, one.physical_bytes)
                 put("gpushare_memory_over_bytes", labels, one.over_bytes)
-        for container_id, lease in leases.items():
+        for container_id, container in containers.items():
             count = seen.exceeded.get(container_id, 0)
-            put("gpushare_exceeded_total", (*self._names.of(lease), _utf8(container_id)), count)
-        self._names.keep(list(leases.values()))
+            put("gpushare_exceeded_total", (*_names(container), *_ids(container)), count)
         for device in sample.devices:
             device_labels = (device["uuid"], device["name"], _utf8(device["model"]))
             for name, value in _of_device(device, seen):
@@ -193,6 +184,21 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     if finding is not None:
         yield "gpushare_memory_physical_bytes", finding.physical_bytes
         yield "gpushare_memory_over_bytes", finding.over_bytes
+
+
+def _of_account(account: Optional[Account]) -> Iterator[tuple[str, Optional[float]]]:
+    if account is not None:
+        yield "gpushare_account_granted_seconds_total", account.granted_ns / 1e9
+        yield "gpushare_account_used_seconds_total", _over(account.used_ns)
+        yield "gpushare_account_granted_byte_seconds_total", account.granted_byte_ns / 1e9
+        yield "gpushare_account_used_byte_seconds_total", _over(account.used_byte_ns)
+        yield "gpushare_account_peak_bytes", account.peak_bytes
+        yield "gpushare_account_refused_total", account.refused
+        yield "gpushare_account_throttled_seconds_total", _over(account.throttled_ns)
+
+
+def _over(ns: Optional[int]) -> Optional[float]:
+    return None if ns is None else ns / 1e9
 
 
 def _of_device(device: dict[str, Any], seen: Seen) -> Iterator[tuple[str, Optional[float]]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from ..core import constants
+from ..core.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -18,6 +22,19 @@ class Paths(NamedTuple):
 
     config: str
     state_dir: str
+
+
+def require_config(paths: Paths) -> None:
+    """Raise ConfigError if --config names a file that does not exist. The default file need not exist, nor must the
+    user be able to search its folder: `doctor` reports that."""
+    if paths.config == constants.CONFIG_PATH:
+        return
+    try:
+        os.lstat(paths.config)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{paths.config}: no such file", "create it, or leave out --config") from None
+    except (OSError, ValueError):
+        pass  # the command reports it when it reads the file
 
 
 def _no_color(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -33,10 +50,14 @@ def with_no_color(command: Command) -> Command:
 
 
 def with_format(command: Command) -> Command:
-    """Add --format table|json, which the command gets as `output`, and --no-color."""
+    """Add -o, --format table|json, which the command gets as `output`, and --no-color."""
     choice = click.Choice(["table", "json"])
     option = click.option(
-        "--format", "output", type=choice, default="table", show_default=True, help="For people, or for programs."
+        *("-o", "--format", "output"),
+        type=choice,
+        default="table",
+        show_default=True,
+        help="For people, or for programs.",
     )
     return option(with_no_color(command))
 

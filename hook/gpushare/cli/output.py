@@ -227,6 +227,13 @@ def _bar_cells() -> tuple[str, str]:
     return "█", "░"
 
 
+def sparkline(percents: Sequence[float], cells: int) -> str:
+    """The last values, one character each, the newest at the right; a full block is 100 percent."""
+    levels = "▁▂▃▄▅▆▇█" if _bar_cells()[0] == "█" else "_.:-=+*#"
+    last = percents[-cells:] if cells > 0 else ()
+    return "".join(levels[min(len(levels) - 1, int(max(0.0, one) * len(levels) / 100))] for one in last).rjust(cells)
+
+
 class Progress:
     """A `with` block that shows the current step on the terminal and erases it at the end. It has no thread, because
     the steps may fork."""
@@ -244,6 +251,16 @@ class Progress:
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def user_name(uid: int) -> str:
+    """The name of a user of this host, or the number."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
 
 
 def age(seconds: float) -> str:

@@ -10,7 +10,7 @@ from ..allocation import limit_update
 from ..config import node
 from ..core import constants
 from ..core.errors import GpushareError
-from ..state import audit_log, leaseend, leases, log, storage
+from ..state import journal, leaseend, leases, log, storage
 from .options import Paths, with_format
 from .output import Column, write_json, write_line, write_table
 
@@ -42,7 +42,7 @@ def prune(paths: Paths, dry_run: bool, assume_free: bool, output: str) -> None:
     if storage.is_ready(paths.state_dir):
         found = items(paths.state_dir, assume_free)
         if not dry_run:
-            ended = audit_log.ending(node.log_target(paths.config, paths.state_dir), "prune")
+            ended = journal.ending(node.config_or_defaults(*paths), paths.state_dir, "prune")
             problems = remove(paths.state_dir, found, assume_free, ended)
     if output == "json":
         write_json(

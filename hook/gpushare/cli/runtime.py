@@ -21,7 +21,7 @@ from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
 from ..engines.host import Host, broken_snapshot, check_program, foreign_owners
 from ..state import log
 from .node import make_links
-from .options import Paths, given, with_format
+from .options import Paths, given, require_config, with_format
 from .output import Column, state_style, write_json, write_line, write_table
 
 
@@ -76,6 +76,8 @@ def configure_(
     nothing. Without an engine, lists engines.
     """
     host = Host(root)
+    if host.root == "/" and profile is None and not given["undo"]:
+        require_config(paths)
     settings = settings_of(paths, given["program"])._replace(
         config_file=os.path.abspath(given["config_file"]) if given["config_file"] else "",
         default=given["default"],
@@ -118,6 +120,8 @@ def configure_(
 @click.pass_obj
 def status(paths: Paths, root: str, output: str) -> None:
     """List engines, and whether they are installed and configured."""
+    if root == "/":
+        require_config(paths)
     _status(settings_of(paths, ""), Host(root), output)
 
 

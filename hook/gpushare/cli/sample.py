@@ -14,8 +14,10 @@ from ..core.errors import GpushareError
 from ..core.model import Node
 from ..state import leases, shm_abi
 from . import containers, devices, facts
+from .names import Names
 from .options import Paths
 
+_KEPT = 60  # samples
 _MOST_PERCENT = 100.0 * shm_abi.MAX_SLOTS  # cap of `throttled_percent`, since containers can write their usage files
 
 
@@ -25,6 +27,7 @@ class Line(NamedTuple):
     container: facts.Container
     use: Optional[facts.Use]
     throttled_percent: Optional[float]  # of the time since the previous sample, summed over threads
+    compute_history: tuple[float, ...] = ()  # percent of device time in the last samples, the newest last
 
 
 class Sample(NamedTuple):
@@ -35,6 +38,7 @@ class Sample(NamedTuple):
     lines: tuple[Line, ...]
     devices: tuple[dict[str, Any], ...]
     note: str
+    device_history: dict[str, tuple[float, ...]] = {}  # uuid -> as compute_history
 
     def plain(self) -> dict[str, Any]:
         """As JSON values: the objects of `gpushare list` and `gpushare devices`, with measured values added."""
@@ -53,6 +57,17 @@ class Sample(NamedTuple):
         }
 
 
+class _History:
+    """The last values of each key. A key without a new value is forgotten."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, tuple[float, ...]] = {}
+
+    def add(self, values: dict[Any, float]) -> dict[Any, tuple[float, ...]]:
+        self._values = {key: (*self._values.get(key, ()), value)[-_KEPT:] for key, value in values.items()}
+        return self._values
+
+
 class Sampler:
     """Takes samples, each compared with the previous one."""
 
@@ -60,6 +75,8 @@ class Sampler:
         self._paths = paths
         self._host: Optional[Node] = None
         self._note = ""
+        self._names = Names()
+        self._history, self._device_history = _History(), _History()
         self._before: dict[tuple[str, float, int], tuple[int, int]] = {}
         try:
             self._host = facts.host(paths)
@@ -69,8 +86,17 @@ class Sampler:
     def take(self) -> Sample:
         """Raises GpushareError when the state directory cannot be read."""
         seen = leases.view(self._paths.state_dir)
-        found = facts.containers_of(self._paths.state_dir, seen)
+        found = facts.containers_of(self._paths.state_dir, seen, names=self._names)
+        self._names.keep(one.lease for one in found if one.lease)
         now, lines = {}, []
+        history = self._history.add(
+            {
+                (one.id, use.share.slot): use.compute.recent_percent
+                for one in found
+                for use in one.uses
+                if use.compute is not None
+            }
+        )
         for one in found:
             if not one.uses:
                 lines.append(Line(one, None, None))
@@ -78,9 +104,12 @@ class Sampler:
                 key = (one.id, one.lease.created if one.lease else 0.0, use.share.slot)
                 if use.compute is not None:
                     now[key] = time.monotonic_ns(), use.compute.waited_ns
-                lines.append(Line(one, use, self._throttled(key, now.get(key))))
+                past = history.get((one.id, use.share.slot), ())
+                lines.append(Line(one, use, self._throttled(key, now.get(key)), past))
         self._before = now
-        return Sample(time.time(), tuple(lines), self._devices(seen, found), self._note)
+        devices = self._devices(seen, found)
+        past_of = self._device_history.add({one["uuid"]: one["compute_used_percent"] for one in devices})
+        return Sample(time.time(), tuple(lines), devices, self._note, past_of)
 
     def _throttled(self, key: tuple[str, float, int], now: Optional[tuple[int, int]]) -> Optional[float]:
         """Throttled time in percent of the time since the previous sample; for a container's first sample, since its

@@ -18,6 +18,7 @@ from .topscreen import CONTAINERS, DEVICES, PLAIN, SORTS, Cell, View
 
 _KEYS = {key: name for name, (key, _) in SORTS.items()}
 _SCROLL = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -(1 << 30), "end": 1 << 30}
+_HELP = ("h", "?")
 _SORT_STEP = {"left": -1, "right": 1}
 
 
@@ -30,7 +31,9 @@ _SORT_STEP = {"left": -1, "right": 1}
 def top(paths: Paths, once: bool, interval: float, sort: str, output: str) -> int:
     """Watch how much of their shares containers use.
 
-    Keys: q quits, m c t a n sort, r reverses the order, up and down scroll, left and right choose the sort column.
+    Keys: h or ? shows all keys, q quits, m p c t a n sort, r reverses the order, up and down scroll. TREND shows the
+    compute use of the last samples. `stats` is another name of this command.
+
     THROTTLED is the time for which the compute limit held threads back, in percent of the time since the last sample:
     200% means two threads all the time. The first sample counts from the container's start. In a pipe samples are
     printed one below the other; as JSON each sample is one line.
@@ -59,17 +62,18 @@ def _print(sample: Sample, view: View) -> None:
     """Print devices and containers on a terminal; in a pipe, all columns of containers except bars."""
     lines = topscreen.in_order(sample, view)
     if output.is_tty():
-        _write(DEVICES, sample.devices)
+        write_cells(DEVICES, sample.devices)
         if sample.devices:
             output.write_line()
         if not lines:
             output.write_line(facts.none())
             return
-    _write(CONTAINERS if output.is_tty() else PLAIN, lines)
+    write_cells(topscreen.without_empty(CONTAINERS if output.is_tty() else PLAIN, lines), lines)
     output.write("", now=True)
 
 
-def _write(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+def write_cells(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+    """Write a table: on a terminal the columns that fit, in a pipe all but bars."""
     if not values and output.is_tty():
         return
     keep, length = list(range(len(cells))), BAR_CELLS
@@ -92,9 +96,9 @@ def _watch(sampler: Sampler, view: View, interval: float) -> int:
                 view = topscreen.scrolled(view, sample, size.lines)
                 screen.show(topscreen.draw(sample, view, interval, size.columns, size.lines))
                 for key in screen.wait(due - time.monotonic()):
-                    if key == "q":
+                    if key == "q" and not view.help:
                         return 0
-                    if key == " ":
+                    if key == " " and not view.help:
                         due = 0
                     elif key != RESIZED:
                         view = pressed(view, key)
@@ -106,7 +110,9 @@ def _watch(sampler: Sampler, view: View, interval: float) -> int:
 
 
 def pressed(view: View, key: str) -> View:
-    """The view after a key press; unchanged for an unknown key."""
+    """The view after a key press; unchanged for an unknown key. Any key closes the help."""
+    if view.help or key in _HELP:
+        return view._replace(help=not view.help)
     if key in _KEYS:
         return view._replace(sort=_KEYS[key], first=0)
     if key in _SCROLL:

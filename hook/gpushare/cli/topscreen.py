@@ -13,7 +13,7 @@ from ..core.quoting import printable
 from ..gpu.selectors import device_name
 from . import facts
 from .containers import compute_text, limit_text
-from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, state_style, table
+from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, bar_style, sparkline, state_style, table
 from .sample import Line, Sample
 
 if TYPE_CHECKING:
@@ -22,13 +22,36 @@ if TYPE_CHECKING:
 _GAP = 2  # between columns
 _FEWEST_ROWS = 3  # of containers, even if there are many devices
 _SHORT, _LONG = 5, 30  # least and greatest number of cells of a bar
+_LONGEST_NAME = 24  # characters on a terminal
 _PERCENT = len(" 100%")  # after a bar
 _SAME = 10  # added to `leaves` of a dull column whose rows are all equal
 # Help texts for keys; the first that fits is shown
 _HELP = (
-    "q quit   m memory  c compute  t throttled  a age  n name   r reverse   up down scroll   left right sort",
-    "q quit   m c t a n sort   r reverse   up down scroll",
+    "q quit   h help   m memory  p percent  c compute  t throttled  a age  n name   r reverse   up down scroll",
+    "q quit   h help   m p c t a n sort   r reverse   up down scroll",
+    "q quit   h help",
     "q quit",
+)
+# The help of `h` and `?`
+_KEYS = (
+    ("q", "quit"),
+    ("h ?", "show this help; any key closes it"),
+    ("m", "sort by memory in use"),
+    ("p", "sort by memory in use, in percent of the limit"),
+    ("c", "sort by compute in use"),
+    ("t", "sort by the time that the compute limit held threads back"),
+    ("a", "sort by age"),
+    ("n", "sort by name, or by ID without a name"),
+    ("left right", "sort by the previous or next of these"),
+    ("r", "reverse the order"),
+    ("up down", "scroll; also page up, page down, home and end"),
+    ("space", "take a sample now"),
+)
+_COLUMNS = (
+    ("COMPUTE", "percent of the device's time in the last second, of the limit"),
+    ("TREND", "the same in the last samples, a full block is the whole device"),
+    ("THROTTLED", "how long the compute limit held threads back; 200% is two threads all the time"),
+    ("REFUSED", "allocations that the memory limit refused"),
 )
 
 
@@ -38,20 +61,28 @@ class View(NamedTuple):
     sort: str = "memory"
     reverse: bool = False
     first: int = 0
+    help: bool = False
 
 
 class Cell(NamedTuple):
     """A column and the function that makes its text, given a value and the length of bars. On a narrow terminal columns
-    with the highest `leaves` are hidden first. A `dull` column is hidden before all others if its rows are equal."""
+    with the highest `leaves` are hidden first. A `dull` column is hidden before all others if its rows are equal. A
+    `spare` column stands in for the bar after it where that is hidden."""
 
     column: Column
     text: Callable[[Any, int], str]
     leaves: int = 0
     dull: bool = False
+    spare: bool = False
 
 
 def _memory(line: Line) -> int:
     return line.use.used_bytes if line.use else -1
+
+
+def _of_limit(line: Line) -> float:
+    """Memory in use in percent of the limit."""
+    return 100 * line.use.used_bytes / line.use.limit_bytes if line.use and line.use.limit_bytes else -1.0
 
 
 def _percent(line: Line) -> float:
@@ -65,10 +96,11 @@ def _created(line: Line) -> float:
 # name -> (key on the keyboard, sort key)
 SORTS: dict[str, tuple[str, Callable[[Line], Any]]] = {
     "memory": ("m", lambda line: -_memory(line)),
+    "percent": ("p", lambda line: -_of_limit(line)),
     "compute": ("c", lambda line: -_percent(line)),
     "throttled": ("t", lambda line: -(line.throttled_percent or 0.0)),
     "age": ("a", _created),
-    "name": ("n", lambda line: line.container.id),
+    "name": ("n", lambda line: line.container.name.shown or line.container.id),
 }
 
 
@@ -82,6 +114,15 @@ def _memory_text(line: Line) -> str:
 
 def _memory_bar(line: Line, cells: int) -> str:
     return bar(line.use.used_bytes, line.use.limit_bytes, cells) if line.use else ""
+
+
+def _cut(name: str) -> str:
+    """A name that leaves room for the other columns: its begin and its end, both of which can tell it from another."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2 - 2]}..{name[-_LONGEST_NAME // 2 :]}"
+
+
+def _memory_percent(line: Line, _: int) -> str:
+    return f"{int(_of_limit(line))}%" if _of_limit(line) >= 0 else "-"
 
 
 def _compute_bar(line: Line, cells: int) -> str:
@@ -109,7 +150,9 @@ def _age(line: Line) -> str:
     return age(time.time() - _created(line)) if line.container.lease else "-"
 
 
-_NAME = Cell(Column("container"), lambda line, _: constants.short(line.container.id))
+_ID = Cell(Column("container"), lambda line, _: constants.short(line.container.id))
+_NAME = Cell(Column("name"), lambda line, _: line.container.name.shown or "-", 1)
+_CUT_NAME = _NAME._replace(text=lambda line, _: _cut(line.container.name.shown) or "-")
 _DEVICE = Cell(Column("device", True), lambda line, _: device_name(line.use.share.device) if line.use else "-", 3, True)
 _COMPUTE = Cell(Column("compute", True), lambda line, _: compute_text(line.use) if line.use else "-")
 _THROTTLED = Cell(Column("throttled", True), lambda line, _: _throttled(line), 4)
@@ -121,11 +164,12 @@ _REST = (
 )
 # Columns on a terminal, and in a pipe, where each column holds one value
 CONTAINERS = (
-    *(_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line)), Cell(BAR, _memory_bar, 5)),
-    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 6), _THROTTLED, *_REST),
+    *(_ID, _CUT_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line))),
+    *(Cell(Column("mem%", True, style=bar_style), _memory_percent, 4, spare=True), Cell(BAR, _memory_bar, 5)),
+    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 7), _THROTTLED, *_REST),
 )
 PLAIN = (
-    *(_NAME, _DEVICE),
+    *(_ID, _NAME, _DEVICE),
     Cell(Column("memory used", True), lambda line, _: human(line.use.used_bytes) if line.use else "-"),
     Cell(Column("limit", True), lambda line, _: limit_text(line.use) if line.use else "-"),
     *(_COMPUTE, _THROTTLED, *_REST),
@@ -146,6 +190,26 @@ DEVICES = (
     Cell(Column("containers", True), lambda one, _: str(one["containers"]), 8),
     Cell(Column("state", style=state_style), lambda one, _: str(one["state"]), 2, True),
 )
+_TREND = bar_column("trend", _pace)
+
+
+def _with_trend(cells: tuple[Cell, ...], text: Callable[[Any, int], str]) -> tuple[Cell, ...]:
+    """The columns of the full screen, which has earlier samples, too."""
+    at = 1 + max(n for n, cell in enumerate(cells) if cell.column.only_tty)
+    return (*cells[:at], Cell(_TREND, text, 6), *cells[at:])
+
+
+SCREEN_CONTAINERS = _with_trend(CONTAINERS, lambda line, cells: sparkline(line.compute_history, cells))
+SCREEN_DEVICES = _with_trend(DEVICES, lambda one, cells: sparkline(one["trend"], cells))
+
+
+def without_empty(cells: tuple[Cell, ...], lines: Sequence[Line]) -> tuple[Cell, ...]:
+    """The columns without NAME if no container has one, as where `gpushare run` starts all programs."""
+    return (
+        cells
+        if any(line.container.name.shown for line in lines)
+        else tuple(one for one in cells if one.column != _NAME.column)
+    )
 
 
 def in_order(sample: Sample, view: View) -> list[Line]:
@@ -166,12 +230,15 @@ def fitting(cells: Sequence[Cell], values: Sequence[Any], columns: int) -> tuple
     leaves = [
         cell.leaves + (_SAME if cell.dull and len({row[n] for row in rows}) < 2 else 0) for n, cell in enumerate(cells)
     ]
-    shown = list(range(len(cells)))
+    shown = [n for n, cell in enumerate(cells) if not cell.spare]
     while (free := columns - sum(widths[n] + _GAP for n in shown) + _GAP) < 0:
         hidden = max(shown, key=lambda n: leaves[n])
         if not leaves[hidden]:
             break
         shown.remove(hidden)
+    for n, cell in enumerate(cells):
+        if cell.spare and n + 1 not in shown and widths[n] + _GAP <= free:
+            shown, free = sorted([*shown, n]), free - widths[n] - _GAP
     bars = sum(cells[n].column.only_tty for n in shown)
     return shown, min(_LONG, _SHORT + max(0, free) // max(1, bars))
 
@@ -192,6 +259,8 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
     from rich.console import Group
     from rich.text import Text
 
+    if view.help:
+        return Group(*_help_lines(height))
     room = most_rows(sample, height)
     lines = in_order(sample, view)
     shown = lines[view.first : view.first + room]
@@ -199,10 +268,11 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
     used = 2
     if sample.devices:
         most = max(1, height - 5 - 2 - min(len(lines), _FEWEST_ROWS))
-        parts += [_table(DEVICES, sample.devices[:most], sample.devices, width), Text()]
+        devices = [{**one, "trend": sample.device_history.get(one["uuid"], ())} for one in sample.devices]
+        parts += [_table(SCREEN_DEVICES, devices[:most], devices, width), Text()]
         used += 2 + min(len(sample.devices), most)
     if lines:
-        parts.append(_table(CONTAINERS, shown, lines, width))
+        parts.append(_table(without_empty(SCREEN_CONTAINERS, lines), shown, lines, width))
         used += 1 + len(shown)
     else:
         parts.append(Text(facts.NONE, "dim", no_wrap=True, overflow="crop"))
@@ -211,6 +281,14 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
     more = f"{view.first + 1}-{view.first + len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
     parts.append(_footer(more, width))
     return Group(*parts)
+
+
+def _help_lines(height: int) -> list[Any]:
+    from rich.text import Text
+
+    lines = ["keys", "", *(f"  {key:<12}{what}" for key, what in _KEYS)]
+    lines += ["", "columns", "", *(f"  {title:<12}{what}" for title, what in _COLUMNS)]
+    return [Text(line, no_wrap=True, overflow="crop") for line in lines[: max(1, height)]]
 
 
 def _footer(more: str, width: int) -> Any:

@@ -19,7 +19,7 @@ from ..core import constants
 from ..core.errors import ConfigError, RequestError, what_to_do
 from ..core.model import Config, Policy
 from ..core.quoting import shown
-from . import sharing
+from . import quotas, sharing
 from .keys import KEYS, PATTERNS, TYPES, VERSION
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -297,5 +297,7 @@ def _config(value: Any, lines: Mapping[str, int], problems: list[Problem]) -> Co
                 problems.append(Problem(line, key.path, error.message.removeprefix(key.path).lstrip(":= "), error.hint))
     at = {key.path: given.get(key.path, key.default) for key in KEYS}
     rules, wrong = sharing.rules(at)
+    policy["quotas"], more = quotas.rules(at[quotas.KEY])
+    wrong += more
     problems += [Problem(lines.get(one.key, 0), one.key, one.problem, one.hint) for one in wrong]
     return Config()._replace(**fields, sharing=rules, policy=Policy()._replace(**policy))

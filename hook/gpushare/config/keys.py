@@ -13,24 +13,29 @@ from typing import Any, NamedTuple
 from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Config
-from ..core.quantity import amount, whole_percent
+from ..core.quantity import amount, human, size_bytes, whole_percent
+from ..core.quoting import shown
 from ..request.dialects import registry
-from . import sharing
+from . import quotas, sharing
 
 VERSION = 1
+LEAST_JOURNAL = 1 << 20
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
 _SCHEDULERS = [row.name for row in registry.SCHEDULERS]
 _TEXT = {"type": "string"}
 _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
 _PATH_OR_EMPTY = "^(/[^\\u0000]*)?$"
+_JOURNAL = "^(auto|none|/[^\\u0000]*)$"
 _LOG = "^(syslog|none|/[^\\u0000]*)$"
 _DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
 # Pattern -> expected value, for messages and docs/config.md
 PATTERNS = {
     _PATH["pattern"]: "an absolute path",
     _PATH_OR_EMPTY: "an absolute path, or nothing",
+    _JOURNAL: "auto, none, or an absolute path",
     _LOG: "syslog, none, or an absolute path",
     _DEVICE: "an index such as 0 or a whole uuid",
+    **quotas.PATTERNS,
 }
 TYPES = {
     "array": "a list such as [a, b]",
@@ -60,7 +65,14 @@ def _amount(path: str, value: str) -> str:
     return value.strip()
 
 
+def _journal_size(path: str, value: str) -> str:
+    if size_bytes(path, value) < LEAST_JOURNAL:
+        raise RequestError(f"{shown(value)} is too small for a journal", f"give at least {human(LEAST_JOURNAL)}")
+    return value.strip()
+
+
 SAME = Kind()
+JOURNAL_SIZE = Kind(_journal_size)
 DIRECTORY = Kind(lambda _, value: os.path.normpath(value))
 NUMBER = Kind(_number)
 WHOLE = Kind(lambda _, value: int(value))
@@ -186,6 +198,11 @@ _KEYS = (
     Key("policy.over_maximum", "policy.over_maximum", SAME, {"enum": ["refuse", "clamp"]},
         "Action for a container that requests more than a maximum, or no limit although there is a maximum. refuse: it "
         "does not start; clamp: it gets the maximum."),
+    Key(quotas.KEY, "", SAME, quotas.SCHEMA,
+        "Caps on what all containers of a user or Kubernetes namespace hold together on this host. Each entry has user "
+        "(name, uid, or * for every user) or namespace (a name, or a pattern such as team-*), and memory, compute or "
+        "containers. Each user or namespace that an entry matches has the quota for itself; the first entry that "
+        "matches applies. Empty: none."),
     Key("policy.allowed_devices", "policy.allowed_devices", LIST,
         {"type": "array", "items": {"type": "string", "pattern": _DEVICE}},
         "Devices that containers may get, by index (\"0\", \"0:1\" for a MIG device) or whole uuid; empty: all."),
@@ -199,6 +216,12 @@ _KEYS = (
     Key("reconcile.action", "reconcile", SAME, {"enum": ["report", "stop"]},
         "Action of `gpushare export` for a container that uses more memory than its limit according to the driver. "
         "report: write a line to log.decisions; stop: also kill the container."),
+    Key("usage.journal", "usage_journal", SAME, {"type": "string", "pattern": _JOURNAL},
+        "File that keeps what each container was granted and used, for `gpushare usage`. auto: "
+        "/var/lib/gpushare/usage.log, or ~/.local/state/gpushare/usage.log without root; with another state directory "
+        "there is none. none: no such file; or an absolute path."),
+    Key("usage.journal_size", "usage_journal_size", JOURNAL_SIZE, _TEXT,
+        "Maximum size of that file and the one before it together, such as 64Mi. Older lines are dropped."),
     Key("log.decisions", "log", SAME, {"type": "string", "pattern": _LOG},
         "Destination of the log line for each share that is granted, refused or released: syslog (the journal if the "
         "host runs systemd); none; or the absolute path of a file, or of a socket that accepts /dev/log messages."),
@@ -207,7 +230,7 @@ _KEYS = (
 
 def effective(config: Config) -> dict[str, Any]:
     """Return every key with its value, as the file would set it."""
-    values = {"version": VERSION, **sharing.plain(config.sharing)}
+    values = {"version": VERSION, **sharing.plain(config.sharing), quotas.KEY: quotas.plain(config.policy.quotas)}
     for key in _KEYS:
         if key.field:
             part, _, name = key.field.rpartition(".")

@@ -5,6 +5,7 @@
     read_node(config_path, state_dir)           -> Node | None   only if fresh
     last(state_dir)                             -> Node | None   the last compiled node, fresh or not
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
+    config_or_defaults(config_path, state_dir)  -> Config   the defaults if the configuration is wrong
     log_target(config_path, state_dir)          -> str      destination of audit lines
     node_json(node, inputs), node_of(value)     -> to and from plain JSON values
 
@@ -23,13 +24,12 @@ from typing import Any, Callable, Optional
 
 from ..core import constants
 from ..core.errors import DeviceError, GpushareError
-from ..core.model import Config, Context, Device, Inventory, Node, Policy, SharingRule
+from ..core.model import Config, Context, Device, Inventory, Node, Policy, Quota, SharingRule
 from ..gpu import inventory
-from ..state import audit_log
 from ..system import filelock
 from . import oci_runtime
 
-SCHEMA = 5  # increment when the meaning of node.json changes
+SCHEMA = 6  # increment when the meaning of node.json changes
 FILE = "node.json"
 _LOCK = "compile"  # a file next to it; the process that holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
@@ -74,6 +74,7 @@ def node_of(value: dict[str, Any]) -> Node:
     policy: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in config["policy"].items()
     }
+    policy["quotas"] = tuple(Quota(*quota) for quota in policy["quotas"])
     measured = tuple(Context(*one) for one in host["contexts"])
     sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
     return Node(
@@ -213,10 +214,15 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
             pass
 
 
+def config_or_defaults(config_path: str, state_dir: str) -> Config:
+    """The configuration, for a program that has not loaded it; the defaults if it is wrong."""
+    try:
+        return load_config_only(config_path, state_dir)
+    except (GpushareError, ImportError, OSError):
+        return Config(state_dir=state_dir)
+
+
 def log_target(config_path: str, state_dir: str) -> str:
     """`log.decisions`, for a program that has not loaded the configuration; the journal if the configuration is
     wrong."""
-    try:
-        return load_config_only(config_path, state_dir).log
-    except (GpushareError, ImportError, OSError):
-        return audit_log.SYSLOG
+    return config_or_defaults(config_path, state_dir).log

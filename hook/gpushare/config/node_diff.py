@@ -24,9 +24,9 @@ class Change(NamedTuple):
 
     def text(self) -> str:
         if self.before is None:
-            return f"{self.what} is new: {_shown(self.after)}"
+            return f"{self.what} ({_shown(self.after)}) is new"
         if self.after is None:
-            return f"{self.what} is gone: {_shown(self.before)}"
+            return f"{self.what} ({_shown(self.before)}) is gone"
         return f"{self.what}: {_shown(self.before)} -> {_shown(self.after)}"
 
 

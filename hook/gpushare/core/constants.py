@@ -57,6 +57,7 @@ CONTAINER_TYPE_ANNOTATIONS = ("io.kubernetes.cri.container-type", "io.kubernetes
 CONTAINER_NAME_ANNOTATIONS = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name")
 POD_NAMESPACE_ANNOTATIONS = ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace")
 POD_NAME_ANNOTATIONS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name")
+IMAGE_NAME_ANNOTATIONS = ("io.kubernetes.cri.image-name", "io.kubernetes.cri-o.ImageName")
 SANDBOX_ID_ANNOTATIONS = ("io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID")
 # Trusted only where the engine is configured as a CRI: podman copies annotations from images.
 CRI_ANNOTATION_PAIRS = (  # (containerd's, CRI-O's): if both are present and differ, a CRI did not write one of them
@@ -65,6 +66,7 @@ CRI_ANNOTATION_PAIRS = (  # (containerd's, CRI-O's): if both are present and dif
     POD_NAMESPACE_ANNOTATIONS,
     POD_NAME_ANNOTATIONS,
     SANDBOX_ID_ANNOTATIONS,
+    IMAGE_NAME_ANNOTATIONS,
 )
 CRI_ANNOTATIONS = frozenset(key for pair in CRI_ANNOTATION_PAIRS for key in pair)
 CRI_FLAG = "--cri"  # option of gpushare-hook (prefixed for gpushare-runtime): the engine is a CRI

@@ -60,6 +60,17 @@ class Inventory(NamedTuple):
     contexts: tuple[Context, ...] = ()  # of the kinds of devices that were measured or tried
 
 
+class Quota(NamedTuple):
+    """A cap on what all containers of a user or namespace hold together. Each user, or each namespace that the pattern
+    matches, has the quota for itself. "" and 0: no cap."""
+
+    user: str  # uid, or * for every user; "" if the quota is for namespaces
+    namespace: str  # pattern of fnmatch
+    memory: str = ""
+    compute_percent: int = 0
+    containers: int = 0
+
+
 class Policy(NamedTuple):
     """The resources that each container may request (NODE 4); the defaults are the workstation profile."""
 
@@ -81,6 +92,7 @@ class Policy(NamedTuple):
     accept_switches: str = "never"  # other schedulers' variables that switch their limits off
     enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
+    quotas: tuple[Quota, ...] = ()  # the first entry for a user and the first for a namespace apply
 
 
 class SharingRule(NamedTuple):
@@ -113,6 +125,8 @@ class Config(NamedTuple):
     oversubscribe_scaling: float = 2.0  # total memory of such a share, as a multiple of its part on the device
     turn_ms: int = 0  # migration slice: how long one such share has its host memory on the device; 0 = never
     turn_memory: str = "25%"  # part of each device that is kept free for migration slices
+    usage_journal: str = "auto"  # auto, none, or the path of a file
+    usage_journal_size: str = "64Mi"
     reconcile: str = "report"  # report | stop: for a container that uses more than its limit according to the driver
 
 
@@ -215,6 +229,8 @@ class Share(NamedTuple):
     memory_backend: str = "shim"  # enforces the limit: a row of backends.BACKENDS
     compute_backend: str = "shim"
     virtual_bytes: int = 0  # oversubscribed: its limit on device and host together; 0 = no host memory
+    granted_ns: int = 0  # device time granted from the start until Lease.counted_ns
+    granted_byte_ns: int = 0  # memory granted until then, multiplied by time
 
     @property
     def clamp_note(self) -> str:
@@ -246,6 +262,13 @@ class Lease(NamedTuple):
     driver_version: str = ""
     sandbox: str = ""  # of the pod, where an annotation that all its containers have requested the share
     cri: bool = False  # a CRI wrote annotations that name the container's pod
+    began_ns: int = 0  # CLOCK_BOOTTIME; 0: not recorded
+    counted_ns: int = 0  # the shares' granted_ns and granted_byte_ns are complete up to here; 0: since began_ns
+    uid: int = -1  # of the first process, on the host; -1: not recorded
+    namespace: str = ""  # as a CRI names them; "" elsewhere
+    pod: str = ""
+    container: str = ""
+    image: str = ""
 
 
 class LdEntry(NamedTuple):

@@ -13,7 +13,7 @@
 
 Every parser raises RequestError with `name`, `value` and a valid example. Powers follow the International
 System and IEC 80000-13, as Kubernetes quantities do: `G` is 10^9, `Gi` is 2^30; a final `B` changes nothing.
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations

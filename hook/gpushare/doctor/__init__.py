@@ -49,7 +49,7 @@ CHECKS = (
     Check("engines", "installed engines are configured to use gpushare", engines.engines),
     Check(
         "cgroup drivers",
-        "systemd manages no cgroup whose device rules only a hook adds",
+        "where systemd manages cgroups, the hook can give it the device rules of containers",
         engines.cgroup_drivers,
     ),
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),

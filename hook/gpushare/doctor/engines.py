@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from typing import Optional
 
 from ..config import oci_runtime
 from ..core.errors import ConfigError
 from ..engines import base, configure
 from ..engines.configure import ENGINES, State
 from ..engines.host import broken_snapshot, check_program, foreign_owners
+from ..system import systemdscope
 from .base import FAIL, OK, WARN, Machine, Result, failed
 
 _ASK_SECONDS = 10
@@ -31,6 +31,7 @@ _FILES = {
         "/etc/containers/containers.conf.d/*.conf",
     ),
 }
+_FORGETS = re.compile(r"runc version 1\.1\.[3-6]\b")
 _HOOK_DIRS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d", "/etc/crio/hooks.d")
 _NVIDIA_HOOK = re.compile(r"nvidia-(container-runtime-hook|container-toolkit|ctk|cdi-hook)")
 _NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runtime(_name)?\s*=\s*"nvidia', re.MULTILINE)
@@ -57,17 +58,18 @@ def runtime(machine: Machine) -> Result:
         return Result("skip", "needs a configuration")
     path = oci_runtime.find(machine.config)
     try:
-        done = subprocess.run(
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-            check=True,
-        )
+        return Result(OK, f"{path}, {_version(path) or 'of unknown version'}")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
         return Result(FAIL, f"{path} --version: {error}", "install runc, or set runtime.path in the configuration file")
-    return Result(OK, f"{path}, {done.stdout.partition(chr(10))[0].strip() or 'of unknown version'}")
+
+
+def _version(path: str) -> str:
+    """The first line that the low-level runtime prints about its version."""
+    words = [path, "--version"]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+    )
+    return done.stdout.partition("\n")[0].strip()
 
 
 def _states(machine: Machine) -> list[State]:
@@ -111,34 +113,38 @@ def cgroup_driver(machine: Machine, engine: str) -> str:
 
 
 def cgroup_drivers(machine: Machine) -> Result:
-    """Whether systemd manages cgroups to which only a hook adds device rules, of an engine's configuration or of CDI:
-    `systemctl daemon-reload` writes systemd's own rules again, and the hook's rules are lost."""
+    """Whether the hook can give systemd the device rules of a container. `systemctl daemon-reload` removes rules that
+    systemd does not have: those of a hook, and with runc 1.1.3 to 1.1.6 those of config.json, too."""
     found = [one for one in _states(machine) if one.found]
     if not found:
         return Result(OK, "no engine is installed")
     drivers = {one.engine: cgroup_driver(machine, one.engine) for one in found}
-    at_risk = [one.engine for one in found if _has_hook(one) and drivers[one.engine] == "systemd"]
     detail = ", ".join(f"{engine} {driver}" for engine, driver in drivers.items())
-    if at_risk:
-        return Result(
-            WARN,
-            f"{detail}: with the hook alone a container loses its devices at `systemctl daemon-reload`",
-            f"start them with the runtime gpushare, or use cgroupfs in {', '.join(at_risk)}",
-        )
-    simulated = machine.inventory is not None and machine.inventory.simulated
-    described = [] if simulated else [path for path in base.CDI_FILES if _has_hooks_alone(machine.files.read(path))]
-    if described and "systemd" in drivers.values():
-        return Result(
-            WARN,
-            f"{detail}: a container with a device of {described[0]} loses it at `systemctl daemon-reload`",
-            f"gpushare cdi generate --output {described[0]}, and name GPUs by uuid; or use the runtime gpushare",
-        )
-    return Result(OK, detail)
+    managed = [engine for engine, driver in drivers.items() if driver == "systemd"]
+    if not managed or os.path.exists(systemdscope.SOCKET):
+        return Result(OK, detail)
+    hooks = [one.engine for one in found if _has_hook(one)] or [
+        path for path in base.CDI_FILES if _exists(machine, path)
+    ]
+    forgets = _forgets_devices(machine)
+    if not hooks and not forgets:
+        return Result(OK, detail)
+    who = ", ".join(hooks) if hooks else forgets
+    return Result(
+        WARN,
+        f"{detail}: without {systemdscope.SOCKET} containers of {who} lose their GPU at `systemctl daemon-reload`",
+        f"start the engine where systemd's /run is visible, or use cgroupfs in {', '.join(managed)}",
+    )
 
 
-def _has_hooks_alone(text: Optional[str]) -> bool:
-    """Whether a CDI file has no device whose rules the engine writes into config.json."""
-    return bool(text) and "deviceNodes" not in (text or "")
+def _exists(machine: Machine, path: str) -> bool:
+    return bool(machine.files.read(path))
+
+
+def _forgets_devices(machine: Machine) -> str:
+    """The version of a runc that gives systemd no rules for devices without an entry in sysfs, such as NVIDIA's."""
+    version = _version(oci_runtime.find(machine.config)) if machine.config is not None else ""
+    return version if _FORGETS.match(version) else ""
 
 
 def nvidia_hooks(machine: Machine) -> Result:

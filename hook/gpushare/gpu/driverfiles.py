@@ -6,7 +6,7 @@
 
 drivertable.py lists the names of each capability. Raises DeviceError.
 Effects: reads directories and stats files of the driver root, which the host's administrator owns.
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     node(root, name, simulated)       -> HostNode | None       the device node <root>/dev/<name>
     numbered(root, pattern)           -> tuple[str, ...]       names below <root>/dev; `#` stands for a number
 
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations

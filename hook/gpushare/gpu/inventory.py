@@ -180,6 +180,7 @@ def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float
 
 def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused."""
+    _refuse_share(root)
     version = driver_version(root)
     marker = _marker(root)
     buses = bus_ids(root)
@@ -196,6 +197,16 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
     mig = _mig_devices(root, devices, answer, context_bytes)
     return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
+
+
+def _refuse_share(root: str) -> None:
+    """Raise DeviceError in a container that has a share, as with docker in docker: its libcuda is the shim, and its
+    limits would apply to the inner containers together, whatever each of them was granted."""
+    if os.path.lexists(os.path.join(root, constants.LIMITS[1:])):
+        raise DeviceError(
+            f"{constants.LIMITS}: this is a container with a share, and a share cannot be divided",
+            "start its containers on the host, each with a share of its own",
+        )
 
 
 def host_memory_bytes() -> int:

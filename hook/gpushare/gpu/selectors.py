@@ -16,7 +16,7 @@ from ..core.quantity import wrong
 from ..core.quoting import setting, shown
 
 _MIN_UUID_PREFIX = len("GPU-") + 8  # as in the examples of NVIDIA's own documentation
-SELECTORS = "all, none, an index, a GPU-<uuid>, a MIG-<uuid>, <gpu>:<mig>, or several of them separated by commas"
+SELECTORS = "all, none, or a comma-separated list of indexes, GPU-<uuid>, MIG-<uuid> and <gpu>:<mig>"
 HINT = f"write {SELECTORS}"
 
 

@@ -37,7 +37,8 @@ _SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; driver files have the 
 
 
 class Applied:
-    """The effects of `apply`. `undo` reverts them, last first; `close` keeps them. `notes`: skipped operations."""
+    """The effects of `apply`. `undo` reverts them, last first; `close` keeps them. `notes`: skipped operations;
+    `warnings`: what the container may lose later."""
 
     def __init__(self, namespace: mountns.Namespace) -> None:
         self._namespace = namespace
@@ -46,6 +47,7 @@ class Applied:
         self._trees: list[int] = []
         self.hider: Union[idmap.Hider, None] = None
         self.notes: list[str] = []
+        self.warnings: list[str] = []
 
     def undo(self) -> None:
         """Revert everything that the kernel allows; raise the first failure at the end."""
@@ -160,8 +162,22 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     applied.notes.extend(root.notes)
     _enforce_limits(plan, pid, applied)
     if rules and not rootless.is_rootless():
+        _tell_systemd(pid, rules, mounts, bundle, applied)
         applied._access.append(cgroup.allow_devices(pid, rules, mounts, bundle.cgroups_path))
         applied._namespace.require_alive()
+
+
+def _tell_systemd(
+    pid: int, rules: list[tuple[int, int]], mounts: list[mountns.MountEntry], bundle: Bundle, applied: Applied
+) -> None:
+    """Before `allow_devices`, which changes all programs of the cgroup: systemd adds one with the rules that it has."""
+    try:
+        undo = cgroup.tell_systemd(pid, rules, mounts, bundle.cgroups_path)
+    except KernelError as error:
+        applied.warnings.append(f"the GPU is lost at systemctl daemon-reload: {error.message}")
+        return
+    if undo is not None:
+        applied._access.append(undo)
 
 
 def _enforce_limits(plan: Plan, pid: int, applied: Applied) -> None:

@@ -5,7 +5,7 @@
 `lease` is None (or has no shares) for a request of `none`: driver files, no GPU. The plan creates limits and the
 tenant's tmpfs before it mounts them, files before links and the loader's cache, and device nodes and then device rules
 at the end, so that limits are in place before a device is usable.
-Raises RequestError if no limit can be enforced in the image. Start path.
+Raises RequestError if no limit can be enforced in the image. Runs on the start path.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 Each device adds gpushare's hooks and a variable that names the device. The container's own variables set the limits, as
 without CDI. The device's name is part of the variable's name: if two devices set the same variable, the engine would
 keep only the last value, and a container that requested two devices would get one.
-A device with a uuid adds its nodes, too. Their rules are then in config.json, so the engine passes them to systemd,
-which keeps them at `systemctl daemon-reload`. Rules that only the hook adds are lost then. `any` has no nodes, because
-the hook chooses the device.
+A device with a uuid adds its nodes, too. Their rules are then in config.json, so the engine passes them to systemd.
+`any` has no nodes, because the hook chooses the device and gives systemd its rules (systemdscope.py).
 
 Source: CDI specification (SPEC.md of cncf-tags/container-device-interface), 0.3.0 and later.
 Not on the start path.

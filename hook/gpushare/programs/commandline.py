@@ -7,7 +7,8 @@ table: the next word may be the value of such a flag, and a container may be cal
 reading: with the next word as value, and without. A reading counts if its command exists and has its one container. If
 one reading is left, the line is clear. Else `Call.readings` has them all, and the caller refuses the line if one of
 them starts a container with a request.
-The launcher's tables are generated from these (hook/launcher/tables.py). Start path: no imports but typing.
+The launcher's tables are generated from these (hook/launcher/tables.py). The module runs on the
+start path, so it imports only typing.
 
 Sources: runc 1.1 to 1.4 (urfave/cli: `-root X`, `--root=X`, flags also after the arguments), crun 1.8 to 1.29 (argp:
 any unambiguous prefix of a flag works, so a prefix of a known flag is never taken for a new one).

@@ -32,7 +32,7 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(
-            f"the state's pid {bundle.pid} is not a process",
+            f"no process has pid {bundle.pid}, which the OCI state on standard input names",
             "run adopt as gpushare-runtime does, as a createRuntime hook",
         )
     if record.leased and not rootless.is_rootless():
@@ -40,6 +40,7 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
 
         # Fail if the container has no cgroup of its own: the device rules of config.json would not apply to it.
         cgroup.own_cgroups(init.pid)
+        _tell_systemd(init.pid, record, bundle.cgroups_path)
     with inroot.budget():
         done = apply.adopt(Plan(bundle.id, spec_record.remaining(record)), bundle, init.pid, state_dir)
     try:
@@ -57,6 +58,18 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
     done.close()
     log.forget(state_dir, bundle.id)
     return 0
+
+
+def _tell_systemd(pid: int, record: spec_record.Record, cgroups_path: str) -> None:
+    """runc 1.1.3 to 1.1.6 does not pass NVIDIA's devices on to systemd, so `systemctl daemon-reload` would take them
+    away. Other runtimes do. Nothing has to be undone: the rules are those of config.json."""
+    from ..core.errors import KernelError
+    from ..system import cgroup
+
+    try:
+        cgroup.tell_systemd(pid, [(major, minor) for major, minor in record.rules], cgroups_path=cgroups_path)
+    except KernelError:
+        pass  # `gpushare doctor` warns about these versions
 
 
 def _refuse_foreign_record(record: spec_record.Record, state_dir: str, container_id: str) -> None:

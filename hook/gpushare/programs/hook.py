@@ -24,7 +24,7 @@ from ..core.errors import KernelError, RequestError, reported
 from ..core.model import Bundle, Lease
 from ..core.quoting import shown
 from ..request import hookoutput, oci
-from ..state import audit_log, log
+from ..state import log
 from ..system import rootless
 from . import deadline, session
 
@@ -134,7 +134,8 @@ def _start(options: Options, state: oci.State) -> int:
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(
-            f"the state's pid {bundle.pid} is not a process", "call the hook as prestart or createRuntime"
+            f"no process has pid {bundle.pid}, which the OCI state on standard input names",
+            "call the hook as prestart or createRuntime",
         )
     if leases.is_held_by(options.state_dir, bundle.id, init):
         return 0  # the same hook ran in an earlier stage
@@ -180,6 +181,7 @@ class IntoNamespace(session.Way):
         if placed.lease is None and mounts and rootfs.shows(self._root.fd, mounts):
             return False  # a request without devices has no lease
         self._applied = apply.apply(placed.plan, start.bundle, self._init.pid, start.host.config.state_dir)
+        self.warnings = self._applied.warnings
         return True
 
     def holder(self) -> Optional[procs.Process]:
@@ -199,14 +201,15 @@ class IntoNamespace(session.Way):
 def _poststop(options: Options, state: oci.State) -> int:
     """Release the container's lease and its files."""
     from ..config import node
-    from ..state import leaseend, leases, storage
+    from ..state import journal, leaseend, leases, storage
 
     if not storage.is_ready(options.state_dir):
         return 0
     lease = leases.find(options.state_dir, state.id)
     if lease is not None and lease.state == "held" and lease.bundle == state.bundle:
         _wait_gone(lease.init_pid, lease.init_start)
-    ended = audit_log.ending(node.log_target(options.config, options.state_dir) if lease else "", "poststop")
+    config = node.config_or_defaults(options.config, options.state_dir) if lease else None
+    ended = journal.ending(config, options.state_dir, "poststop")
     if not leaseend.release_reserved_by(options.state_dir, state.id, state.bundle, os.getppid(), ended):
         kept = leaseend.release(options.state_dir, state.id, ended)
         if kept:

@@ -368,7 +368,7 @@ def _restore(call: Call, paths: Paths) -> int:
 def _delete(call: Call, paths: Paths) -> int:
     """Run `delete`, and release the lease even if the low-level runtime calls no poststop."""
     from ..config import node
-    from ..state import leaseend, leases, storage
+    from ..state import journal, leaseend, leases, storage
 
     try:
         known = leases.find(paths.state_dir, oci.check_id(call.container_id))
@@ -378,7 +378,7 @@ def _delete(call: Call, paths: Paths) -> int:
         _become(call, paths)
     code = _child(oci_runtime.runtime_of(paths.config, paths.state_dir), call.rest)
     try:  # however the child ended
-        ended = audit_log.ending(node.log_target(*paths), "delete")
+        ended = journal.ending(node.config_or_defaults(*paths), paths.state_dir, "delete")
         leaseend.release(paths.state_dir, call.container_id, ended)
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:

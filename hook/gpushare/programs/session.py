@@ -11,6 +11,7 @@ The programs hook, runtime and run differ in the bundle that they bring and in t
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -51,10 +52,12 @@ class Preview(NamedTuple):
 
 
 class Way:
-    """How a plan is carried out: one object for each start. `taken`: what was removed from config.json."""
+    """How a plan is carried out: one object for each start. `taken`: what was removed from config.json; `warnings`:
+    what the container may lose later."""
 
     name = ""  # in the audit log
     taken: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     def image(self, start: Start, lease: Optional[Lease]) -> AbstractContextManager[Union[inroot.Root, str]]:
         """Return the container's root, for probing."""
@@ -103,11 +106,13 @@ def resolve(
 
 def give(start: Start, way: Way, then: Callable[[], object]) -> None:
     """Run the pipeline. Raise GpushareError; then nothing is left. `then` runs last and may become another program."""
-    from ..state import leases
+    from ..state import journal, leases
     from ..system import procs
 
     state_dir = start.host.config.state_dir
     sink = audit_log.open_sink(start.host.config.log)  # before the host's files are out of reach
+    book = journal.opened(start.host.config)
+    begun: Optional[Lease] = None
     try:
         placed = place(start, way)
         if placed is None:
@@ -116,23 +121,31 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
         if placed.lease is not None and init is not None:
             leases.hold(state_dir, placed.lease, init, procs.cgroup_of(init.pid))
         _log_grant(sink, way, start.request, placed)
+        if placed.lease is not None:
+            begun = placed.lease
+            journal.started(book, begun)
         then()
     except BaseException:
         deadline.ignore_signals()
+        if begun is not None:
+            journal.undone(book, begun)
         deadline.undo(state_dir, start.bundle.id, way.undo)
         raise
+    finally:
+        if book >= 0:
+            os.close(book)
 
 
 def place(start: Start, way: Way) -> Optional[Placed]:
     """Place and carry out; None: an earlier stage did so. The caller undoes a failure."""
     from ..allocation import reservation
-    from ..state import storage
+    from ..state import journal, storage
 
     bundle, request, host = start
     lease: Optional[Lease] = None
     if request.selection.kind != "none":
         state_dir = host.config.state_dir
-        lease = reservation.reserve(state_dir, bundle, request, host, audit_log.ending(host.config.log, "start"))
+        lease = reservation.reserve(state_dir, bundle, request, host, journal.ending(host.config, state_dir, "start"))
         storage.empty_trash(state_dir)
         storage.make_share_dir(state_dir, bundle.id, lease.shares)
     return _planned(start, way, lease, lambda placed: way.carry_out(start, placed))
@@ -159,7 +172,7 @@ def preview(start: Start, way: Way) -> Preview:
     import time
 
     from ..allocation import limit_update, placement
-    from ..request import policy
+    from ..request import oci, policy
     from ..state import leases
     from ..system import procs
     from . import why
@@ -175,6 +188,10 @@ def preview(start: Start, way: Way) -> Preview:
         policy.refuse_second(request, bundle, others)
         ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
         shares = placement.grant(request, host, ledger)
+        if host.config.policy.quotas:
+            from ..allocation import quotas
+
+            quotas.require(request.uid, oci.pod_namespace(bundle.annotations), shares, others, host.config.policy)
         lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
         reasons = why.placed(request, host, ledger, shares), why.held(request, host, ledger, shares)
     placed = _planned(start, way, lease, lambda placed: way.check(placed.plan))
@@ -202,7 +219,7 @@ def _log_grant(sink: audit_log.Sink, way: Way, request: Request, placed: Placed)
         request,
         way.name,
         *audit_log.details("clamped", clamped),
-        *audit_log.details("notes", (*lending.notes(request), *said)),
+        *audit_log.details("notes", (*lending.notes(request), *said, *way.warnings)),
         *audit_log.details("taken_out", way.taken),
     )
 

@@ -8,7 +8,7 @@
     env_get(env, name)                -> str|None  the last value counts, as in the container's libc
 
 All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -274,6 +274,11 @@ def pod_namespace(annotations: dict[str, str]) -> str:
 def pod_name(annotations: dict[str, str]) -> str:
     """Return the name of the container's pod; "" if no engine sets it."""
     return _first(annotations, constants.POD_NAME_ANNOTATIONS)
+
+
+def image_name(annotations: dict[str, str]) -> str:
+    """Return the name of the container's image; "" if no engine sets it."""
+    return _first(annotations, constants.IMAGE_NAME_ANNOTATIONS)
 
 
 def sandbox_id(annotations: dict[str, str]) -> str:

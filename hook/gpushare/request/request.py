@@ -9,7 +9,7 @@
 because only it can remove them again.
 `on_host`: a program on the host (`gpushare run`), without a root file system of its own.
 Pure. They raise RequestError (makes no sense), DeviceError (no such device) and PolicyError (not allowed).
-Start path.
+Runs on the start path.
 """
 
 from __future__ import annotations

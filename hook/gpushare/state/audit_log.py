@@ -17,12 +17,13 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..core.errors import GpushareError
 from ..core.model import Lease, Request
 from ..core.quoting import quoted
+from .accounts import Closed, began_ns
 
 SYSLOG, NOWHERE = "syslog", "none"  # of the key log.decisions; anything else is a path
 SOCKET = "/dev/log"
@@ -31,6 +32,7 @@ INFO, WARNING = 30, 28  # RFC 3164: facility daemon (3) * 8 + severity
 _MAX_VALUE = 512  # characters of one value from outside
 _SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.,:/@+-")
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-")
+_TOTALS = ("gpu_granted", "gpu_used", "byte_seconds_granted", "byte_seconds_used", "peak", "refusals", "throttled")
 _KINDS = {78: "config", 64: "request", 77: "policy", 75: "capacity", 69: "device", 71: "kernel"}  # errors.py
 _began_ns = time.monotonic_ns()
 
@@ -113,13 +115,13 @@ def granted(sink: Sink, container_id: str, lease: Optional[Lease], request: Requ
 
 
 def rebuilt(where: str, container_id: str, lease: Optional[Lease]) -> None:
-    """Log a container that outlived the state directory; without a lease its share is unknown."""
+    """Log a container that was running when the state directory was lost; without a lease its share is unknown."""
     what = facts(lease) if lease else f"id={value(container_id)} devices=unknown"
     _write(open_sink(where), WARNING, f"decision=granted {what} way=rebuild")
 
 
 def searched(where: str, remark: str) -> None:
-    """Log what the search for containers that outlived the state directory left out."""
+    """Log what was left out of the search for containers that were running when the state directory was lost."""
     _write(open_sink(where), WARNING, f"decision=ignored way=rebuild why={value(remark)}")
 
 
@@ -145,9 +147,40 @@ def _name_in(message: str) -> str:
     return name if is_ours and len(name) <= 128 and _NAME.issuperset(name) else ""
 
 
-def released(where: str, lease: Lease, by: str) -> None:
+def released(where: str, closed: Closed, by: str) -> None:
     """Log a release. `by`: poststop, delete, start (of another container) or prune."""
-    _write(open_sink(where), INFO, f"decision=released {facts(lease)} by={by}")
+    _write(open_sink(where), INFO, f"decision=released {facts(closed.lease)} by={by} {_totals(closed)}")
+
+
+def _totals(closed: Closed) -> str:
+    """Return what the container was granted and used, in the order of its devices. Seconds, and bytes times seconds."""
+
+    def seconds(ns: Optional[int]) -> str:
+        return "-" if ns is None else f"{ns / 1e9:.3f}"
+
+    def whole(value: Optional[int]) -> str:
+        return "-" if value is None else str(value)
+
+    def byte_seconds(byte_ns: Optional[int]) -> str:
+        return whole(None if byte_ns is None else byte_ns // 10**9)
+
+    rows = zip(
+        *(
+            (
+                seconds(one.granted_ns),
+                seconds(one.used_ns),
+                byte_seconds(one.granted_byte_ns),
+                byte_seconds(one.used_byte_ns),
+                whole(one.peak_bytes),
+                whole(one.refused),
+                seconds(one.throttled_ns),
+            )
+            for one in closed.accounts
+        )
+    )
+    took = seconds(max(0, closed.end_ns - began_ns(closed.lease)))
+    totals = " ".join(f"{name}={','.join(texts)}" for name, texts in zip(_TOTALS, rows))
+    return f"seconds={took} end={'recorded' if closed.known else 'found'} {totals}"
 
 
 def changed(where: str, lease: Lease) -> None:
@@ -161,11 +194,6 @@ def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_byt
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
-
-
-def ending(where: str, by: str) -> Callable[[Lease], None]:
-    """Return a leases.Ended that logs each release."""
-    return lambda lease: released(where, lease, by)
 
 
 def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from ..core import constants
 from ..core.model import Lease
 from ..core.quoting import shown
 from ..system import procs
-from . import leases, storage
+from . import accounts, leases, storage
 
 
 def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = None) -> str:
@@ -37,9 +37,10 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
         elif lease is not None and not leases.why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
             return f"lease of {shown(container_id)} is kept: pid {pid} or one that it left is alive"
+        final = accounts.closed(state_dir, lease, known=True) if isinstance(lease, Lease) else None
         gone = leases.drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
-    if gone and ended and isinstance(lease, Lease):
-        ended(lease)
+    if gone and ended and final:
+        ended(final)
     return ""
 
 
@@ -64,9 +65,10 @@ def release_reserved_by(
         lease = leases.find(state_dir, container_id)
         if lease is None or (lease.state, lease.bundle, lease.creator_pid) != ("reserved", bundle, creator_pid):
             return False
+        final = accounts.closed(state_dir, lease, known=True)
         gone = leases.drop(state_dir, container_id, lease.shares)
     if gone and ended:
-        ended(lease)
+        ended(final)
     return gone
 
 
@@ -75,10 +77,10 @@ def sweep(state_dir: str, assume_free: bool = False, ended: Optional[leases.Ende
     with leases.locked(state_dir):
         seen = leases.view(state_dir)
         dead, partial = leases.discard_dead(state_dir, seen)
-        gone = [lease.id for lease in dead] + partial
+        gone = [one.lease.id for one in dead] + partial
         if assume_free:
             gone += [damage.id for damage in seen.damaged if storage.discard(state_dir, damage.id)]
     if ended:
-        for lease in dead:
-            ended(lease)
+        for one in dead:
+            ended(one)
     return gone

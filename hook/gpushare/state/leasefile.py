@@ -38,6 +38,13 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "driver_version": (str,),
     "sandbox": (str,),
     "cri": (bool,),
+    "began_ns": (int,),
+    "counted_ns": (int,),
+    "uid": (int,),
+    "namespace": (str,),
+    "pod": (str,),
+    "container": (str,),
+    "image": (str,),
 }
 HELD_VERSION = "gpushare-held-2"
 _HELD_BEFORE = "gpushare-held-1"  # does not record whether init is the first process of its pid namespace
@@ -56,6 +63,8 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "memory_backend": (str,),
     "compute_backend": (str,),
     "virtual_bytes": (int,),
+    "granted_ns": (int,),
+    "granted_byte_ns": (int,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -78,9 +87,16 @@ _LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_insta
 _LATEST = 1e12  # seconds
 # No activity file: no other container gets this number
 _EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
-_EARLIER_SHARE.update((name, Share._field_defaults[name]) for name in ("memory_backend", "compute_backend"))
+_EARLIER_SHARE.update(
+    (name, Share._field_defaults[name])
+    for name in ("memory_backend", "compute_backend", "granted_ns", "granted_byte_ns")
+)
 _EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # annotations were trusted
-_EARLIER_LEASE.update((name, Lease._field_defaults[name]) for name in ("first", "cgroup_dir", "cgroup_id"))
+_EARLIER_LEASE.update(
+    (name, Lease._field_defaults[name])
+    for name in ("first", "cgroup_dir", "cgroup_id", "began_ns", "counted_ns")
+    + ("uid", "namespace", "pod", "container", "image")
+)
 _EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
@@ -126,7 +142,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
         raise ValueError(f"lease.created is {shown(fields['created'])}")
     for slot, one in enumerate(shares):
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
-        if one.slot != slot or min(sizes) < 0:
+        if one.slot != slot or min(*sizes, one.granted_ns, one.granted_byte_ns) < 0:
             raise ValueError(f"share {slot} has numbers that cannot be")  # it would distort the sums
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")

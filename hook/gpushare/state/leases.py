@@ -23,11 +23,12 @@ from ..core.errors import KernelError, of_file
 from ..core.model import Lease, Node, Share
 from ..core.quoting import shown
 from ..system import filelock, procs
-from . import activity_files, leasefile, shm_abi, storage
+from . import accounts, activity_files, leasefile, shm_abi, storage
+from .accounts import Closed
 
 _MAX_BYTES = 1 << 20
 _USUAL_BYTES = 16 << 10
-Ended = Callable[[Lease], None]  # called without the lock for each released lease
+Ended = Callable[[Closed], None]  # called without the lock for each released lease
 
 
 class Damaged(NamedTuple):
@@ -191,9 +192,10 @@ def drop(state_dir: str, container_id: str, shares: Sequence[Share]) -> bool:
     return storage.discard(state_dir, container_id)
 
 
-def discard_dead(state_dir: str, seen: View) -> tuple[list[Lease], list[str]]:
+def discard_dead(state_dir: str, seen: View) -> tuple[list[Closed], list[str]]:
     """Discard dead and partial leases; return these leases and ids. The caller holds the lock."""
-    dead = [lease for lease, _ in seen.dead if drop(state_dir, lease.id, lease.shares)]
+    final = [accounts.closed(state_dir, lease, known=False) for lease, _ in seen.dead]
+    dead = [one for one in final if drop(state_dir, one.lease.id, one.lease.shares)]
     return dead, [name for name in seen.partial if drop(state_dir, name, ())]
 
 

@@ -31,7 +31,7 @@ from ..core.errors import KernelError, what_to_do
 from ..core.model import Device, Lease, Node, Share
 from ..core.quoting import shown
 from ..system import mountns, procs, rootless, syscalls
-from . import activity_files, audit_log, leasefile, leases, mounttables, shm_abi, storage
+from . import accounts, activity_files, audit_log, journal, leasefile, leases, mounttables, shm_abi, storage
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
@@ -213,10 +213,19 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         init_start=found.init.start,
         cgroup=procs.cgroup_of(found.init.pid),
         created=time.time(),
+        began_ns=accounts.now_ns(),
+        uid=_uid(found.init.pid),
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
-    return leases.of_init(lease, found.init.pid)
+    return journal.restored(node.config, leases.of_init(lease, found.init.pid))
+
+
+def _uid(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
 
 
 def _mounted(namespace: mountns.Namespace, path: str) -> int:

@@ -100,6 +100,12 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("owner", "Q"),
         ("what", "Q"),
     ),
+    "gs_account": (
+        ("until_ns", "Q"),
+        ("held_gib_ns", "Q"),
+        ("peak_bytes", "Q"),
+        ("reserved", "8x"),
+    ),
     "gs_usage": (
         ("magic", "Q"),
         ("version", "I"),
@@ -114,7 +120,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("share", f"{MAX_SHARES * 24}x"),
         ("reserved", "80x"),
         ("bucket", f"{MAX_DEVICES * 128}x"),
-        ("reserved2", "2048x"),
+        ("account", f"{MAX_DEVICES * 32}x"),
+        ("reserved2", "1536x"),
         ("slot", f"{MAX_SLOTS * 192}x"),
     ),
     "gs_run": (

@@ -372,16 +372,18 @@ def read_limits(path: str) -> shm_abi.Limits:
     return shm_abi.read_limits(_pread(path, shm_abi.LIMITS_SIZE, "limits file"))
 
 
-def read_usage(state_dir: str, container_id: str, n_devices: int) -> Usage:
-    """Read the usage that a container reports. Raise RegionError."""
+def read_usage(state_dir: str, container_id: str, n_devices: int, counters: bool = False) -> Usage:
+    """Read the usage that a container reports; with `counters` without its processes. Raise RegionError."""
     from . import usage_reader  # not on the start path
 
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
-    return usage_reader.read_usage(_pread(path, shm_abi.USAGE_SIZE, "usage file"), n_devices)
+    part = usage_reader.COUNTERS if counters else shm_abi.USAGE_SIZE
+    data = _pread(path, shm_abi.USAGE_SIZE, "usage file", part)
+    return usage_reader.read_usage(data.ljust(shm_abi.USAGE_SIZE, b"\0"), n_devices)
 
 
-def _pread(path: str, size_bytes: int, what: str) -> bytes:
-    """Return a bounded copy of a file that a tenant may truncate, lock or replace at any time.
+def _pread(path: str, size_bytes: int, what: str, part_bytes: int = -1) -> bytes:
+    """Return a bounded copy, or its beginning, of a file that a tenant may truncate, lock or replace at any time.
 
     O_NONBLOCK, because a FIFO or a write lease must not block. Never mapped: a truncation would cause a SIGBUS.
     """
@@ -395,7 +397,7 @@ def _pread(path: str, size_bytes: int, what: str) -> bytes:
                 raise shm_abi.RegionError(
                     f"{what} {shown(path)} is damaged: {status.st_size} bytes, must be {size_bytes}"
                 )
-            return os.pread(fd, size_bytes, 0)
+            return os.pread(fd, size_bytes if part_bytes < 0 else part_bytes, 0)
         finally:
             os.close(fd)
     except OSError as error:

@@ -43,8 +43,10 @@ WARNINGS = (
 )
 
 # Computed once: `gpushare export` reads the usage files of all containers at each scrape
-_USAGE, _SLOT, _BUCKET = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket")
+_USAGE, _SLOT, _BUCKET, _ACCOUNT = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket"), packer("gs_account")
 _SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
+_ACCOUNTS_AT = offset("gs_usage", "account")
+COUNTERS = _SLOTS_AT  # bytes at the beginning, without the processes
 
 
 class Slot(NamedTuple):
@@ -65,6 +67,18 @@ class Bucket(NamedTuple):
     recent: tuple[int, ...]  # of the last windows, see recent_percent
 
 
+class Memory(NamedTuple):
+    """Memory of a container on one device since its start, as the container reports it."""
+
+    until_ns: int  # CLOCK_MONOTONIC; `byte_ns` is complete up to here; 0: it has used none
+    byte_ns: int
+    peak_bytes: int
+
+    def since_ns(self, now_ns: int) -> int:
+        """Return the time that `byte_ns` lacks."""
+        return max(0, now_ns - self.until_ns) if self.until_ns else 0
+
+
 class Usage(NamedTuple):
     """The usage that a container reports: for display only, never the basis of a grant."""
 
@@ -75,6 +89,7 @@ class Usage(NamedTuple):
     warnings: tuple[str, ...]
     buckets: tuple[Bucket, ...]  # per device
     orphans: tuple[int, ...] = ()  # per device: exported bytes that are open after their owner freed them or exited
+    memory: tuple[Memory, ...] = ()  # per device
 
     def used_bytes(self, device: int) -> int:
         """Return the bytes of all live processes on one device slot."""
@@ -110,7 +125,8 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))
     orphans = _orphans(data, generations, count)
-    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets, orphans)
+    memory = tuple(_memory(data, index) for index in range(count))
+    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets, orphans, memory)
 
 
 def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:
@@ -139,6 +155,11 @@ def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int,
 def _bucket(data: bytes, index: int) -> Bucket:
     _, _, _, waited, busy, *recent, _ = _BUCKET.unpack_from(data, _BUCKETS_AT + index * _BUCKET.size)
     return Bucket(waited, busy, tuple(recent))
+
+
+def _memory(data: bytes, index: int) -> Memory:
+    until_ns, held_gib_ns, peak_bytes = _ACCOUNT.unpack_from(data, _ACCOUNTS_AT + index * _ACCOUNT.size)
+    return Memory(until_ns, held_gib_ns << 30, peak_bytes)
 
 
 def recent_percent(bucket: Bucket, now_ns: int) -> float:

@@ -25,13 +25,14 @@ from . import syscalls
 
 Rule = tuple[int, int]
 
-_PROG_LOAD, _PROG_ATTACH, _GET_FD_BY_ID, _GET_INFO, _PROG_QUERY = 5, 8, 13, 15, 16
+_PROG_LOAD, _PIN, _GET_PINNED, _PROG_ATTACH, _GET_FD_BY_ID, _GET_INFO, _PROG_QUERY = 5, 6, 7, 8, 13, 15, 16
 _TYPE_CGROUP_DEVICE = 15
 _ATTACH_CGROUP_DEVICE = 6
 _F_ALLOW_MULTI, _F_REPLACE = 2, 4
 _MAX_PROGRAMS = 64
 _MAX_RULES = 512
 _RACES = 8
+_PINS = "/sys/fs/bpf/crun"
 
 _NAME = b"gpushare_dev"
 _MARK = 0x67730000  # immediate of the prefix's first instruction, with the prefix's length in the low half
@@ -137,7 +138,7 @@ def reusable(program: Program, what: str) -> Program:
             good = good and code & 0xE0 == 0x60  # plain memory access
         if not good:
             raise KernelError(
-                f"{what} has an instruction ({code:#04x}) that cannot be loaded again",
+                f"{what} has an instruction ({code:#04x}) that gpushare cannot load again",
                 "start the container with gpushare-runtime, which puts device rules into the spec",
             )
         if code == 0xBC and instruction.offset == 0 and instruction.immediate == 1:
@@ -215,6 +216,38 @@ def _exchange(directory: int, old: int, new: int, flags: int, path: str) -> None
     syscalls.bpf(_PROG_ATTACH, attr, f"attach {path}")
 
 
+def _pin_again(path: str, old: int, new: int) -> None:
+    """If crun has pinned the program `old` of this cgroup, pin `new` in its place. From 1.22 on crun gives systemd no
+    device rules of a scope but the path of a pinned program, which systemd attaches again at each daemon-reload."""
+    name = os.path.basename(path).replace(".", "_")  # the file system refuses dots
+    scope, _, suffix = name.rpartition("_scope")
+    for candidate in (name, scope, scope.partition("-")[2]) if not suffix else ():
+        pin = f"{_PINS}/{candidate}"
+        if candidate and os.path.exists(pin) and _id_of_pinned(pin) == _id(old, pin):
+            _pin(new, f"{pin}_new")
+            os.rename(f"{pin}_new", pin)
+
+
+def _pin(program: int, path: str) -> None:
+    name = syscalls.buffer(f"{path}\0".encode())
+    syscalls.bpf(_PIN, _attr("QI", syscalls.address(name), program), f"pin {path}")
+
+
+def _id_of_pinned(pin: str) -> int:
+    name = syscalls.buffer(f"{pin}\0".encode())
+    program = syscalls.bpf(_GET_PINNED, _attr("QI", syscalls.address(name), 0), pin)
+    try:
+        return _id(program, pin)
+    finally:
+        os.close(program)
+
+
+def _id(program: int, what: str) -> int:
+    info = syscalls.buffer(128)
+    syscalls.bpf(_GET_INFO, _attr("IIQ", program, 128, syscalls.address(info)), what)
+    return int(struct.unpack_from("<I", info.raw, 4)[0])
+
+
 class _Exchanged(NamedTuple):
     old: int
     new: int
@@ -230,6 +263,7 @@ def _change(path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]) -
         for old, new in done:
             try:
                 _exchange(directory, new, old, flags, path)
+                _pin_again(path, new, old)
             except syscalls.SyscallError as error:
                 if error.errno != errno.ENOENT:  # ENOENT: the runtime has replaced our program since
                     raise
@@ -261,7 +295,7 @@ def _change_one(
     directory: int, old: int, flags: int, path: str, change: Callable[[tuple[Rule, ...]], tuple[Rule, ...]]
 ) -> int:
     """Change the rules of one program; return the descriptor of its replacement, or -1 when nothing changed."""
-    what = f"the device program of {shown(path)}"
+    what = f"the BPF device program of cgroup {shown(path)}"
     rules, original = split(_read(old, what))
     wanted = change(rules)
     if wanted == rules:
@@ -269,6 +303,11 @@ def _change_one(
     new = load(with_rules(reusable(original, what), wanted), what)
     try:
         _exchange(directory, old, new, flags, path)
+        try:
+            _pin_again(path, old, new)
+        except BaseException:
+            _exchange(directory, new, old, flags, path)
+            raise
     except BaseException:
         os.close(new)
         raise

@@ -44,6 +44,20 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroup
     return undo
 
 
+def tell_systemd(
+    pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroups_path: str = ""
+) -> Optional[Callable[[], None]]:
+    """Add the rules to systemd's own for the container's scope, so that they persist when systemd writes its rules
+    again. Return a function that undoes it; None if systemd has these, or does not manage the container's cgroup.
+    Raises KernelError."""
+    for directories in _of_container(own_cgroups(pid, mounts), cgroups_path, mounts):
+        if directories and directories[0].endswith(".scope"):
+            from . import systemdscope
+
+            return systemdscope.allow(directories[0], rules)
+    return None
+
+
 def revoke(pid: int, rules: Sequence[Rule], cgroups_path: str = "") -> None:
     """Deny the devices that `allow_devices` allowed, also from another process or later."""
     v1, v2 = _of_container(find_cgroups(pid), cgroups_path)

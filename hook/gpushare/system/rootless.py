@@ -25,10 +25,10 @@ COOPERATIVE = "rootless, so cooperative only: no device cgroup, and shares of ot
 
 
 def is_rootless() -> bool:
-    """Whether this process lacks root rights on this host. For root this costs one access(2): a process that may write
-    to /run is root of this host or of a whole machine-like container. Root on a host with a read-only /run gets an
-    error later that reports it."""
-    if os.access(_RUN, os.W_OK):
+    """Whether this process lacks root rights on this host. A process that may write to /run is root of this host or of
+    a whole machine-like container, unless its root is one ordinary user: rootless docker has a writable /run. Root on a
+    host with a read-only /run gets an error later that reports it."""
+    if os.access(_RUN, os.W_OK) and not _is_one_user(_uid_map()):
         return False
     return os.geteuid() != 0 or _uid_map() != _WHOLE_MAP
 
@@ -53,6 +53,11 @@ def require_mounts() -> None:
         )
 
 
+def _is_one_user(uid_map: list[str]) -> bool:
+    """Whether root of this user namespace is one user of the namespace above, not a range as in a system container."""
+    return len(uid_map) == 3 and uid_map[0] == "0" != uid_map[1] and uid_map[2] == "1"
+
+
 def _uid_map() -> list[str]:
     """The first line of this process's map: inside, outside, count. Rootless podman maps its user there."""
     try:
@@ -61,16 +66,20 @@ def _uid_map() -> list[str]:
         return _WHOLE_MAP
 
 
+def real_uid() -> int:
+    """This user's id on the host."""
+    inside, outside, count = (int(field) for field in _uid_map())
+    uid = os.geteuid()
+    return uid - inside + outside if inside <= uid < inside + count else uid
+
+
 def state_dir() -> str:
     """/run/gpushare; for a user, `gpushare` in the runtime directory of the user's session. `storage.prepare` checks
     later whether it is usable: a container without a request needs no state directory."""
     if not is_rootless():
         return constants.STATE_DIR
-    inside, outside, count = (int(field) for field in _uid_map())
-    uid = os.geteuid()
-    real_uid = uid - inside + outside if inside <= uid < inside + count else uid
     named = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = named if _is_own_directory(named) else f"/run/user/{real_uid}"
+    base = named if _is_own_directory(named) else f"/run/user/{real_uid()}"
     return f"{base.rstrip('/')}/gpushare"
 
 

@@ -11,13 +11,11 @@ import socket
 from ..core.errors import KernelError
 from ..core.quoting import shown
 
-_VARIABLE = "NOTIFY_SOCKET"
-
 
 def notify(pid: int, status: str) -> None:
     """Report that the unit is up with main process `pid`, which need not be our child. Raises KernelError, because
     systemd ends a start that is not reported."""
-    path = os.environ.get(_VARIABLE, "")
+    path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return
     text = f"READY=1\nMAINPID={pid}\nSTATUS={status}"
@@ -26,4 +24,4 @@ def notify(pid: int, status: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
             notify.sendto(text.encode(), address)
     except (OSError, ValueError) as error:
-        raise KernelError(f"{_VARIABLE} {shown(path)}: {error}") from None
+        raise KernelError(f"NOTIFY_SOCKET {shown(path)}: {error}") from None

@@ -311,6 +311,11 @@ def exchange(first: str, second: str) -> None:
     _call("renameat2", second, _RENAMEAT2, AT_FDCWD, names[0], AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
+def fallocate(fd: int, mode: int, size_bytes: int, path: str) -> None:
+    """Reserve space for a file."""
+    _libc_call("fallocate", path, fd, mode, 0, size_bytes)
+
+
 def futex_wake(mapping: Any, at: int) -> int:
     """Wake all processes that wait on the 32-bit word at `at` of a file, wherever they map it; return their number.
     `mapping` is a writable, shared mmap.mmap of the file. Also a full memory barrier."""

@@ -3,6 +3,7 @@
     edit_spec.py EDIT ARGUMENT NEXT [its own options...] <the engine's command line>
 
 drop-capability CAP_X     for --privileged on a machine that lacks the capability
+keep-resources NAME       remove all other resources, on a machine whose cgroup v2 lacks their controllers
 inject DRIVER_ROOT        the edits of NVIDIA's runtime: device 0, the driver's libraries, its hooks
 """
 
@@ -23,6 +24,11 @@ def drop_capability(spec: dict[str, Any], name: str) -> None:
             kept.remove(name)
 
 
+def keep_resources(spec: dict[str, Any], name: str) -> None:
+    if "linux" in spec:
+        spec["linux"]["resources"] = {name: spec["linux"]["resources"][name]}
+
+
 def inject(spec: dict[str, Any], root: str) -> None:
     if "mounts" not in spec:
         return  # a process that joins the container
@@ -35,7 +41,7 @@ def inject(spec: dict[str, Any], root: str) -> None:
     hooks.setdefault("createContainer", []).append({"path": "/usr/bin/nvidia-cdi-hook", "args": ["update-ldcache"]})
 
 
-EDITS = {"drop-capability": drop_capability, "inject": inject}
+EDITS = {"drop-capability": drop_capability, "keep-resources": keep_resources, "inject": inject}
 
 
 def file_of(words: tuple[str, ...]) -> str:

@@ -36,7 +36,7 @@ class Docker:
         default: bool = False,
     ) -> None:
         self.node = node
-        self.daemon = Dockerd(directory, config)
+        self.daemon = self.make_daemon(directory, config)
         configure(node, self.daemon, *(["--default"] if default else []))
         self._archive = make_tar(image_root, directory / "image.tar")
         try:
@@ -45,6 +45,9 @@ class Docker:
         except BaseException:
             self.close()
             raise
+
+    def make_daemon(self, directory: Path, config: dict[str, Any] | None) -> Dockerd:
+        return Dockerd(directory, config)
 
     def load(self, name: str, *changes: str) -> str:
         """Import the image as `name`, changed by these lines of a Dockerfile."""

@@ -32,7 +32,7 @@ _SHIM_SOCKETS = Path("/run/containerd")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 _READY_S = 60
-_NO_NETWORK = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
+NO_NETWORK = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
 
 
 class Dockerd:
@@ -71,19 +71,24 @@ class Dockerd:
         (self.directory / "pid").unlink(missing_ok=True)  # a killed daemon leaves it
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ready:
             ready.bind(str(notify))
+            notify.chmod(0o666)  # a rootless daemon reports to it, too
             with open(self.directory / "log", "ab") as log:
                 self._process = subprocess.Popen(
-                    [shutil.which("dockerd", path="/usr/bin:/usr/sbin") or "dockerd", *self._options(), *options],
+                    [*self.command_line(), *options],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={"PATH": f"{self.directory}/bin:{_PATH}", "NOTIFY_SOCKET": str(notify)},
+                    env={**self.environment(), "NOTIFY_SOCKET": str(notify)},
                 )
             self._wait_ready(ready)
 
-    def _options(self) -> list[str]:
+    def environment(self) -> dict[str, str]:
+        return {"PATH": f"{self.directory}/bin:{_PATH}"}
+
+    def command_line(self) -> list[str]:
         below = self.directory
         return [
+            shutil.which("dockerd", path="/usr/bin:/usr/sbin") or "dockerd",
             f"--config-file={self.config_file}",
             f"--data-root={below / 'data'}",
             f"--exec-root={below / 'exec'}",
@@ -91,7 +96,7 @@ class Dockerd:
             f"--host=unix://{below / 'socket'}",
             f"--cgroup-parent=/{self.cgroup}",
             "--storage-driver=overlay2",
-            *_NO_NETWORK,
+            *NO_NETWORK,
         ]
 
     def _wait_ready(self, ready: socket.socket) -> None:
@@ -115,14 +120,15 @@ class Dockerd:
         words = ("--config", str(self.directory / "client"), "-H", f"unix://{self.directory / 'socket'}")
         return [CLIENT, *words, *args]
 
-    def docker(self, *args: str, timeout_s: float = 60) -> Result:
+    def docker(self, *args: str, timeout_s: float = 60, **variables: str) -> Result:
+        """Run a client command; `variables` are added to its environment."""
         done = subprocess.run(
             self.command(*args),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout_s,
-            env={"PATH": "/usr/bin:/bin"},
+            env={"PATH": "/usr/bin:/bin", **variables},
         )
         return Result(done.returncode, done.stdout, done.stderr)
 

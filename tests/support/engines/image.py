@@ -33,7 +33,7 @@ def make_root(root: Path) -> Path:
     for name, text in _FILES.items():
         (root / name).write_text(text)
     for tool in _TOOLS:
-        _copy_program(Path(shutil.which(tool) or tool).resolve(), root, f"usr/bin/{tool}")
+        copy_program(Path(shutil.which(tool) or tool).resolve(), root, f"usr/bin/{tool}")
     for name in _LOADED_BY_NAME:
         _copy(Path("/", _LIBRARIES, name), root, f"{_LIBRARIES}/{name}")
     _copy(Path("/lib64/ld-linux-x86-64.so.2").resolve(), root, "usr/lib64/ld-linux-x86-64.so.2")
@@ -56,7 +56,7 @@ def _copy(source: Path, root: Path, name: str) -> None:
         shutil.copy2(source, target)
 
 
-def _copy_program(program: Path, root: Path, name: str) -> None:
+def copy_program(program: Path, root: Path, name: str) -> None:
     _copy(program, root, name)
     for line in run("ldd", program).splitlines():
         library = next((word for word in line.split() if word.startswith("/")), "")

@@ -1,4 +1,5 @@
-"""Podman of an unprivileged user: a range of subordinate ids, a runtime directory, and no rights over the host."""
+"""Podman and docker of an unprivileged user: a range of subordinate ids, a runtime directory, and no rights over the
+host."""
 
 from __future__ import annotations
 
@@ -9,9 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from .. import processes
 from ..host import Node
 from ..rootfs import run, unmount_below
+from .base import SLEEP, Engine, Refused, Want
+from .docker import Docker
+from .dockerd import Dockerd
 from .podman import Podman
 
 UID = 4242
@@ -91,6 +97,45 @@ class RootlessPodman(Podman):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+class RootlessDockerd(Dockerd):
+    """The daemon in namespaces that rootlesskit makes, as dockerd-rootless.sh starts it; without a network."""
+
+    def __init__(self, directory: Path, home: Path) -> None:
+        super().__init__(directory)
+        self._home = home
+
+    def start(self, *options: str) -> None:
+        """Without --gpushare-state in daemon.json: the programs derive the state directory."""
+        value = json.loads(self.config_file.read_text())
+        args = value["runtimes"]["gpushare"]["runtimeArgs"]
+        if "--gpushare-state" in args:
+            del args[(at := args.index("--gpushare-state")) : at + 2]
+        self.config_file.write_text(json.dumps(value))
+        run("chown", "-R", f"{UID}:{UID}", self.directory)
+        super().start(*options)
+
+    def command_line(self) -> list[str]:
+        kit = ["rootlesskit", f"--state-dir={self.directory}/kit", "--net=host", "--copy-up=/etc", "--copy-up=/run"]
+        words = [word for word in super().command_line() if not word.startswith(("--cgroup-parent", "--storage"))]
+        own = ["sh", "-c", 'rm -f /run/docker /run/containerd; exec "$@"', "sh"]  # links into the host's /run
+        return [*as_user(), *kit, "--propagation=rslave", *own, *words, "--rootless", "--storage-driver=vfs"]
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), **session(self._home)}
+
+
+class RootlessDocker(Docker):
+    """docker whose gpushare programs derive the state directory from their user. `home`: see user()."""
+
+    def __init__(self, node: Node, home: Path, image_root: Path) -> None:
+        self.home = home
+        node.state = STATE
+        super().__init__(node, home / "docker", image_root)
+
+    def make_daemon(self, directory: Path, config: dict[str, object] | None) -> Dockerd:
+        return RootlessDockerd(directory, self.home)
+
+
 def as_user() -> list[str]:
     return ["setpriv", "--reuid", str(UID), "--regid", str(UID), "--clear-groups"]
 
@@ -102,3 +147,12 @@ def session(home: Path) -> dict[str, str]:
         "HOME": str(home),
         "XDG_RUNTIME_DIR": str(RUNTIME_DIR),
     }
+
+
+def require_device_is_not_exceeded(engine: Engine) -> None:
+    """Start containers of one user on a device of 16 GiB: the one that does not fit is refused."""
+    with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
+        with pytest.raises(Refused) as refused:
+            engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
+        assert "7Gi" in refused.value.result.err
+    assert engine.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 << 30

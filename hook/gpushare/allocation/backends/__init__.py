@@ -69,7 +69,7 @@ def _order(limit: str, request: Request, policy: Policy) -> tuple[str, ...]:
 def _unsupported(row: Backend, limit: str, site: Site) -> Optional[str]:
     """Return why `row` cannot enforce `limit` there; None if it can."""
     present = site.ledger.holding.get(site.device.uuid, frozenset()) - {row.name, ""}
-    return row.supports(limit, site) or (row.alone if limit == COMPUTE and present and row.alone else None)
+    return row.why_unsupported(limit, site) or (row.alone if limit == COMPUTE and present and row.alone else None)
 
 
 def _enforcer(limit: str, limited: bool, site: Site) -> tuple[str, dict[str, str]]:
@@ -139,7 +139,7 @@ def _way_out(site: Site, why_not: dict[str, str]) -> str:
 def require_kept(share: Share) -> None:
     """Raise RequestError if the enforcers of a changed share cannot enforce it."""
     for name in {share.memory_backend, share.compute_backend}:
-        reason = BACKENDS[name].keeps(share)
+        reason = BACKENDS[name].why_unchangeable(share)
         if reason:
             raise RequestError(
                 f"{name} enforces a limit of device {device_name(share.device)} and cannot apply this change: {reason}",

@@ -41,12 +41,13 @@ class Backend(NamedTuple):
 
     name: str
     enforces: tuple[str, ...]  # of LIMITS, or VIRTUAL
-    supports: Callable[[str, Site], Optional[str]]  # (limit, site) -> why it cannot enforce it there; None: it can
+    why_unsupported: Callable[[str, Site], Optional[str]]  # (limit, site); None: it can enforce it there
     enforced_by: str
     bypassed_by: str
     changes_live: str
     tested: str
-    keeps: Callable[[Share], Optional[str]] = lambda share: None  # why it cannot enforce what `limit set` requests
+    # (share as `limit set` requests it); None: it can enforce that
+    why_unchangeable: Callable[[Share], Optional[str]] = lambda share: None
     ops: Callable[[tuple[Share, ...], Node, str], Sequence[Op]] = _no_ops  # (its shares, node, containers/<id>)
     change: Callable[[Sequence[Share], Sequence[Share], str], None] = _no_change  # (before, after, containers/<id>)
     grant: Callable[[Sequence[Share], str, int], tuple[int, int, int]] = _no_grant  # (its shares, state directory, uid)

@@ -1,4 +1,4 @@
-"""Memory beyond the device: the shim enforces it, and no request names this backend. Start path."""
+"""Memory beyond the device: the shim enforces it, and no request names this backend. Runs on the start path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import VIRTUAL, Backend
 BEYOND = Backend(
     name="oversubscribe",
     enforces=(VIRTUAL,),
-    supports=lambda limit, site: None,
+    why_unsupported=lambda limit, site: None,
     enforced_by="our library, which charges the device part and the host part to separate limits. Memory that does not "
     "fit in the device part is placed on the host (managed memory; for cuMemCreate, memory of the NUMA node). An "
     "allocation that fits in neither part fails. The host part is reserved in full before the container starts.",

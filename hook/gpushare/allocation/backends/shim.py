@@ -1,4 +1,4 @@
-"""The shim as a backend: our library in the container enforces both limits. Start path."""
+"""The shim as a backend: our library in the container enforces both limits. Runs on the start path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import LIMITS, Backend
 BACKEND = Backend(
     name="shim",
     enforces=LIMITS,
-    supports=lambda limit, site: None,
+    why_unsupported=lambda limit, site: None,
     alone="containers of MPS are on the device, and the driver does not slice time between those",
     enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "
     "waits. For all processes of the container together.",

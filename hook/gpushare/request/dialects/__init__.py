@@ -6,7 +6,7 @@
     expand_capabilities(name, value)                   -> sorted, expanded capabilities
 
 They raise RequestError for text that makes no sense and DeviceError for devices that are not there.
-Start path: standard library only.
+Runs on the start path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def expand_capabilities(name: str, value: Optional[str]) -> tuple[str, ...]:
     unknown = next((word for word in asked if word not in CAPABILITIES), None)
     if unknown is not None:
         raise wrong(
-            name, value or "", f"unknown capability {shown(unknown)}", f"valid are all, {', '.join(CAPABILITIES)}"
+            name, value or "", f"unknown capability {shown(unknown)}", f"valid values: all, {', '.join(CAPABILITIES)}"
         )
     return tuple(sorted({*asked, *(extra for word in asked for extra in CAPABILITIES[word])}))
 

@@ -12,7 +12,7 @@
     narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
-with access to every device has the host's whole list in its spec; that is not a request. Start path.
+with access to every device has the host's whole list in its spec; that is not a request. Runs on the start path.
 """
 
 from __future__ import annotations

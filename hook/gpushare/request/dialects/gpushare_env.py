@@ -9,7 +9,7 @@ wants to be left alone; request.resolve turns both into something definite.
 
 In a pod an annotation reaches every container. So `<container>.gpushare.io/memory` is for that container, and an
 unscoped one counts only for containers that name a device themselves: a sidecar must not get a GPU by accident.
-Start path.
+Runs on the start path.
 """
 
 from __future__ import annotations

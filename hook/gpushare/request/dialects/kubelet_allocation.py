@@ -1,5 +1,6 @@
-"""Parse what kubelet chose for a container, from the variables of our device plugin (kubelet/offers.py). Start path,
-only if there is such a variable.
+"""Parse what kubelet chose for a container, from the variables of our device plugin (kubelet/offers.py).
+
+Runs on the start path, only if there is such a variable.
 
     read(env)                                 -> {GPUSHARE_DEVICES: ..., GPUSHARE_MEMORY: ...}
     refuse_other(variable, name, text, given)    raise for a contradicting variable of the pod

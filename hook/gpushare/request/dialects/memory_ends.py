@@ -1,5 +1,6 @@
-"""The annotations gpushare.io/memory-request and gpushare.io/memory-limit: the two ends of GPUSHARE_MEMORY. Start path,
-only if there is one of them.
+"""The annotations gpushare.io/memory-request and gpushare.io/memory-limit: the two ends of GPUSHARE_MEMORY.
+
+Runs on the start path, only if there is one of them.
 
     read(request, limit, whole) -> as Request.memory
 

@@ -12,7 +12,7 @@
     memory_hook_gpus(hook)                  -> uuids or None       of a hook that limits memory in the driver
     is_tool_hook, is_driver_mount, is_node_mount, is_device        one entry of config.json
 
-Source: NVIDIA container toolkit documentation; names of its hooks as of 1.20. Start path.
+Source: NVIDIA container toolkit documentation; names of its hooks as of 1.20. Runs on the start path.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     if cdi is not None:
         raise RequestError(
             f"the mount at {VOLUME_ROOT}/{cdi} does not name an NVIDIA GPU",
-            "put its index or uuid into the mount's path",
+            "put a GPU's index or uuid into the mount's path",
         )
     name, value = device_source(env, spec)
     ignored = []

@@ -4,7 +4,7 @@
 
 NVIDIA_GDS, _MOFED, _GDRCOPY, _NVSWITCH =enabled; NVIDIA_IMEX_CHANNELS, or mounts of /dev/null at
 /var/run/nvidia-container-devices/imex/<channel>; NVIDIA_MIG_CONFIG_DEVICES and _MONITOR_DEVICES; NVIDIA_REQUIRE_*.
-Source: NVIDIA container toolkit documentation and MIG user guide. Start path.
+Source: NVIDIA container toolkit documentation and MIG user guide. Runs on the start path.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
-generates this file; a test compares it. Start path."""
+generates this file; a test fails if it is out of date. Runs on the start path."""
 
 from __future__ import annotations
 

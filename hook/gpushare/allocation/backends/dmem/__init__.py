@@ -1,6 +1,6 @@
 """The kernel's dmem cgroup controller, or the driver by cgroup, as a backend for memory. regions.py does the work.
 
-Start path.
+Runs on the start path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ....system import rootless
 from ..base import MEMORY, Backend, Site
 
 
-def _supports(limit: str, site: Site) -> Optional[str]:
+def _why_unsupported(limit: str, site: Site) -> Optional[str]:
     if site.device.parent:
         return "the driver has no regions for MIG devices"
     if site.request.oversubscribe:
@@ -41,7 +41,7 @@ def _change(before: Sequence[Share], after: Sequence[Share], folder: str) -> Non
 BACKEND = Backend(
     name="dmem",
     enforces=(MEMORY,),
-    supports=_supports,
+    why_unsupported=_why_unsupported,
     ops=_ops,
     change=_change,
     in_cgroup=True,

@@ -67,9 +67,9 @@ def _charged(device: Device, inventory: Inventory) -> Device:
 BACKEND = Backend(
     name="mps",
     enforces=(COMPUTE,),
-    supports=_why_unsupported,
+    why_unsupported=_why_unsupported,
     alone="other containers on this device do not use MPS, and MPS clients would have to wait for their slices",
-    keeps=lambda share: _unsupported_mode(share.soft, share.priority),
+    why_unchangeable=lambda share: _unsupported_mode(share.soft, share.priority),
     ops=_ops,
     change=_change,
     grant=_grant,

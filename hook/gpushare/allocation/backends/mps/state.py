@@ -10,7 +10,9 @@
 `shares` are the shares whose compute limit MPS enforces: __init__.py of the parent selects them.
 `ready` is written last and by rename, so a daemon appears only after its limits are set. share/ has hard links to the
 files of pipe/ that clients need. It lacks control_privileged, which can stop the daemon, and the lock file, which could
-block the next daemon. Containers mount share/, so a program that starts later finds the new daemon. Start path.
+block the next daemon. Containers mount share/, so a program that starts later finds the new daemon.
+
+Runs on the start path.
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""The usage journal and quotas with real containers, over kills, a lost state directory and concurrent starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import rootfs
+from tests.support.host import PYTHON, TREE, Node, python_mounts
+from tests.support.runc import Container, RuntimeFailed
+
+MakeContainer = Callable[..., Container]
+GIB = 1 << 30
+TENANT = TREE / "demo" / "tenant.py"
+GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
+SHARE = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "50%"}
+POD = {
+    "io.kubernetes.cri.container-type": "container",
+    "io.kubernetes.cri.container-name": "main",
+    "io.kubernetes.cri.sandbox-namespace": "team-a",
+    "io.kubernetes.cri.sandbox-name": "pod",
+    "io.kubernetes.cri.image-name": "registry.example/image:1",
+}
+
+
+@pytest.fixture
+def booked(make_node: Callable[..., Node], simhost: Path, tmp_path: Path) -> Node:
+    return make_node(simhost, usage={"journal": str(tmp_path / "lib" / "usage.log")})
+
+
+@pytest.fixture(params=["hook", "runtime"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def usage(node: Node, by: str = "user") -> list[dict[str, Any]]:
+    done = node.cli("usage", "--format", "json", "--by", by)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["groups"]
+    return found
+
+
+def test_container_is_accounted_from_start_to_end(container: MakeContainer, booked: Node, way: str) -> None:
+    """It takes 4 GiB and is refused more. Its account is in `inspect`, the log, the metrics and the journal."""
+    mounts = python_mounts(TENANT, GRAB)
+    one = container(["sleep", "inf"], env=SHARE, mounts=mounts, annotations=POD, **booked.way(way, cri=True)).start()
+    assert one.exec(PYTHON, f"/opt/{GRAB.name}").returncode == 0
+    value = json.loads(booked.cli("inspect", one.id, "--format", "json").stdout)
+    account = value["shares"][0]["account"]
+    assert (value["namespace"], value["pod"], value["container"]) == ("team-a", "pod", "main")
+    assert (value["image"], value["uid"]) == ("registry.example/image:1", 0)
+    assert 3.5 * GIB < account["memory_peak_bytes"] <= 4 * GIB and account["refused"] >= 1
+    assert 0 < account["memory_byte_seconds_used"] <= account["memory_byte_seconds_granted"]
+    text = booked.cli("export", "--once").stdout
+    labels = f'container="main",id="{one.id}",name="team-a/pod/main",namespace="team-a",pod="pod"'
+    assert f"gpushare_account_peak_bytes{{{labels}" in text
+    assert usage(booked, "namespace")[0]["running"] == 1
+    one.delete()
+    (group,) = usage(booked, "image")
+    assert (group["name"], group["containers"], group["running"], group["end_unknown"]) == (
+        *("registry.example/image:1", 1, 0, 0),
+    )
+    assert group["memory_peak_bytes"] == account["memory_peak_bytes"] and group["refused"] == account["refused"]
+    (line,) = (one for one in booked.decisions() if one["decision"] == "released")
+    assert (line["end"], line["peak"]) == ("recorded", str(account["memory_peak_bytes"]))
+
+
+def test_reboot_ends_containers_without_a_line(container: MakeContainer, booked: Node, tmp_path: Path) -> None:
+    """The container and its state directory are gone, and no hook ran; the journal stays."""
+    one = container(["sleep", "inf"], env=SHARE, **booked.way("hook")).start()
+    other = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, **booked.way("hook")).start()
+    text = (tmp_path / "lib" / "usage.log").read_text()
+    for container_ in (one, other):
+        os.kill(container_.pid, signal.SIGKILL)
+    rootfs.run("umount", "--lazy", booked.state)
+    (group,) = usage(booked)
+    assert (group["containers"], group["running"], group["end_unknown"]) == (2, 0, 2)
+    assert 0 < group["gpu_seconds_granted"] < 60  # up to the start of the second, which would have found it dead
+    assert (tmp_path / "lib" / "usage.log").read_text() == text  # reading writes nothing
+
+
+def test_lost_state_directory_loses_no_account(container: MakeContainer, booked: Node) -> None:
+    one = container(["sleep", "inf"], env=SHARE, annotations=POD, **booked.way("runtime", cri=True)).start()
+    before = json.loads(booked.cli("inspect", one.id, "--format", "json").stdout)
+    rootfs.run("umount", "--lazy", booked.state)
+    assert booked.cli("refresh").returncode == 0
+    after = json.loads(booked.cli("inspect", one.id, "--format", "json").stdout)
+    assert (after["namespace"], after["pod"], after["uid"]) == ("team-a", "pod", 0)
+    granted = [value["shares"][0]["account"]["gpu_seconds_granted"] for value in (before, after)]
+    assert granted[0] <= granted[1]
+    assert [(one["name"], one["containers"]) for one in usage(booked, "namespace")] == [("team-a", 1)]
+
+
+def test_program_of_run_is_found_by_the_next_start(booked: Node) -> None:
+    for name in ("first", "second"):
+        assert booked.cli("run", "--name", name, "--memory", "1Gi", "true").returncode == 0
+    assert booked.cli("prune").returncode == 0
+    (group,) = usage(booked)
+    assert (group["containers"], group["running"], group["end_unknown"]) == (2, 0, 2)
+
+
+def test_full_disk_stops_no_container(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rootfs.run("mount", "-t", "tmpfs", "-o", "size=16k", "test", disk)
+    try:
+        (disk / "rest").write_bytes(b"x" * (12 << 10))
+        node = make_node(simhost, usage={"journal": str(disk / "usage.log")})
+        for _ in range(12):
+            assert container(["true"], env=SHARE, **node.way(way)).run() == 0
+        assert (disk / "usage.log").stat().st_size <= 4 << 10
+        assert node.cli("usage").returncode == 0
+    finally:
+        rootfs.run("umount", disk)
+
+
+def test_start_that_exceeds_a_quota_is_refused_by_name(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
+) -> None:
+    node = make_node(simhost, policy={"quotas": [{"user": "root", "memory": "6Gi"}]})
+    first = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
+    with pytest.raises(RuntimeFailed) as refused:
+        container(["sleep", "inf"], env=SHARE, **node.way(way)).create()
+    said = f"policy.quotas[0] of user 0: 4 GiB of memory asked, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
+    assert said in refused.value.last_line
+    assert node.cli("limit", "set", first.id, "--memory", "7Gi").returncode == 77
+    assert node.cli("limit", "set", first.id, "--memory", "2Gi").returncode == 0
+    second = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
+    assert node.leases() == sorted([first.id, second.id])
+
+
+def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], simhost: Path) -> None:
+    """Of programs that start at once, as many run as the quota has room for."""
+    node = make_node(simhost, policy={"quotas": [{"user": "*", "containers": 2}]})
+    from tests.support import host
+
+    words = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "run", "--memory", "1Gi", "cat"]
+    programs = [
+        subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(5)
+    ]
+    refused = []
+    while len(refused) < 3:  # the others wait for their input
+        refused += [one for one in programs if one not in refused and one.poll() is not None]
+    assert sorted(one.returncode for one in refused) == [75, 75, 75]
+    said = [one.stderr.read() for one in refused if one.stderr]
+    assert all("policy.quotas[0] of user 0: 1 container asked, 2 of 2 used, held by" in text for text in said)
+    for one in programs:
+        one.communicate()
+    assert [one.returncode for one in programs].count(0) == 2
