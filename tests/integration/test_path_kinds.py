@@ -29,7 +29,7 @@ base, image, source, host = scene.base, scene.image, scene.source, scene.host
 def special_file(path: Path, kind: str) -> Iterator[None]:
     if kind == "FIFO":
         os.mkfifo(path)
-    elif kind == "directory":
+    elif kind == "folder":
         path.mkdir()
     elif kind == "character device":
         os.mknod(path, 0o020666, os.makedev(1, 3))
@@ -45,7 +45,7 @@ def special_file(path: Path, kind: str) -> Iterator[None]:
     yield
 
 
-KINDS = ("FIFO", "directory", "character device", "block device", "socket")
+KINDS = ("FIFO", "folder", "character device", "block device", "socket")
 
 
 @pytest.mark.parametrize("kind", KINDS)

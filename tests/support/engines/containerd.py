@@ -52,6 +52,7 @@ class Containerd:
             self.config = Path("/etc/containerd/config.toml")
             self.config.parent.mkdir(exist_ok=True)
             self.config.write_text(self.daemon.text())
+            Path(containerd.DROP_IN).unlink(missing_ok=True)  # this /etc is a copy, also of another engine's
             words = ("--program", str(self.programs.runtime), *(("--hook-only",) if way == "hook" else ()))
             done = node.cli("runtime", "configure", "containerd", *words)
             assert done.returncode == 0, done.stderr
