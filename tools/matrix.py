@@ -60,7 +60,7 @@ def _tests(*words: str) -> str:
 
 
 # Files whose tests start containers by an engine; the rows of `engine_of`
-_ENGINE_FILES = ("engines", "docker*", "podman*", "containerd*", "rootless_podman", "systemd*")
+_ENGINE_FILES = ("engines", "docker*", "podman*", "containerd*", "rootless_*", "systemd*")
 ENGINES = tuple(f"tests/integration/test_{name}.py" for name in _ENGINE_FILES)
 
 PARTS = (
@@ -271,8 +271,7 @@ def count(results: list[str]) -> dict[str, int]:
 def engine_of(test: str) -> tuple[str, str, str] | None:
     """(engine, cgroup driver, way in) of a test; None if it names none.
 
-    The tests' docker, podman and containerd use cgroupfs. Only the tests of systemd's cgroups use its driver, with a
-    runtime and no engine."""
+    The tests' docker, podman and containerd use cgroupfs, except in the tests of systemd's cgroups."""
     file, _, name = test.partition("::")
     parameters = re.findall(r"[a-z]+", name.partition("[")[2])
     newest = "newest-" if "newest" in parameters else ""
@@ -281,7 +280,10 @@ def engine_of(test: str) -> tuple[str, str, str] | None:
     if "test_systemd_cgroups" in file:
         return low_level, "systemd", way
     for engine in ("docker", "containerd", "podman"):
-        if engine in file or ("test_engines" in file and engine in parameters):
+        if "test_systemd_engines" in file:
+            if engine in parameters:
+                return f"{engine} with crun" if low_level == "crun" else engine, "systemd", way
+        elif engine in file or ("test_engines" in file and engine in parameters):
             rootless = " rootless" if "rootless" in file else ""
             with_crun = " with crun" if low_level == "crun" else ""
             return (

@@ -63,6 +63,7 @@ class Machine(Systemd):
         super().__init__(directory / "systemd", etc)
         self.bus()
         self.run("sh", "-c", "echo '{}' >/run/nothing")
+        self.run("gpushare", "refresh")  # knows whether this runtime gives systemd its rules
 
     def start(self, way: str) -> None:
         """Start a container with GPU 0."""
