@@ -64,7 +64,8 @@ def adopt(config_path: str, state_dir: str, state: oci.State, spec: str = "") ->
 
 def _tell_systemd(pid: int, record: spec_record.Record, cgroups_path: str) -> None:
     """runc 1.1.3 to 1.1.6 does not pass NVIDIA's devices on to systemd, so `systemctl daemon-reload` would take them
-    away. Later runtimes do, so `gpushare refresh` saves this step. Nothing has to be undone: the rules are those of config.json."""
+    away. Later runtimes do: where `gpushare refresh` knows that, this step is left out. Nothing has to be undone: the
+    rules are those of config.json."""
     from ..core.errors import KernelError
     from ..system import cgroup
 
