@@ -174,10 +174,13 @@ class Podman:
         hooks = ("--hooks-dir", f"{self.machine.directory}/podman/hooks") if way == "hook" else ()
         low_level = "gpushare" if way == "runtime" else str(self.machine.devices_alone)
         podman = (*self._podman, "--runtime", low_level, *hooks)
+        # podman 5 sends the device rules, too, which crun 1.28 then refuses: the container must stay as it is
+        refuses = self.machine.low_level.endswith("/crun") and version_of("crun") >= (1, 22)
+        refused = ("sh", "-c", '! "$@"', "sh") if refuses and version_of("podman") >= (5, 0) else ()
         self.exec = (*podman, "exec", "c1")
         self.events = {
             **SYSTEMD,
-            "podman update": ((*podman, "update", "--cpu-shares", "100", "c1"),),
+            "podman update": ((*refused, *podman, "update", "--cpu-shares", "100", "c1"),),
             "podman pause": ((*podman, "pause", "c1"), (*podman, "unpause", "c1")),
             "podman restart": ((*podman, "restart", "--time", "0", "c1"),),
         }

@@ -30,8 +30,8 @@ VERSION = "2"  # increment when the meaning of the file changes
 _MAX_BYTES = 16 << 10
 _NAMES = ("runc", "crun")
 _ASK_SECONDS = 10
-# Releases that keep NVIDIA's devices in systemd's scopes: tests/integration/test_systemd_cgroups.py. runc 1.1.3 to 1.1.6
-# gives systemd no rule for a device that sysfs lacks, and earlier ones need a link in /dev/char
+# Releases that keep NVIDIA's devices in systemd's scopes: tests/integration/test_systemd_cgroups.py. runc 1.1.3 to
+# 1.1.6 gives systemd no rule for a device that sysfs lacks, and earlier ones need a link in /dev/char
 _GIVES_RULES = r"runc version 1\.(1\.([7-9]|\d\d)|[2-9]|\d\d)\b|crun version 1\.(2[1-9]|[3-9]\d|\d\d\d)\b"
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 # Python ignores these signals in its own process; a container must not inherit that

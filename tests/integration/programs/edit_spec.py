@@ -46,11 +46,12 @@ EDITS = {"drop-capability": drop_capability, "keep-resources": keep_resources, "
 
 
 def file_of(words: tuple[str, ...]) -> str:
-    """Return config.json of a create, the file of an exec or update; "" for all other commands."""
+    """Return config.json of a create, the file of an exec or of podman's update; "" for all other commands."""
     if "create" in words:
         return os.path.join(words[words.index("--bundle") + 1], "config.json")
     if "update" in words:
-        return next(word.partition("=")[2] for word in words if word.startswith("--resources="))
+        path = next((word.partition("=")[2] for word in words if word.startswith("--resources=")), "-")
+        return "" if path == "-" else path
     return words[words.index("--process") + 1] if "exec" in words else ""
 
 
