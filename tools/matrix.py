@@ -390,6 +390,7 @@ def main(argv: list[str]) -> int:
             root = Root(options.folder.resolve(), suite)
             codes.append(run_parts(root, parts))
             if options.record and root.result.exists():
+                RECORDS.mkdir(exist_ok=True)
                 shutil.copy(root.result, RECORDS)
     except KeyboardInterrupt:
         say("interrupted; the root is kept")

@@ -186,6 +186,7 @@ def main(argv: list[str]) -> int:
             prepare(root)
             code = report(root, boot(root))
             if options.record:
+                RECORDS.mkdir(exist_ok=True)
                 shutil.copy(root.result, RECORDS)
             return code
     except KeyboardInterrupt:

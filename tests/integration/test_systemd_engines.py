@@ -174,13 +174,16 @@ class Podman:
         hooks = ("--hooks-dir", f"{self.machine.directory}/podman/hooks") if way == "hook" else ()
         low_level = "gpushare" if way == "runtime" else str(self.machine.devices_alone)
         podman = (*self._podman, "--runtime", low_level, *hooks)
-        # podman 5 sends the device rules, too, which crun 1.28 then refuses: the container must stay as it is
-        refuses = self.machine.low_level.endswith("/crun") and version_of("crun") >= (1, 22)
-        refused = ("sh", "-c", '! "$@"', "sh") if refuses and version_of("podman") >= (5, 0) else ()
+        # podman 5 sends its own device rules, too. crun 1.28 refuses: the container must stay as it is. crun 1.21
+        # applies them, so the GPU is lost (docs/engines.md)
+        sends = version_of("podman") >= (5, 0) and self.machine.low_level.endswith("/crun")
+        update = (*podman, "update", "--cpu-shares", "100", "c1")
+        if sends:
+            update = ("sh", "-c", '! "$@"', "sh", *update)
         self.exec = (*podman, "exec", "c1")
         self.events = {
             **SYSTEMD,
-            "podman update": ((*refused, *podman, "update", "--cpu-shares", "100", "c1"),),
+            "podman update": () if sends and version_of("crun") < (1, 22) else (update,),
             "podman pause": ((*podman, "pause", "c1"), (*podman, "unpause", "c1")),
             "podman restart": ((*podman, "restart", "--time", "0", "c1"),),
         }
