@@ -109,7 +109,7 @@ class Machine(Systemd):
 class Docker:
     """docker has no hooks, and CDI from version 25 on."""
 
-    WAYS = ("runtime", *(("cdi any", "cdi uuid") if version_of("docker") >= (25, 0) else ()))
+    WAYS = ("runtime", *(("cdi any", "cdi uuid") if version_of("dockerd") >= (25, 0) else ()))
 
     def __init__(self, machine: Machine) -> None:
         self.machine, below = machine, machine.directory / "docker"
@@ -284,7 +284,7 @@ def machine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Machin
 def test_device_rules_persist(machine: Machine, kind: type[Engine], way: str) -> None:
     engine = machine.engine(kind)
     with_crun = machine.low_level.endswith("/crun")
-    if kind is Docker and with_crun and version_of("crun") < (1, 22) and version_of("docker") < (26, 0):
+    if kind is Docker and with_crun and version_of("crun") < (1, 22) and version_of("dockerd") < (26, 0):
         # this docker denies one device (fuse), and this crun can give systemd no such rule
         with pytest.raises(AssertionError, match="systemd does not support deny rules for devices"):
             engine.start(way)
