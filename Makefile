@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -115,6 +115,15 @@ test: root say-test build gpu-programs dist $(TEST_SETUP) ## the linters and eve
 test-all: root build ## every test in its long form, for hours, or PARTS="attacks kills"; logs and a summary in build/test-all
 	@$(VENV_PYTHON) -m tools.everything $(PARTS)
 
+MATRIX ?= build/matrix
+matrix: root $(SETUP) ## the tests in a root with another release, SUITE=bookworm, trixie or sid; PARTS="lint unit"; kept in MATRIX (build/matrix)
+	@packaging/bootstrap matrix
+	@$(VENV_PYTHON) -m tools.matrix --folder "$(MATRIX)" $(if $(RECORD),--record) $(or $(SUITE),all) $(PARTS)
+
+matrix-vm: root build packages ## containers and units in a virtual machine with systemd and cgroup v2, SUITE=sid; installs the .deb
+	@packaging/bootstrap matrix
+	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(SUITE)
+
 test-elsewhere: root ## tests from clones below /tmp, at a long path and behind a symbolic link
 	@tools/elsewhere
 
@@ -180,7 +189,7 @@ gpu-check: ## limits, costs and assumptions on this machine's GPU, within 6 minu
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
+docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md docs/versions.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
 
 docs/config.md: hook/gpushare/config/keys.py tools/config_docs.py
 	$(VENV_PYTHON) tools/config_docs.py >$@.new && mv $@.new $@
@@ -196,6 +205,9 @@ docs/metrics.md: hook/gpushare/cli/metrics.py tools/metrics_docs.py
 
 docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tools/error_docs.py tools/error_texts.py
 	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.error_docs >$@.new && mv $@.new $@
+
+docs/versions.md: tools/matrix_docs.py $(wildcard tests/matrix/*.json)
+	$(VENV_PYTHON) -m tools.matrix_docs >$@.new && mv $@.new $@
 
 hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
 	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@

@@ -59,6 +59,8 @@ PARTS = (
     Part("models", "limits and the simulator itself with each GPU model", _make("test-models")),
     Part("aarch64", "the snapshot for aarch64 under qemu-user", _make("test-aarch64")),
     Part("elsewhere", "tests from clones in other directories", _make("test-elsewhere")),
+    Part("matrix", "lint and tests in roots of three releases of Debian", _make("matrix")),
+    Part("matrix-vm", "engines and units of Debian sid in a virtual machine", _make("matrix-vm")),
     Part("soak", f"{SOAK_MINUTES} minutes of starts and kills", _make("soak", f"MINUTES={SOAK_MINUTES}")),
 )  # fmt: skip
 

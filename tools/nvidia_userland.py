@@ -87,13 +87,13 @@ def unpack(root: Path, branch: str = SIMULATED) -> Userland:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not root.exists():
             with tempfile.TemporaryDirectory(dir=root.parent, prefix=root.name + ".") as work:
-                _fetch(Path(work), branches()[branch])
+                fetch(Path(work), branches()[branch])
                 (Path(work) / "root").rename(root)
         return find(root)
 
 
-def _fetch(work: Path, source: Source) -> None:
-    """Download into `work`/debs and unpack into `work`/root."""
+def fetch(work: Path, source: Source, libraries: bool = False) -> None:
+    """Download into `work`/debs and unpack into `work`/root. `libraries`: with all libraries that the packages need."""
     if platform.machine() != "x86_64":
         raise UserlandError(f"the driver packages are for x86_64, this machine is {platform.machine()}")
     if not shutil.which("apt-get"):
@@ -105,9 +105,17 @@ def _fetch(work: Path, source: Source) -> None:
     private = (f"Dir::Etc::sourcelist={work}/sources.list", "Dir::Etc::sourceparts=/dev/null", *_private_dirs(work))
     # The exit code of update does not matter: a suite without the section is no failure, a missing package is.
     _apt(private, "update", check=False)
-    _apt(private, "download", *source.packages, cwd=work / "debs")
+    _apt(private, "download", *source.packages, *(_libraries(private, source) if libraries else ()), cwd=work / "debs")
     for deb in sorted((work / "debs").glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", str(deb), str(work / "root")], check=True)
+
+
+def _libraries(private: tuple[str, ...], source: Source) -> list[str]:
+    """Return the names of the libraries that the packages depend on."""
+    kinds = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+    words = ("depends", "--recurse", *(f"--no-{kind}" for kind in kinds), *source.packages)
+    lines = _apt(private, *words, program="apt-cache").splitlines()
+    return sorted({line for line in lines if line.startswith("lib")} - set(source.packages))
 
 
 def _private_dirs(work: Path) -> tuple[str, ...]:
@@ -141,16 +149,18 @@ def _source(row: dict[str, str], suite: str) -> str:
     return f"{f'[{text}] ' if text else ''}{row['REPO_URI']} {suite}"
 
 
-def _apt(options: tuple[str, ...], *args: str, check: bool = True, cwd: Path | None = None) -> str:
+def _apt(
+    options: tuple[str, ...], *args: str, check: bool = True, cwd: Path | None = None, program: str = "apt-get"
+) -> str:
     """Run apt-get and return what it prints; UserlandError with its last line when it fails."""
-    command = ["apt-get", "-q"] + [word for option in options for word in ("-o", option)] + list(args)
+    command = [program, "-q"] + [word for option in options for word in ("-o", option)] + list(args)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(
         command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if check and done.returncode:
         last = [line for line in done.stdout.splitlines() if line.strip()][-1:] or ["no message"]
-        raise UserlandError(f"apt-get {args[0]} failed: {last[0]}")
+        raise UserlandError(f"{program} {args[0]} failed: {last[0]}")
     return done.stdout
 
 

@@ -160,7 +160,7 @@ static int hook(char **argv, int count) {
     char **word = argv + 1;
     bool cri = false;
     const char *stage = argv[count - 1];
-    size_t size;
+    size_t size = 0; /* gcc 14 and newer warn without a value */
     /* For every way to write the options: the snapshot may become the ordinary program, which reads
      * the state again. Not for `--help`, which has none. */
     bool reads = count > 1 && args_listed(stages, stage, strlen(stage));

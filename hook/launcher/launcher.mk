@@ -9,7 +9,7 @@ LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)
 # Static: it starts in a third of the time, and on any distribution. With musl: glibc asks the processor for the sizes of
 # its caches before main, and in a virtual machine each such question goes to the hypervisor (0.3 ms of a start's 0.4).
 # Asked of the compiler where it is used: make installs it first.
-LAUNCHER_CC = musl-gcc -idirafter /usr/include -idirafter /usr/include/$(shell $(CC) -print-multiarch)
+LAUNCHER_CC = musl-gcc -idirafter /usr/include -idirafter /usr/include/$(or $(shell $(CC) -print-multiarch 2>/dev/null),$(shell gcc -print-multiarch))
 LAUNCHER_LDFLAGS := -static -Wl,-z,relro -Wl,-z,now
 
 $(LAUNCHER_TABLES): hook/launcher/tables.py $(shell find hook/gpushare -name '*.py') | $(SETUP)

@@ -7,7 +7,7 @@ build/gpu/latency: tests/hardware/latency.c | $(SETUP)
 build/gpu/busy: $(GPU_BUSY) tests/integration/programs/busy.h | $(SETUP)
 $(GPU_PROGRAMS):
 	@mkdir -p $(@D)
-	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -o $@.new $(filter %.c,$^) -ldl -lpthread -lm
+	$(CC) -std=gnu11 -O2 -Wall -Wextra -Werror -Wno-deprecated-non-prototype -o $@.new $(filter %.c,$^) -ldl -lpthread -lm
 	@mv $@.new $@
 
 .PHONY: gpu-programs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +18,9 @@ from tests.support.engines.containerd_daemon import IMAGE
 from tests.support.engines.docker import Docker
 from tests.support.engines.image import make_root
 from tests.support.engines.podman import Podman
-from tests.support.host import Node
+from tests.support.host import BUILD, Node
 from tests.support.rootfs import run
+from tools import newest
 
 GIB = 1 << 30
 
@@ -35,7 +38,21 @@ class Place(NamedTuple):
 
 def runtime_path(name: str) -> dict[str, str]:
     """The low-level runtime that gpushare-runtime executes, as a configuration key."""
-    return {"path": f"/usr/{'s' * (name == 'runc')}bin/{name}"}
+    path = shutil.which(name)
+    assert path, f"no {name} in PATH"
+    return {"path": path}
+
+
+@contextmanager
+def _programs(engine: str) -> Iterator[None]:
+    """For the newest engines: their programs before this machine's own."""
+    before = os.environ["PATH"]
+    if engine.startswith("newest "):
+        os.environ["PATH"] = f"{newest.unpack(BUILD / 'newest')}:{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def _bare(low_level: str, way: str) -> Callable[[Place], Engine]:
@@ -55,7 +72,9 @@ def _podman(low_level: str, way: str) -> Callable[[Place], Engine]:
 
 
 def _containerd(way: str) -> Callable[[Place], Engine]:
-    return lambda place: Containerd(place.node(), place.directory / "c", place.image_root, way)
+    return lambda place: Containerd(
+        place.node(runtime=runtime_path("runc")), place.directory / "c", place.image_root, way
+    )
 
 
 def _docker(place: Place) -> Engine:
@@ -74,6 +93,13 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
     "containerd, hook": _containerd("hook"),
     "containerd, runtime": _containerd("runtime"),
     "docker, runtime": _docker,
+    # tools/newest.py
+    "newest runc, hook": _bare("runc", "hook"),
+    "newest runc, runtime": _bare("runc", "runtime"),
+    "newest crun, hook": _bare("crun", "hook"),
+    "newest crun, runtime": _bare("crun", "runtime"),
+    "newest containerd, hook": _containerd("hook"),
+    "newest containerd, runtime": _containerd("runtime"),
 }
 
 
@@ -81,13 +107,14 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
 def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
     """The engine `ENGINES[name]`, on a simulated host with one GPU of 16 GiB."""
     host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
-    made = ENGINES[name](Place(directory, image_root, host))
-    try:
-        yield made
-    finally:
-        made.close()
-        made.node.close()
-        run("rm", "-rf", directory)
+    with _programs(name):
+        made = ENGINES[name](Place(directory, image_root, host))
+        try:
+            yield made
+        finally:
+            made.close()
+            made.node.close()
+            run("rm", "-rf", directory)
 
 
 @contextmanager

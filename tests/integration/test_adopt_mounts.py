@@ -83,7 +83,7 @@ REFUSED = {
     "link out of the libraries": (f"ln -s /etc/hostname $root{SMI}", r'is a link to \W*"/etc/hostname'),
     "link to nothing": (f"ln -s /nowhere $root{SMI}", "is a link to nothing"),
     "FIFO": (f"mkfifo $root{SMI}", "is a FIFO where a file must be"),
-    "directory": (f"mkdir $root{LIBRARY}", "is a directory where a file must be"),
+    "directory": (f"mkdir $root{LIBRARY}", "is a folder where a file must be"),
     "volume": ("nsenter -t $pid -m mount --bind $volume $root/usr/bin", "would be created in the volume"),
     "devices of the host": ("nsenter -t $pid -m mount --bind $volume $root/dev", "would be created in the volume"),
     "parent that leads out": (

@@ -18,7 +18,7 @@ from gpushare.engines import containerd, podman
 from tests.support.host import BUILD, TREE
 
 GPUSHARE = BUILD / "bin" / "gpushare"
-CRI = "io.containerd.grpc.v1.cri"
+CRI, CRI3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
 OWN_RUNTIME = f"""\
 version = 2
 [plugins."{CRI}".containerd]
@@ -39,7 +39,8 @@ def runtimes(main: Path) -> dict[str, Any]:
     """The handlers that containerd reads from this file."""
     dump = ["containerd", "-c", str(main), "config", "dump"]
     done = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=60)
-    found: dict[str, Any] = tomlkit.parse(done.stdout).unwrap()["plugins"][CRI]["containerd"]["runtimes"]
+    plugins = tomlkit.parse(done.stdout).unwrap()["plugins"]
+    found: dict[str, Any] = plugins[CRI if CRI in plugins else CRI3]["containerd"]["runtimes"]  # version 3 from 2.0 on
     return found
 
 

@@ -60,7 +60,7 @@ def _outer(image_root: Path) -> Iterator[DockerContainer]:
         image = _with_docker(hosts, image_root, Path(data))
         mounts = [word for mount in python_mounts() for word in ("-v", f"{mount.source}:{mount.target}:ro")]
         options = ("--privileged", "-v", f"{data}:/var/lib/docker", *mounts, *TWO_GIB)
-        args = ("dockerd", f"--host={SOCKET}", "--storage-driver=vfs", *NO_NETWORK)
+        args = ("dockerd", f"--host={SOCKET}", "--storage-driver=vfs", "--userland-proxy=false", *NO_NETWORK)
         docker: DockerHost = hosts.docker
         with docker.start_with(*options, args=args, image=image, runtime="privileged") as one:
             end = time.monotonic() + 60

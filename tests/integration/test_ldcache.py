@@ -81,7 +81,7 @@ def image(layout: str, images: dict[str, Path], tmp_path: Path) -> Path:
 
 def run(box: ns_util.Sandbox, *command: str) -> str:
     """Run a program in the container and return its output."""
-    return str(box.enter(lambda: subprocess.run(command, capture_output=True, text=True).stdout))
+    return str(box.enter(lambda: subprocess.run(command, capture_output=True, text=True, errors="replace").stdout))
 
 
 def listed(box: ns_util.Sandbox) -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ base, image, source, host = scene.base, scene.image, scene.source, scene.host
 def special_file(path: Path, kind: str) -> Iterator[None]:
     if kind == "FIFO":
         os.mkfifo(path)
-    elif kind == "directory":
+    elif kind == "folder":
         path.mkdir()
     elif kind == "character device":
         os.mknod(path, 0o020666, os.makedev(1, 3))
@@ -45,7 +45,7 @@ def special_file(path: Path, kind: str) -> Iterator[None]:
     yield
 
 
-KINDS = ("FIFO", "directory", "character device", "block device", "socket")
+KINDS = ("FIFO", "folder", "character device", "block device", "socket")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +70,7 @@ def test_special_file_behind_a_link_s_name_is_refused(image: Path, source: Path,
         assert f"is a {kind} where a " in box.refuses(shim(source), Link(name, "libcuda.so.535.1", "name"))
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "block device"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "socket", "block device"])
 def test_special_file_at_a_device_target_is_refused(image: Path, source: Path, host: Path, kind: str) -> None:
     with special_file(image / "dev/nvidia0", kind), ns_util.sandbox(image) as box:
         message = box.refuses(DeviceNode(str(source / "nvidia0"), "/dev/nvidia0", 195, 0, False))

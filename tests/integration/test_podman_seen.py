@@ -95,10 +95,13 @@ def test_host_s_dev_without_gpus_is_unchanged(podman: Podman, gpus_in_dev: Path)
 
 
 def test_limit_holds_in_user_namespaces(podman: Podman, tmp_path: Path) -> None:
-    ranges = tmp_path / "subid"
+    ranges, users = tmp_path / "subid", tmp_path / "passwd"
     ranges.write_text("containers:300000:100000\n")
-    for name in ("/etc/subuid", "/etc/subgid"):
-        run("mount", "--bind", ranges, name)
+    # libsubid, which podman 5 uses, only knows ranges of users that exist
+    users.write_text(Path("/etc/passwd").read_text() + "containers:x:4243:4243::/nonexistent:/bin/false\n")
+    files = {"/etc/subuid": ranges, "/etc/subgid": ranges, "/etc/passwd": users}
+    for name, source in files.items():
+        run("mount", "--bind", source, name)
     try:
         for words in (("--userns=auto",), ("--uidmap=0:300000:5000", "--gidmap=0:300000:5000")):
             with podman.start(Want(SLEEP, TWO_GIB), *words) as one:
@@ -108,7 +111,7 @@ def test_limit_holds_in_user_namespaces(podman: Podman, tmp_path: Path) -> None:
                 assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
                 assert one.exec("sh", "-c", f"echo > {OURS}").code != 0
     finally:
-        for name in ("/etc/subuid", "/etc/subgid"):
+        for name in files:
             run("umount", name)
 
 

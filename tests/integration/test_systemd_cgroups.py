@@ -35,15 +35,15 @@ EVENTS = {
 }
 
 
-def crun_version() -> tuple[int, int]:
-    text = subprocess.run(["crun", "--version"], capture_output=True, text=True).stdout
-    found = re.match(r"crun version (\d+)\.(\d+)", text)
+def version_of(program: str) -> tuple[int, int]:
+    text = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def low_levels() -> list[str]:
     """The installed runtimes. crun before 1.21 refuses pure cgroup v2 without CAP_SYS_RESOURCE."""
-    return ["runc", *(["crun"] if crun_version() >= (1, 21) else [])]
+    return ["runc", *(["crun"] if version_of("crun") >= (1, 21) else [])]
 
 
 class Machine(Systemd):
@@ -63,6 +63,7 @@ class Machine(Systemd):
         super().__init__(directory / "systemd", etc)
         self.bus()
         self.run("sh", "-c", "echo '{}' >/run/nothing")
+        self.run("gpushare", "refresh")  # knows whether this runtime gives systemd its rules
 
     def start(self, way: str) -> None:
         """Start a container with GPU 0."""

@@ -18,7 +18,7 @@ from gpushare.engines import hookfiles
 from gpushare.engines.base import Settings
 
 from simulator.simhost import make_simhost
-from tests.integration.test_systemd_cgroups import crun_version, low_levels
+from tests.integration.test_systemd_cgroups import low_levels, version_of
 from tests.support import host
 from tests.support.engines import podman as podmans
 from tests.support.engines.containerd_daemon import IMAGE, MAIN, make_archive
@@ -61,7 +61,7 @@ class Machine(Systemd):
         make_nodes(self.driver / "dev")
         self.low_level = shutil.which(low_level) or low_level
         (self.directory / "etc").mkdir()
-        self.devices_alone = self.directory / "devices-alone"  # containerd sets a CPU weight, too
+        self.devices_alone = self.directory / "devices-alone"  # engines set a CPU weight or a limit of pids, too
         words = f"{sys.executable} {EDIT_SPEC} keep-resources devices {self.low_level}"
         self.devices_alone.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         self.devices_alone.chmod(0o755)
@@ -92,6 +92,14 @@ class Machine(Systemd):
         if self.call("systemctl", "start", name).returncode:
             raise AssertionError((self.directory / name).read_text()[-3000:])
 
+    def cdi(self) -> dict[str, str]:
+        """Write the CDI file; return the device that each way names."""
+        self.run("mkdir", "-p", "/run/cdi")
+        words = ("--program", str(host.BIN / "gpushare-hook"), "--output", "/run/cdi/gpushare.json", "--format", "json")
+        self.run("gpushare", "cdi", "generate", *words)
+        names = [one["name"] for one in json.loads(self.run("cat", "/run/cdi/gpushare.json"))["devices"]]
+        return {"cdi any": "any", "cdi uuid": next(name for name in names if name != "any")}
+
     def opened(self, *exec_words: str) -> dict[str, str]:
         """The kernel's error by node, in the container in which `exec_words` starts a program."""
         lines = (line.split("|") for line in self.run(*exec_words, "sh", "-c", LOOK).splitlines())
@@ -101,15 +109,15 @@ class Machine(Systemd):
 class Docker:
     """docker has no hooks, and CDI from version 25 on."""
 
-    WAYS = ("runtime",)
+    WAYS = ("runtime", *(("cdi any", "cdi uuid") if version_of("dockerd") >= (25, 0) else ()))
 
     def __init__(self, machine: Machine) -> None:
         self.machine, below = machine, machine.directory / "docker"
         below.mkdir()
-        runtimes = {"gpushare": {"path": str(host.BIN / "gpushare-runtime")}}
-        (below / "daemon.json").write_text(
-            json.dumps({"runtimes": runtimes, "deprecated-key-path": str(below / "key")})
-        )
+        paths = {"gpushare": host.BIN / "gpushare-runtime", "low": machine.devices_alone}
+        keys = {"runtimes": {name: {"path": str(path)} for name, path in paths.items()}, "features": {"cdi": True}}
+        (below / "daemon.json").write_text(json.dumps({**keys, "deprecated-key-path": str(below / "key")}))
+        self._devices = machine.cdi()
         options = {"config-file": "daemon.json", "data-root": "data", "exec-root": "exec", "pidfile": "pid"}
         words = [shutil.which("dockerd") or "dockerd", *(f"--{name}={below / file}" for name, file in options.items())]
         words += [f"--host=unix://{below}/socket", "--storage-driver=overlay2", "--live-restore", *NO_NETWORK]
@@ -127,8 +135,11 @@ class Docker:
             self.events["docker update"] = ((*self._docker, "update", "--restart", "no", "c1"),)
 
     def start(self, way: str) -> None:
-        words = ("run", "--detach", "--name", "c1", "--network", "none", "--runtime", "gpushare")
-        self.machine.run(*self._docker, *words, "--env", "GPUSHARE_DEVICES=0", "t", "sleep", "inf")
+        words = ("run", "--detach", "--name", "c1", "--network", "none", "--runtime")
+        asks = ("gpushare", "--env", "GPUSHARE_DEVICES=0")
+        if way.startswith("cdi"):
+            asks = ("low", "--device", f"gpushare.io/share={self._devices[way]}")
+        self.machine.run(*self._docker, *words, *asks, "t", "sleep", "inf")
 
     def remove(self) -> None:
         self.machine.run(*self._docker, "rm", "--force", "c1")
@@ -157,25 +168,28 @@ class Podman:
         self._podman = ("env", f"CONTAINERS_CONF={below}/containers.conf", "podman", "--root", f"{below}/root")
         self._podman += ("--runroot", f"{below}/run", "--tmpdir", f"{below}/tmp", "--storage-driver", "overlay")
         machine.run(*self._podman, "import", str(make_tar(machine.image, below / "image.tar")), "localhost/t")
-        machine.run("mkdir", "-p", "/run/cdi")
-        words = ("--program", programs[1], "--output", "/run/cdi/gpushare.json", "--format", "json")
-        machine.run("gpushare", "cdi", "generate", *words)
-        devices = json.loads(machine.run("cat", "/run/cdi/gpushare.json"))["devices"]
-        self._devices = {"cdi any": "any", "cdi uuid": next(one["name"] for one in devices if one["name"] != "any")}
+        self._devices = machine.cdi()
 
     def start(self, way: str) -> None:
         hooks = ("--hooks-dir", f"{self.machine.directory}/podman/hooks") if way == "hook" else ()
-        low_level = "gpushare" if way == "runtime" else self.machine.low_level
+        low_level = "gpushare" if way == "runtime" else str(self.machine.devices_alone)
         podman = (*self._podman, "--runtime", low_level, *hooks)
+        # podman 5 sends its own device rules, too. crun 1.28 refuses: the container must stay as it is. crun 1.21
+        # applies them, so the GPU is lost (docs/engines.md)
+        sends = version_of("podman") >= (5, 0) and self.machine.low_level.endswith("/crun")
+        update = (*podman, "update", "--cpu-shares", "100", "c1")
+        if sends:
+            update = ("sh", "-c", '! "$@"', "sh", *update)
         self.exec = (*podman, "exec", "c1")
         self.events = {
             **SYSTEMD,
+            "podman update": () if sends and version_of("crun") < (1, 22) else (update,),
             "podman pause": ((*podman, "pause", "c1"), (*podman, "unpause", "c1")),
             "podman restart": ((*podman, "restart", "--time", "0", "c1"),),
         }
         device = ("--device", f"gpushare.io/share={self._devices.get(way)}")
         asks = device if way in self._devices else ("--env", "GPUSHARE_DEVICES=0")
-        words = ("--detach", "--name", "c1", "--network", "none", "--pids-limit", "-1")
+        words = ("--detach", "--name", "c1", "--network", "none")
         self.machine.run(*podman, "run", *words, *asks, "localhost/t", "sleep", "inf")
 
     def remove(self) -> None:
@@ -269,8 +283,9 @@ def machine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Machin
 )
 def test_device_rules_persist(machine: Machine, kind: type[Engine], way: str) -> None:
     engine = machine.engine(kind)
-    if kind is Docker and machine.low_level.endswith("/crun") and crun_version() < (1, 22):
-        # docker denies one device (fuse), and this crun can give systemd no such rule
+    with_crun = machine.low_level.endswith("/crun")
+    if kind is Docker and with_crun and version_of("crun") < (1, 22) and version_of("dockerd") < (26, 0):
+        # this docker denies one device (fuse), and this crun can give systemd no such rule
         with pytest.raises(AssertionError, match="systemd does not support deny rules for devices"):
             engine.start(way)
         engine.remove()

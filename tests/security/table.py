@@ -128,7 +128,7 @@ IMAGE = (
     both("our directory is a loop of links", "parent link", image.link(OURS, "gpushare"), refused("loop"), *LINKS),
     both("libcuda is a FIFO", "special file; hanging hook", image.special(LIBCUDA, "fifo"), refused("is a FIFO where a file must be")),
     both("libcuda is a socket", "special file", image.special(LIBCUDA, "socket"), refused("is a socket where a file must be")),
-    both("libcuda is a directory", "special file", image.special(LIBCUDA, "directory"), refused("is a directory where a file must be")),
+    both("libcuda is a directory", "special file", image.special(LIBCUDA, "directory"), refused("is a folder where a file must be")),
     both("libcuda is a disk", "special file", image.special(LIBCUDA, "block device"), refused("is a block device where a file must be")),
     both("libcuda.so.1 is a FIFO", "special file; hanging hook", image.special(f"{LIBDIR}/libcuda.so.1", "fifo"), refused("is a FIFO")),
     both("our directory is a FIFO", "special file", image.special(OURS, "fifo"), refused("is a FIFO where a directory must be")),

@@ -31,7 +31,8 @@ def talk(box: Box, program: str) -> Iterator[Callable[[], list[str]]]:
     """Start a program; each call runs it to its next `say` and returns the words, the last ones when it ends."""
     source = PRELUDE + HELPERS + TALK + textwrap.dedent(program)
     process = box.popen(
-        ["timeout", "60", "python3", "-c", source],
+        # timeout of coreutils 9.10 does not work as process 1
+        ["sh", "-c", 'timeout 60 python3 -c "$1"; exit $?', "sh", source],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

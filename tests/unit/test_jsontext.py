@@ -68,7 +68,7 @@ def test_drop_removes_member_and_empty_parents(text: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n  "a": 1,\n}', "f.json:2:11: not valid JSON: Illegal trailing comma|f.json:3:1: not valid JSON"),
+        ('{\n  "a": 1,\n}', "f.json:2:9: not valid JSON: Illegal trailing comma|f.json:3:1: not valid JSON"),
         ("", "f.json:1:1: not valid JSON"),
         ("[]", "f.json: must contain a JSON object, not list"),
         ('{"a": 1, "a": 2}', 'f.json: "a" occurs twice; keep one'),

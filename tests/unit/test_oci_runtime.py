@@ -68,3 +68,61 @@ def test_runtime_is_searched_once(put: Callable[..., str], tmp_path: Path, monke
     assert oci_runtime.runtime_of(str(config), str(state)) == better
     config.write_text(f"version: 1\nruntime: {{path: {put('third/crun')}}}\n")
     assert oci_runtime.runtime_of(str(config), str(state)) == str(tmp_path / "third/crun")
+
+
+@pytest.mark.parametrize(
+    ("version", "gives"),
+    [
+        ("runc version 1.1.5+ds1", False),
+        ("runc version 1.1.2", False),
+        ("runc version 1.1.15+ds1", True),
+        ("runc version 1.3.6+ds1", True),
+        ("crun version 1.8.1", False),
+        ("crun version 1.21", True),
+        ("crun version 1.28", True),
+        ("runsc version release-20250101.0", False),
+    ],
+)
+def test_refresh_remembers_runtimes_that_give_systemd_the_rules(
+    put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, gives: bool
+) -> None:
+    config, state, runc = str(tmp_path / "config.yaml"), str(tmp_path / "state"), put("second/runc")
+    os.mkdir(state)
+    Path(config).write_text("version: 1\n")
+    monkeypatch.setattr(oci_runtime, "version", lambda path: version)
+    assert not oci_runtime.gives_rules(config, state)
+    oci_runtime.remember(config, state, Config())
+    oci_runtime.remember_scopes(config, state)
+    assert not oci_runtime.gives_rules(config, state)  # a script may run another program tomorrow
+    Path(runc).write_bytes(b"\x7fELF")
+    oci_runtime.remember_scopes(config, state)
+    assert oci_runtime.gives_rules(config, state) == gives
+    assert oci_runtime.runtime_of(config, state) == runc
+    assert not oci_runtime.gives_rules(f"{config}2", state)
+
+
+@pytest.mark.parametrize("changed", ["second/runc", "config.yaml"])
+def test_changed_runtime_or_configuration_is_unknown(
+    put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    config, state = str(tmp_path / "config.yaml"), str(tmp_path / "state")
+    os.mkdir(state)
+    Path(config).write_text("version: 1\n")
+    Path(put("second/runc")).write_bytes(b"\x7fELF")
+    monkeypatch.setattr(oci_runtime, "version", lambda path: "runc version 1.3.6")
+    oci_runtime.remember(config, state, Config())
+    oci_runtime.remember_scopes(config, state)
+    assert oci_runtime.gives_rules(config, state)
+    (tmp_path / changed).write_bytes((tmp_path / changed).read_bytes() + b"\n# edited\n")
+    assert not oci_runtime.gives_rules(config, state)
+
+
+def test_runtime_without_a_version_is_unknown(put: Callable[..., str], tmp_path: Path) -> None:
+    """Neither a program that cannot run, nor a state directory without a runtime, fails the refresh."""
+    config, state = str(tmp_path / "config.yaml"), str(tmp_path / "state")
+    os.mkdir(state)
+    oci_runtime.remember_scopes(config, state)
+    Path(put("second/runc")).write_bytes(b"\x7fELF")
+    oci_runtime.remember(config, state, Config())
+    oci_runtime.remember_scopes(config, state)
+    assert not oci_runtime.gives_rules(config, state)

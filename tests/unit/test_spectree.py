@@ -127,7 +127,7 @@ def test_mount_targets_are_placed(make: MakeTree) -> None:
         ("/to-v/new", "file", r"in the volume at \"/v\""),
         ("/passwd", "file", r"link to \"/etc/passwd\", which is not in a library directory"),
         ("/usr/lib/nowhere", "file", "is a link to nothing"),
-        ("/usr/lib", "file", "is a directory where a file must be"),
+        ("/usr/lib", "file", "is a folder where a file must be"),
         ("/etc/passwd", "dir", "is a regular file where a directory must be"),
         ("/etc/passwd/x", "file", 'a parent of "/etc/passwd/x" is not a directory'),
         ("/usr/lib/fifo", "file", "is a FIFO where a file must be"),

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..allocation import contextmeasuring, reservation
-from ..config import node, node_diff
+from ..config import node, node_diff, oci_runtime
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..core.quantity import human
@@ -44,6 +44,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
         )
     if node.read_node(paths.config, paths.state_dir) != host:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
+    oci_runtime.remember_scopes(paths.config, paths.state_dir)
     recovered = reservation.recover(paths.state_dir, host)
     links = make_links(host.inventory.root)
     found = None if before is None else node_diff.between(before, host)

@@ -3,6 +3,8 @@
     runtime_of(config_path, state_dir) -> str    absolute path; raises ConfigError
     remember(config_path, state_dir, config)     write STATE_DIR/launcher, which the launcher reads
     remember_if_stale(config_path, state_dir)    the same for hosts that use only the hook
+    remember_scopes(config_path, state_dir)      add that the runtime gives systemd all device rules (refresh)
+    gives_rules(config_path, state_dir)          -> bool   whether that is known of the runtime as it is installed now
     execute(program, arguments)                  never returns; restores the original signals, mask and environment
 
 STATE_DIR/launcher has a few lines of `key value`: the runtime, and the identity of the configuration file at that time,
@@ -27,16 +29,21 @@ FILE = "launcher"
 VERSION = "2"  # increment when the meaning of the file changes
 _MAX_BYTES = 16 << 10
 _NAMES = ("runc", "crun")
+_ASK_SECONDS = 10
+# Releases that keep NVIDIA's devices in systemd's scopes: tests/integration/test_systemd_cgroups.py. runc 1.1.3 to
+# 1.1.6 gives systemd no rule for a device that sysfs lacks, and earlier ones need a link in /dev/char
+_GIVES_RULES = r"runc version 1\.(1\.([7-9]|\d\d)|[2-9]|\d\d)\b|crun version 1\.(2[1-9]|[3-9]\d|\d\d\d)\b"
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 # Python ignores these signals in its own process; a container must not inherit that
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+_DEVICES = "devices"  # key of the identity of a runtime that gives systemd all device rules
 ENVIRONMENT = "/proc/self/environ"  # the bundle replaces it by another file, see bundled.py
 
 
-def identity(config_path: str) -> str:
-    """A string without spaces that changes with every edit of the configuration file."""
+def identity(path: str) -> str:
+    """A string without spaces that changes with every edit of a file."""
     try:
-        status = os.stat(config_path)
+        status = os.stat(path)
     except OSError:
         return "none"
     return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
@@ -102,19 +109,62 @@ def find(config: Config) -> str:
 
 def remember(config_path: str, state_dir: str, config: Config) -> None:
     """Write STATE_DIR/launcher atomically. Ignores errors: without the file the next start only takes longer."""
-    temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
     try:
-        lines = {
-            "version": VERSION,
-            "config": config_path,
-            "identity": identity(config_path),
-            "runtime": find(config),
-        }
-        if any("\n" in value for value in lines.values()):
-            return
+        runtime = find(config)
+    except ConfigError:
+        return
+    lines = {"version": VERSION, "config": config_path, "identity": identity(config_path), "runtime": runtime}
+    _write(state_dir, lines)
+
+
+def version(path: str) -> str:
+    """The first line that a low-level runtime prints about its version. Raises OSError and SubprocessError."""
+    import subprocess  # not on the start path
+
+    words = [path, "--version"]
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+    )
+    return done.stdout.partition("\n")[0].strip()
+
+
+def remember_scopes(config_path: str, state_dir: str) -> None:
+    """Add to STATE_DIR/launcher that the runtime gives systemd the device rules of config.json, so that our hook need
+    not. For a program in machine code only: a script may run another program tomorrow."""
+    import re  # not on the start path
+    import subprocess
+
+    known = _known(config_path, state_dir)
+    path = known.get("runtime", "")
+    asked = identity(path)  # before it runs: an upgrade meanwhile makes it stale
+    try:
+        with open(path, "rb") as program:
+            gives = program.read(4) == b"\x7fELF" and re.match(_GIVES_RULES, version(path))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return
+    if gives:
+        _write(state_dir, {**known, _DEVICES: asked})
+
+
+def gives_rules(config_path: str, state_dir: str) -> bool:
+    """Whether `remember_scopes` knows this of the runtime, and neither it nor the configuration file has changed."""
+    known = _known(config_path, state_dir)
+    return (
+        _DEVICES in known
+        and known[_DEVICES] == identity(known["runtime"])
+        and known["identity"] == identity(config_path)
+    )
+
+
+def _write(state_dir: str, lines: dict[str, str]) -> None:
+    """Write STATE_DIR/launcher; ignores errors."""
+    temporary = os.path.join(state_dir, f".{FILE}.{os.getpid()}")
+    if any("\n" in value for value in lines.values()):
+        return
+    try:
         text = "".join(f"{key} {value}\n" for key, value in lines.items())
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except (OSError, ConfigError):
+    except OSError:
         return
     try:
         data = text.encode("utf-8", "surrogateescape")

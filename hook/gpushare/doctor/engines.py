@@ -14,7 +14,6 @@ from ..engines.host import broken_snapshot, check_program, foreign_owners
 from ..system import systemdscope
 from .base import FAIL, OK, WARN, Machine, Result, failed
 
-_ASK_SECONDS = 10
 # The setting for an engine's cgroup driver in its files: daemon.json, config.toml v2 and v3, crio.conf(5),
 # containers.conf(5). Without it docker and podman use systemd if it runs, CRI-O always does, and containerd never.
 _CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^\s*cgroup_manager\s*=\s*"cgroupfs"', re.MULTILINE)
@@ -58,18 +57,9 @@ def runtime(machine: Machine) -> Result:
         return Result("skip", "needs a configuration")
     path = oci_runtime.find(machine.config)
     try:
-        return Result(OK, f"{path}, {_version(path) or 'of unknown version'}")
+        return Result(OK, f"{path}, {oci_runtime.version(path) or 'of unknown version'}")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
         return Result(FAIL, f"{path} --version: {error}", "install runc, or set runtime.path in the configuration file")
-
-
-def _version(path: str) -> str:
-    """The first line that the low-level runtime prints about its version."""
-    words = [path, "--version"]
-    done = subprocess.run(
-        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
-    )
-    return done.stdout.partition("\n")[0].strip()
 
 
 def _states(machine: Machine) -> list[State]:
@@ -143,7 +133,7 @@ def _exists(machine: Machine, path: str) -> bool:
 
 def _forgets_devices(machine: Machine) -> str:
     """The version of a runc that gives systemd no rules for devices without an entry in sysfs, such as NVIDIA's."""
-    version = _version(oci_runtime.find(machine.config)) if machine.config is not None else ""
+    version = oci_runtime.version(oci_runtime.find(machine.config)) if machine.config is not None else ""
     return version if _FORGETS.match(version) else ""
 
 

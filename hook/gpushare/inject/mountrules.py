@@ -28,7 +28,7 @@ _ACCEPTED: dict[str, tuple[Callable[[int], bool], ...]] = {
 }
 _TYPES = (
     (stat.S_ISREG, "a regular file"),
-    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISDIR, "a folder"),  # docker exits with 126 if an error contains the kernel's "is a directory"
     (stat.S_ISLNK, "a link"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),

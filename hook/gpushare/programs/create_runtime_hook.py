@@ -8,6 +8,7 @@ container's init. This module runs while a container starts.
 
 from __future__ import annotations
 
+from ..config import oci_runtime
 from ..core.errors import RequestError
 from ..core.ops import Plan
 from ..core.quoting import shown
@@ -18,7 +19,7 @@ from ..system import inroot, procs, rootless
 from . import deadline
 
 
-def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
+def adopt(config_path: str, state_dir: str, state: oci.State, spec: str = "") -> int:
     """Run the hook. On GpushareError the hook has undone its changes in the container's root, and the runtime ends the
     container."""
     bundle = oci.load_bundle(state, path=spec)
@@ -40,7 +41,8 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
 
         # Fail if the container has no cgroup of its own: the device rules of config.json would not apply to it.
         cgroup.own_cgroups(init.pid)
-        _tell_systemd(init.pid, record, bundle.cgroups_path)
+        if not oci_runtime.gives_rules(config_path, state_dir):
+            _tell_systemd(init.pid, record, bundle.cgroups_path)
     with inroot.budget():
         done = apply.adopt(Plan(bundle.id, spec_record.remaining(record)), bundle, init.pid, state_dir)
     try:
@@ -62,7 +64,8 @@ def adopt(state_dir: str, state: oci.State, spec: str = "") -> int:
 
 def _tell_systemd(pid: int, record: spec_record.Record, cgroups_path: str) -> None:
     """runc 1.1.3 to 1.1.6 does not pass NVIDIA's devices on to systemd, so `systemctl daemon-reload` would take them
-    away. Other runtimes do. Nothing has to be undone: the rules are those of config.json."""
+    away. Later runtimes do: where `gpushare refresh` knows that, this step is left out. Nothing has to be undone: the
+    rules are those of config.json."""
     from ..core.errors import KernelError
     from ..system import cgroup
 

@@ -240,7 +240,7 @@ def _wait_gone(pid: int, start: int) -> None:
 def _adopt(options: Options, state: oci.State) -> int:
     from . import create_runtime_hook
 
-    return create_runtime_hook.adopt(options.state_dir, state, options.spec)
+    return create_runtime_hook.adopt(options.config, options.state_dir, state, options.spec)
 
 
 _STAGES: dict[str, Callable[[Options, oci.State], int]] = {

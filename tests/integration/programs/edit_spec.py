@@ -25,8 +25,9 @@ def drop_capability(spec: dict[str, Any], name: str) -> None:
 
 
 def keep_resources(spec: dict[str, Any], name: str) -> None:
-    if "linux" in spec:
-        spec["linux"]["resources"] = {name: spec["linux"]["resources"][name]}
+    resources = spec["linux"]["resources"] if "linux" in spec else spec
+    for other in [key for key in resources if key != name] if "args" not in spec else ():
+        del resources[other]
 
 
 def inject(spec: dict[str, Any], root: str) -> None:
@@ -45,9 +46,12 @@ EDITS = {"drop-capability": drop_capability, "keep-resources": keep_resources, "
 
 
 def file_of(words: tuple[str, ...]) -> str:
-    """Return config.json of a create, the process file of an exec; "" for all other commands."""
+    """Return config.json of a create, the file of an exec or of podman's update; "" for all other commands."""
     if "create" in words:
         return os.path.join(words[words.index("--bundle") + 1], "config.json")
+    if "update" in words:
+        path = next((word.partition("=")[2] for word in words if word.startswith("--resources=")), "-")
+        return "" if path == "-" else path
     return words[words.index("--process") + 1] if "exec" in words else ""
 
 

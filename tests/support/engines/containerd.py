@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
+from gpushare.engines import containerd
 
 from .. import host
 from ..host import Node
@@ -51,22 +52,25 @@ class Containerd:
             self.config = Path("/etc/containerd/config.toml")
             self.config.parent.mkdir(exist_ok=True)
             self.config.write_text(self.daemon.text())
+            Path(containerd.DROP_IN).unlink(missing_ok=True)  # this /etc is a copy, also of another engine's
             words = ("--program", str(self.programs.runtime), *(("--hook-only",) if way == "hook" else ()))
             done = node.cli("runtime", "configure", "containerd", *words)
             assert done.returncode == 0, done.stderr
-            self.config.write_text(self.config.read_text() + self._second_handler())
+            self._add_second_handler()
             self.daemon.start(self.config)
             self.daemon.load(image_root)
         except BaseException:
             self.close()
             raise
 
-    def _second_handler(self) -> str:
-        """The configured handler again, without annotations of gpushare."""
-        runtimes = tomlkit.parse(self.config.read_text()).unwrap()["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]
+    def _add_second_handler(self) -> None:
+        """Add the configured handler again, without annotations of gpushare. containerd 2.1 has it in a drop-in."""
+        drop_in = Path(containerd.DROP_IN)
+        file = drop_in if drop_in.exists() else self.config
+        runtimes = tomlkit.parse(file.read_text()).unwrap()["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]
         handler = {k: v for k, v in runtimes["runtimes"][HANDLER].items() if not k.endswith("_annotations")}
         value = {"plugins": {"io.containerd.grpc.v1.cri": {"containerd": {"runtimes": {NO_ANNOTATIONS: handler}}}}}
-        return "\n" + tomlkit.dumps(value)
+        file.write_text(f"{file.read_text()}\n{tomlkit.dumps(value)}")
 
     def base_spec(self) -> dict[str, Any]:
         """containerd's default spec, or the configured one with gpushare's hook."""

@@ -1,0 +1,77 @@
+"""Print docs/versions.md from the results of make matrix in tests/matrix.
+
+`make docs` writes the file; a test compares it with this output. make matrix RECORD=yes copies its results there.
+
+    python -m tools.matrix_docs
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "tests" / "matrix"
+
+HEAD = """\
+# Tested versions
+
+`make docs` generates this page from results of `make matrix`, which runs the tests in a root directory with another
+release of Debian. Nothing is listed that did not run. The tests use a simulated GPU.
+
+```sh
+make matrix SUITE=trixie                       # bookworm, trixie or sid; the root stays in build/matrix
+make matrix SUITE=sid PARTS="lint engines"     # some parts
+make matrix SUITE=sid RECORD=yes               # also copy the counts to tests/matrix, for this page
+```
+"""
+COLUMNS = ("kernel", "gcc", "libc", "python", "systemd")
+LABELS = {"gcc": "gcc", "libc": "glibc", "python": "Python"}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines) + "\n"
+
+
+def engine(name: str, versions: dict[str, str]) -> str:
+    """`name`, such as "podman rootless with crun", with versions."""
+    return " ".join(f"{word} {versions[word]}" if word in versions else word for word in name.split())
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    suites, engines, parts, failures = [], [], [], []
+    for one in results:
+        suite, versions = one["suite"], one["versions"]
+        suites.append((suite, *(versions[name] for name in COLUMNS)))
+        for name, part in one["parts"].items():
+            run = (part["when"], f"`{part['commit']}`")
+            counts = tuple(part.get(key, part.get("broken")) for key in ("passed", "failed", "skipped"))
+            parts.append((suite, name, *counts, *run))
+            for row in part.get("engines", ()):
+                cells = (engine(row["engine"], versions), suite, row["cgroups"], row["way"])
+                engines.append((*cells, row["passed"], row["failed"], row["skipped"], *run))
+            failures += [f"* {suite}: `{test}`" for test in part.get("failures", ())]
+    counts = ("passed", "failed", "skipped", "date", "commit")
+    sections = [
+        HEAD,
+        "## Engines\n",
+        "A test that runs by several engines or ways counts in each row.\n",
+        table(("engine", "release", "cgroup driver", "way", *counts), sorted(engines)),
+        "## Releases\n",
+        table(("release", *(LABELS.get(name, name) for name in COLUMNS)), suites),
+        "## All parts\n",
+        table(("release", "part", *counts), parts),
+    ]
+    if failures:
+        sections += ["## Failed tests\n", "\n".join(failures) + "\n"]
+    return "\n".join(sections)
+
+
+def main() -> None:
+    sys.stdout.write(page([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
+
+
+if __name__ == "__main__":
+    main()

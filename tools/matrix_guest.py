@@ -1,0 +1,210 @@
+"""The tests of make matrix-vm, run inside the virtual machine as a unit of its systemd. Standard library only.
+
+    matrix_guest.py RESULTS     prints one JSON object for each test to the file RESULTS, then {"end": true}
+
+The host has put into /srv/gpushare: gpushare.deb, the simulated host `simhost`, and `image.tar`, whose /usr/bin/probe
+allocates memory until the limit and prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path("/srv/gpushare")
+IMAGE = "localhost/gpushare-test:1"
+GIB = 1 << 30
+USER = "tester"
+TIMEOUT_S = 300  # an emulated machine is slow
+
+
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def run(*words: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = call(*words)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+    return done.stdout
+
+
+def as_user(*words: str) -> tuple[str, ...]:
+    uid = run("id", "-u", USER).strip()
+    env = (f"XDG_RUNTIME_DIR=/run/user/{uid}", f"DBUS_SESSION_BUS_ADDRESS=unix:path=/run/user/{uid}/bus")
+    return ("runuser", "-u", USER, "--", "env", "-C", f"/home/{USER}", *env, *words)
+
+
+# Each starts a container by an engine, in one of the ways: the words before options of `docker run`, and after them.
+class Way:
+    def __init__(self, engine: str, way: str, *words: str, cgroups: str = "systemd", rootless: bool = False) -> None:
+        self.engine, self.way, self.cgroups, self.rootless = engine, way, cgroups, rootless
+        self._words = words
+
+    def words(self, *args: str, **env: str) -> tuple[str, ...]:
+        given = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
+        tail = (IMAGE, "test", *args) if self.engine == "containerd" else (IMAGE, *args)
+        words = (*self._words, *given, *tail)
+        return as_user(*words) if self.rootless else words
+
+
+PODMAN = ("podman", "run", "--rm", "--network", "none")
+DOCKER = ("docker", "run", "--rm", "--network", "none")
+CTR = ("ctr", "run", "--rm", "--runc-systemd-cgroup", "--cgroup", "system.slice:gpushare:test")
+CDI = ("--device", "gpushare.io/share=any")
+WAYS = (
+    Way("docker", "runtime", *DOCKER, "--runtime", "gpushare"),
+    Way("docker", "cdi", *DOCKER, *CDI),
+    Way("containerd", "runtime", *CTR, "--runc-binary", "/usr/bin/gpushare-runtime"),
+    Way("podman", "hook", *PODMAN),
+    Way("podman", "runtime", *PODMAN, "--runtime", "gpushare"),
+    Way("podman", "cdi", *PODMAN, *CDI),
+    Way("podman rootless", "runtime", *PODMAN, "--runtime", "gpushare", rootless=True),
+)
+
+
+def limit_holds(way: Way) -> None:
+    done = call(*way.words("probe", GPUSHARE_MEMORY="2Gi"))
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise AssertionError(f"{done.returncode}: {(done.stdout + done.stderr)[-1500:]}") from None
+    assert (answer["total_bytes"], answer["nvml_total_bytes"]) == (2 * GIB, 2 * GIB), answer
+    assert answer["refused"] == 2 and GIB < answer["got_bytes"] <= 2 * GIB, answer
+
+
+def too_much_is_refused(way: Way) -> None:
+    done = call(*way.words("probe", GPUSHARE_MEMORY="99Gi"))
+    assert done.returncode != 0 and not done.stdout, done
+
+
+def no_request_gets_no_gpu(way: Way) -> None:
+    done = call(*way.words("ls", "-d", "/usr/lib/gpushare"))
+    assert done.returncode != 0 and not done.stdout, done
+
+
+def leaves_nothing(way: Way) -> None:
+    end = time.monotonic() + 30
+    words = ("gpushare", "list", "--format", "json")
+    while json.loads(run(*(as_user(*words) if way.rootless else words)))["containers"]:
+        assert time.monotonic() < end, run("gpushare", "list")
+        time.sleep(0.5)
+
+
+def package_installs() -> None:
+    run("dpkg", "--install", str(HERE / "gpushare.deb"))
+    Path("/etc/gpushare/config.yaml").write_text(f"version: 1\ndriver: {{root: {HERE}/simhost}}\n")
+
+
+def cgroups_are_version_2() -> None:
+    assert run("stat", "-f", "-c", "%T", "/sys/fs/cgroup").strip() == "cgroup2fs"
+
+
+def refresh_unit_compiles_node() -> None:
+    run("systemctl", "start", "gpushare-refresh.service")
+    assert Path("/run/gpushare/node.json").exists()
+
+
+def path_unit_refreshes_after_an_edit() -> None:
+    run("systemctl", "start", "gpushare-refresh.path")
+    node = Path("/run/gpushare/node.json")
+    before = node.stat().st_mtime_ns
+    config = Path("/etc/gpushare/config.yaml")
+    config.write_text(config.read_text() + "# edited\n")
+    end = time.monotonic() + 60
+    while node.stat().st_mtime_ns == before:
+        assert time.monotonic() < end, run("systemctl", "status", "gpushare-refresh.path")
+        time.sleep(0.2)
+
+
+def exporter_serves_metrics() -> None:
+    run("systemctl", "start", "gpushare-exporter.service")
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen("http://127.0.0.1:9878/metrics", timeout=30) as answer:
+                assert b"gpushare_" in answer.read()
+                break
+        except OSError as error:
+            assert time.monotonic() < end, f"{error}: {call('systemctl', 'status', 'gpushare-exporter').stdout}"
+            time.sleep(0.5)
+    run("systemctl", "stop", "gpushare-exporter.service")
+
+
+def engines_are_configured() -> None:
+    for engine in ("docker", "podman"):
+        run("gpushare", "runtime", "configure", engine)
+    Path("/etc/cdi").mkdir(exist_ok=True)
+    run("gpushare", "cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
+    run("systemctl", "restart", "docker.service", "containerd.service")
+
+
+def images_are_imported() -> None:
+    run("docker", "import", str(HERE / "image.tar"), IMAGE)
+    run("docker", "save", "-o", "/var/tmp/image.tar", IMAGE)
+    run("ctr", "images", "import", "--local", "/var/tmp/image.tar")
+    run("podman", "import", str(HERE / "image.tar"), IMAGE)
+
+
+def user_has_a_session() -> None:
+    run("useradd", "--create-home", USER)
+    run("loginctl", "enable-linger", USER)
+    uid = run("id", "-u", USER).strip()
+    end = time.monotonic() + 60
+    while not Path(f"/run/user/{uid}/bus").exists():
+        assert time.monotonic() < end, "no session bus"
+        time.sleep(0.2)
+    run(*as_user("podman", "import", str(HERE / "image.tar"), IMAGE))
+
+
+FIRST = (
+    cgroups_are_version_2,
+    package_installs,
+    refresh_unit_compiles_node,
+    path_unit_refreshes_after_an_edit,
+    exporter_serves_metrics,
+    engines_are_configured,
+    images_are_imported,
+    user_has_a_session,
+)
+OF_EACH_WAY = (limit_holds, too_much_is_refused, no_request_gets_no_gpu, leaves_nothing)
+
+
+def removal_leaves_engines_usable() -> None:
+    run("gpushare", "uninstall", "--yes")
+    run("dpkg", "--remove", "gpushare")
+    run("systemctl", "restart", "docker.service")
+    assert run(*DOCKER, IMAGE, "true") == ""
+
+
+def main(results: str) -> None:
+    with open(results, "w") as out:
+
+        def test(name: str, function: Callable[[], None], **more: str) -> None:
+            began = time.monotonic()
+            try:
+                function()
+                detail = ""
+            except Exception as error:
+                detail = str(error) if isinstance(error, AssertionError) and str(error) else traceback.format_exc()
+            row = {"test": name, **more, "result": "failed" if detail else "passed", "detail": detail}
+            print(json.dumps({**row, "seconds": round(time.monotonic() - began)}), file=out, flush=True)
+
+        for function in FIRST:
+            test(function.__name__, function)
+        for way in WAYS:
+            for check in OF_EACH_WAY:
+                test(check.__name__, lambda: check(way), engine=way.engine, way=way.way, cgroups=way.cgroups)  # noqa: B023
+        test(removal_leaves_engines_usable.__name__, removal_leaves_engines_usable)
+        print(json.dumps({"end": True, "kernel": os.uname().release}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
