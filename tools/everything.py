@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tests.support.host import BUILD, TREE
 
@@ -45,6 +45,8 @@ def _attacks(name: str, runtime: str) -> Part:
     arguments = f"--runtime {runtime} --timeout {RACES * 5}"
     return Part(name, about, _make("test-attacks", f"ATTACK_ARGS={arguments}"), {"GPUSHARE_RACES": str(RACES)})
 
+
+T = TypeVar("T")
 
 PARTS = (
     Part("test", "make test", _make("test")),
@@ -134,6 +136,14 @@ def summary(parts: list[Part], results: dict[str, tuple[int, float]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def chosen(parser: argparse.ArgumentParser, names: list[str], parts: dict[str, T]) -> list[T]:
+    """Return the parts of these names, or all parts. Exit with a message if a name is wrong."""
+    unknown = [name for name in names if name not in parts]
+    if unknown:
+        parser.error(f"PARTS={' '.join(names)!r}: no part {unknown[0]!r}; there are {' '.join(parts)}")
+    return [parts[name] for name in names] or list(parts.values())
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make test-all")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
@@ -143,11 +153,7 @@ def main(argv: list[str]) -> int:
         for part in PARTS:
             print(f"{part.name:14} {part.about}")
         return 0
-    by_name = {part.name: part for part in PARTS}
-    unknown = [name for name in options.parts if name not in by_name]
-    if unknown:
-        parser.error(f"PARTS={' '.join(options.parts)!r}: no part {unknown[0]!r}; there are {' '.join(by_name)}")
-    return run_all([by_name[name] for name in options.parts] or list(PARTS))
+    return run_all(chosen(parser, options.parts, {part.name: part for part in PARTS}))
 
 
 if __name__ == "__main__":

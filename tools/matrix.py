@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from tests.support.host import BUILD, TREE
 from tests.support.rootfs import run
+from tools import everything
 
 SUITES = ("bookworm", "trixie", "sid")
 FOLDER = BUILD / "matrix"
@@ -379,11 +380,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.suite not in (*SUITES, "all"):
         parser.error(f"SUITE={options.suite!r}: there are {' '.join(SUITES)}, and all")
-    by_name = {part.name: part for part in PARTS}
-    unknown = [name for name in options.parts if name not in by_name]
-    if unknown:
-        parser.error(f"PARTS={' '.join(options.parts)!r}: no part {unknown[0]!r}; there are {' '.join(by_name)}")
-    parts = [by_name[name] for name in options.parts] or list(PARTS)
+    parts = everything.chosen(parser, options.parts, {part.name: part for part in PARTS})
     codes = []
     try:
         for suite in SUITES if options.suite == "all" else (options.suite,):

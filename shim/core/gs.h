@@ -177,6 +177,7 @@ void gs_reclaim_end(const struct gs_reclaim *reclaim);
             gs_reclaim_end(&reclaim_); \
         } \
     } while (0)
+
 /* ---- account.c ------------------------------------------------------------------------ */
 
 /* Count the memory that the container holds up to now. Call before it changes. */

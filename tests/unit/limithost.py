@@ -42,21 +42,23 @@ def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     """held(shares) -> the lease of a "container" whose init sleeps."""
     monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
 
-    def make(*shares: Share, container_id: str = "c1") -> Lease:
-        me, found = procs.myself(), procs.find(init)
-        assert found is not None
-        lease = pure.lease(*shares, container_id=container_id)._replace(
-            boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start, created=time.time()
-        )
-        folder = Path(storage.container_dir(state, container_id))
-        folder.mkdir()
-        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
-        path = storage.make_share_dir(state, container_id, lease.shares)
-        storage.execute(WriteLimits(lease.shares, f"{path}/limits"))
-        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
-        return leases.hold(state, lease, found, "")
+    return lambda *shares, container_id="c1": hold(state, init, *shares, container_id=container_id)
 
-    return make
+
+def hold(state: str, init: int, *shares: Share, container_id: str) -> Lease:
+    """Make the lease and the files of a "container" with this init."""
+    me, found = procs.myself(), procs.find(init)
+    assert found is not None
+    lease = pure.lease(*shares, container_id=container_id)._replace(
+        boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start, created=time.time()
+    )
+    folder = Path(storage.container_dir(state, container_id))
+    folder.mkdir()
+    (folder / "lease.json").write_bytes(leasefile.to_json(lease))
+    path = storage.make_share_dir(state, container_id, lease.shares)
+    storage.execute(WriteLimits(lease.shares, f"{path}/limits"))
+    storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
+    return leases.hold(state, lease, found, "")
 
 
 def use(state: str, used_bytes: int, container_id: str = "c1") -> None:

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 from gpushare.allocation import limit_update
 from gpushare.core.model import Lease, Share
-from gpushare.core.ops import TenantTmpfs, WriteLimits
 from gpushare.gpu import nvml_usage
 from gpushare.monitor import eviction
-from gpushare.state import agentlock, leasefile, leases, log, shm_abi, storage
-from gpushare.system import procs
+from gpushare.state import agentlock, leases, log, shm_abi, storage
 
 from tests.unit import limithost, pure
 from tests.unit.limithost import GIB
@@ -49,18 +47,7 @@ def start(state: str) -> Iterator[Start]:
         running.append(init)
         lent: dict[str, Any] = {"virtual_bytes": limit_bytes, "lending": "evict"} if limit_bytes else {}
         share = pure.share(0, 0, request_bytes)._replace(**lent)
-        me, found = procs.myself(), procs.find(init.pid)
-        assert found is not None
-        lease = pure.lease(share, container_id=container_id)._replace(
-            boot_id=procs.boot_id(), creator_pid=me.pid, creator_start=me.start, created=time.time()
-        )
-        folder = Path(storage.container_dir(state, container_id))
-        folder.mkdir()
-        (folder / "lease.json").write_bytes(leasefile.to_json(lease))
-        path = storage.make_share_dir(state, container_id, lease.shares)
-        storage.execute(WriteLimits(lease.shares, f"{path}/limits"))
-        storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
-        leases.hold(state, lease, found, "")
+        limithost.hold(state, init.pid, share, container_id=container_id)
         return init
 
     yield make

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,18 @@ def test_agent_that_runs_lets_memory_be_lent(state_dir: Path) -> None:
     assert ledger(lease(share)).host_bytes == 0
     os.close(held)
     assert not agentlock.is_held(str(state_dir))
+
+
+def test_agent_starts_while_a_start_looks_for_it(state_dir: Path) -> None:
+    """`is_held` holds the lock for a moment."""
+    state_dir.mkdir(exist_ok=True)
+    os.close(agentlock.take(str(state_dir)))
+    with (state_dir / agentlock.FILE).open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        later = threading.Timer(0.05, fcntl.flock, (other, fcntl.LOCK_UN))
+        later.start()
+        os.close(agentlock.take(str(state_dir)))
+        later.join()
 
 
 def test_lent_share_survives_its_files() -> None:

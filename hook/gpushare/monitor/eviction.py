@@ -5,8 +5,8 @@
 
 The shim states in the usage file what a process waits for. The container can write anything there, so a statement
 counts only within the container's request, which it may use at any time, and while the driver does not have that much
-free memory. All else follows from the leases, the limits
-files and living processes: an agent that is killed at any point loses nothing, and the next one continues.
+free memory. All else follows from the leases, the limits files and living processes: an agent that is killed at any
+point loses nothing, and the next one continues.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class Agent:
         self._state_dir, self._sink, self._library, self._say = state_dir, sink, library, say
         self._has_room_until_s: dict[str, float] = {}  # device uuid -> until when the driver is not asked again
         self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
-        self._ending: dict[
-            str, tuple[Lease, float]
-        ] = {}  # device uuid -> the container that is being ended, since when
+        self._ending: dict[str, tuple[Lease, float]] = {}  # device uuid -> which container is being ended, since when
 
     def tick(self) -> None:
         """End a borrower on each device where a container waits for its request; lend where none does. Raise

@@ -9,22 +9,23 @@ from __future__ import annotations
 import fcntl
 import os
 
-from ..core.errors import CapacityError, of_file
+from ..core.errors import CapacityError, KernelError, of_file
+from ..system import filelock
 
 FILE = "agent"
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_WAIT_S = 0.5  # `is_held` of another process holds it for a moment
 
 
 def take(state_dir: str) -> int:
     """Take the lock for the life of this process. Raise CapacityError or KernelError."""
     path = os.path.join(state_dir, FILE)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+        fd = filelock.open_own(path)
     except OSError as error:
         raise of_file(error, path) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        filelock.take(fd, path, _WAIT_S)
+    except KernelError:
         os.close(fd)
         raise CapacityError(f"{path}: another gpushare agent runs", "stop it first") from None
     return fd
@@ -33,7 +34,7 @@ def take(state_dir: str) -> int:
 def is_held(state_dir: str) -> bool:
     """Return whether an agent holds the lock; False if that cannot be known."""
     try:
-        fd = os.open(os.path.join(state_dir, FILE), os.O_RDONLY | _FLAGS)
+        fd = os.open(os.path.join(state_dir, FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
