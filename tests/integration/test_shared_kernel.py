@@ -101,7 +101,7 @@ def test_copy_of_lost_directory_hides_no_container(
     first = sleeper("10Gi").start()
     volume = tmp_path / "volume"
     volume.mkdir()
-    namespace(f"mount --bind {node.state} {volume}\numount {node.state}" if copy == "volume" else "true")
+    namespace(f"mount --bind {node.state} {volume}\numount --lazy {node.state}" if copy == "volume" else "true")
     unmounted(node)
     with pytest.raises(RuntimeFailed):
         sleeper("7Gi").start()
