@@ -70,8 +70,7 @@ PODMAN = (
     "tests/integration/test_rootless_docker.py",  # the same user
     "tests/integration/test_rootless_podman.py",
 )
-# One daemon serves many tests. These and the playground have separate views of /run/gpushare, but a test that recreates
-# the state directory finds all containers of this machine with that path and takes them for its own lost ones.
+# One daemon serves many tests. These and the playground have separate views of /run/gpushare.
 CONTAINERD = (
     "tests/integration/test_containerd",
     "tests/integration/test_systemd_cgroups.py",

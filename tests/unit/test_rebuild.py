@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpushare.state import rebuild
+from gpushare.state import place, rebuild
+from gpushare.system import mountns
 
 STATE = "/run/gpu share"
 ROOT = "22 1 0:20 / / rw - overlay overlay rw"
@@ -39,3 +40,22 @@ def share(root: str = "/containers/a1/share", point: str = "/usr/lib/gpushare", 
 )
 def test_allocation_mounts_are_found_in_mount_table(lines: list[str], found: tuple[tuple[str, str], ...]) -> None:
     assert rebuild.shared_mounts("\n".join(lines).encode(), STATE) == found
+
+
+HOME = "31 22 0:31 / /run/gpu\\040share rw - tmpfs /run/gpu\\040share rw"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([ROOT, HOME], "0:20 /run/gpu share"),
+        ([ROOT, "25 22 0:25 / /run rw - tmpfs run rw", HOME.replace("31 22", "31 25")], "0:25 /gpu share"),
+        ([ROOT.replace("/ / ", "/node / "), HOME], "0:20 /node/run/gpu share"),
+        ([HOME], ""),
+        ([ROOT, "25 22 0:25 / /elsewhere rw - tmpfs run rw", HOME.replace("31 22", "31 25")], ""),
+    ],
+    ids=["in the root", "in a tmpfs", "in a chroot", "out of view", "not below"],
+)
+def test_place_is_file_system_and_path_in_it(lines: list[str], found: str) -> None:
+    mounts = mountns.parse_mounts(lines)
+    assert place.place_of(mounts, mounts[-1]) == found

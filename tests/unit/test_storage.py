@@ -60,7 +60,8 @@ def test_prepare_mounts_one_private_tmpfs(state_dir: Path) -> None:
     finally:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in state_dir.iterdir()}
-    assert modes == {"containers": 0o700, "trash": 0o700, "errors": 0o755, "lock": 0o600, "rebuild": 0o600}
+    folders = {"containers": 0o700, "trash": 0o700, "errors": 0o755}
+    assert modes == {**folders, "lock": 0o600, "rebuild": 0o600, "place": 0o600}
 
 
 def test_concurrent_first_starts_mount_once(state_dir: Path) -> None:

@@ -12,6 +12,8 @@ A new state directory has the file `rebuild` until the first start (or `gpushare
 whose limits file is unreadable gets an unreadable lease, which blocks its devices until an administrator runs
 `gpushare prune --assume-free`.
 
+Containers of a state directory that another host of this kernel uses at the same path stay with it: see place.py.
+
 Any user can mount a tmpfs that looks like a state directory in a user namespace. File owners prove nothing: a namespace
 can map the host's uid 0 and pass its mount to a namespace that does not. So a mount counts in a mount namespace of our
 own user namespace, or if it is of the state directory's present file system. Elsewhere (containers with user
@@ -31,7 +33,7 @@ from ..core.errors import KernelError, what_to_do
 from ..core.model import Device, Lease, Node, Share
 from ..core.quoting import shown
 from ..system import mountns, procs, rootless, syscalls
-from . import accounts, activity_files, audit_log, journal, leasefile, leases, mounttables, shm_abi, storage
+from . import accounts, activity_files, audit_log, journal, leasefile, leases, mounttables, place, shm_abi, storage
 
 _UNREADABLE = b"the state directory was lost, and the limits of this container could not be read\n"
 
@@ -119,19 +121,28 @@ def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
     now = _now(state_dir)
     ignored: list[int] = []
     tables, left_out = mounttables.read(mounttables.ROOT)
-    for table in tables:
-        ours = table.owner == mounttables.OURS
-        for container_id, device in shared_mounts(table.mountinfo, state_dir):
-            one = Found(container_id, table.process, device, ours)
-            if not ours and device != now and not _is_marked(one):
-                ignored.append(table.process.pid)
-                continue
-            known = oldest.get(container_id)
-            if known is not None and known.device != device:
-                oldest[container_id] = known._replace(device=CONTRADICTION)
-            elif known is None or (table.process.start, table.process.pid) < (known.init.start, known.init.pid):
-                oldest[container_id] = one
+    every = [
+        Found(container_id, table.process, device, table.owner == mounttables.OURS)
+        for table in tables
+        for container_id, device in shared_mounts(table.mountinfo, state_dir)
+    ]
+    ours = [(table.process.pid, table.mountinfo) for table in tables if table.owner == mounttables.OURS]
+    elsewhere = place.elsewhere(state_dir, ours, frozenset(one.device for one in every) - {now})
+    for one in every:
+        if one.device in elsewhere:
+            continue
+        if not one.ours and one.device != now and not _is_marked(one):
+            ignored.append(one.init.pid)
+            continue
+        known = oldest.get(one.id)
+        if known is not None and known.device != one.device:
+            oldest[one.id] = known._replace(device=CONTRADICTION)
+        elif known is None or (one.init.start, one.init.pid) < (known.init.start, known.init.pid):
+            oldest[one.id] = one
     remarks = [left_out] if left_out else []
+    if elsewhere:
+        count = len({one.id for one in every if one.device in elsewhere})
+        remarks.append(f"{count} containers have shares of a state directory that is in use at another place")
     if ignored:
         remarks.append(
             f"{len(ignored)} mounts like shares were ignored: anyone can make them; first of pid {ignored[0]}"

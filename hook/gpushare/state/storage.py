@@ -47,6 +47,7 @@ _OURS = frozenset(  # prefixes of names in it, without the dot of temporary file
         _MARKER,
         REBUILD,
         CHANGING,
+        "place",
         "devices",
         idmap.FOLDER,
         "mps",
@@ -147,6 +148,9 @@ def _mount_state(state_dir: str) -> None:
         else:  # an earlier start was killed between here and the marker
             mount = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         syscalls.mount_setattr(mount, 0, syscalls.MS_PRIVATE, state_dir)
+        from . import place
+
+        place.record(state_dir, mount)
         _make_folders(state_dir)
     finally:
         os.close(target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NamedTuple, Optional, Union
 
@@ -26,6 +27,7 @@ class MountEntry(NamedTuple):
     fstype: str
     source: str
     super_options: str
+    parent: int = 0
 
 
 def _unescaped(field: str) -> str:
@@ -40,18 +42,22 @@ CGROUPS = " - cgroup"  # in the lines of cgroup and cgroup2
 
 
 def read_mounts(process: Union[str, int] = "self", containing: str = "") -> list[MountEntry]:
-    """The mount table of a process, or behind a descriptor of `open_mounts`; only lines that contain `containing`. See
-    proc(5)."""
+    """The mount table of a process, or behind a descriptor of `open_mounts`; only lines that contain `containing`."""
+    lines = syscalls.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo")
+    return parse_mounts(line for line in lines if containing in line)
+
+
+def parse_mounts(lines: Iterable[str]) -> list[MountEntry]:
+    """Parse lines of mountinfo. Source: proc(5)."""
     entries = []
-    for line in syscalls.lines_of(process if isinstance(process, int) else f"/proc/{process}/mountinfo"):
-        if containing not in line:
-            continue
+    for line in lines:
         left, _, right = line.partition(" - ")
         fields, tail = left.split(" "), right.split(" ")
         shared = any(f.startswith("shared:") for f in fields[6:])
         root, point = _unescaped(fields[3]), _unescaped(fields[4])
         source, options = _unescaped(tail[1]) if len(tail) > 1 else "", tail[2] if len(tail) > 2 else ""
-        entries.append(MountEntry(int(fields[0]), fields[2], root, point, shared, tail[0], source, options))
+        parent = int(fields[1])
+        entries.append(MountEntry(int(fields[0]), fields[2], root, point, shared, tail[0], source, options, parent))
     return entries
 
 
