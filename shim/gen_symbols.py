@@ -183,14 +183,15 @@ def docs(rows: tuple[Row, ...]) -> str:
     lines = [
         "# Intercepted functions",
         "",
-        "Generated from `shim/symbols.tsv` by `make docs`; a test fails if the page is out of date.",
-        "The shim defines these functions.",
-        "Every other function of the driver is reached directly, at no cost; the shim has its name only for linkers.",
-        "A function that the driver lacks is not found, intercepted or not.",
+        "This page lists the driver functions that the shim intercepts, and why it passes the others on.",
+        "`make docs` generates it from `shim/symbols.tsv`; a test fails if the page is out of date.",
+        "",
+        "Programs call every other function of the driver directly, at no cost; for linkers the shim has its name.",
+        "A function that the driver lacks does not exist for programs either.",
         "",
         *textwrap.wrap(
             "A newer driver may have functions that this table lacks. `dlsym` returns them as they are. "
-            f"`cuGetProcAddress` withholds those with {_listed(WITHHELD)} in their names (but not "
+            f"`cuGetProcAddress` withholds functions with {_listed(WITHHELD)} in their names (but not "
             f"{_listed(NOT_WITHHELD)}), because they allocate or launch, and passes all others. `gpushare list` "
             "reports both.",
             width=118,

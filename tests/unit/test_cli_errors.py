@@ -350,7 +350,7 @@ def test_deleted_working_directory_is_one_line(words: list[str], tmp_path: Path)
         ["sh", "-c", script, "-", BIN / "gpushare", *words], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode and done.stderr.startswith("gpushare: the directory of this process: No such file or dir")
-    assert done.stderr.endswith("; cd to one that exists\n") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("; cd to an existing directory\n") and done.stderr.count("\n") == 1
 
 
 def test_file_in_place_of_socket_is_kept(cli: Callable[..., Any], tmp_path: Path) -> None:

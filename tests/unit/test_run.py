@@ -120,7 +120,7 @@ def test_user_option_is_parsed() -> None:
         with pytest.raises(RequestError, match="no such"):
             user_of(text)
     for text in ("4294967295", "0:4294967295", "4294967296", "9" * 5000):
-        with pytest.raises(RequestError, match="is not an id; write one below 4294967295"):
+        with pytest.raises(RequestError, match="is not an id; use an id below 4294967295"):
             user_of(text)
 
 
@@ -140,7 +140,7 @@ def test_deleted_working_directory_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(RequestError, match="directory of this process: No such file.*; cd to one that exists"):
+    with pytest.raises(RequestError, match="directory of this process: No such file.*; cd to an existing directory"):
         run.start(job(), run.Paths("/none", "/none"))
 
 

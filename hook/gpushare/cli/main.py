@@ -206,7 +206,9 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         if error.filename is None and error.errno in _WRITE_ERRNOS:
             raise
         if error.filename is None and error.errno == errno.ENOENT:  # from getcwd(3), which resolves relative paths
-            return _fail(GpushareError(f"the directory of this process: {error.strerror}", "cd to one that exists"))
+            return _fail(
+                GpushareError(f"the directory of this process: {error.strerror}", "cd to an existing directory")
+            )
         return _fail(
             GpushareError(f"{shown(error.filename)}: {error.strerror}", what_to_do(error)) if error.filename else error
         )

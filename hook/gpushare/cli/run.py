@@ -116,14 +116,14 @@ def user_of(text: str) -> programs.User:
     except (KeyError, ValueError):  # ValueError: a NUL
         entry = None
     if entry is None and not user.isdecimal():
-        raise RequestError(f"--user {shown(text)}: no such user", "write one that this host knows")
+        raise RequestError(f"--user {shown(text)}: no such user", "use a user of this host")
     uid = entry.pw_uid if entry else _id(text, user)
     gid = entry.pw_gid if entry else uid
     if colon:
         try:
             gid = _id(text, group) if group.isdecimal() else grp.getgrnam(group).gr_gid
         except (KeyError, ValueError):
-            raise RequestError(f"--user {shown(text)}: no such group", "write one that this host knows") from None
+            raise RequestError(f"--user {shown(text)}: no such group", "use a group of this host") from None
     groups = tuple(os.getgrouplist(entry.pw_name, gid)) if entry else (gid,)
     return programs.User(uid, gid, groups)
 
@@ -131,5 +131,5 @@ def user_of(text: str) -> programs.User:
 def _id(text: str, digits: str) -> int:
     """A user or group id. Raises RequestError, also for the highest number: for the kernel it means "unchanged"."""
     if len(digits) > 10 or int(digits) >= _NO_ID:
-        raise RequestError(f"--user {shown(text)}: {digits[:20]} is not an id", f"write one below {_NO_ID}")
+        raise RequestError(f"--user {shown(text)}: {digits[:20]} is not an id", f"use an id below {_NO_ID}")
     return int(digits)

@@ -204,8 +204,8 @@ def _no_glibc(shares: tuple[Share, ...]) -> str:
     """Return the note for an image without glibc. Raise if a limit was requested: nothing could enforce it."""
     if _limited(shares):
         raise RequestError(
-            "this image has no glibc (libc.so.6), which NVIDIA's driver needs, so the limit could not be held",
-            "use an image with glibc, or ask for the device without limits",
+            "this image has no glibc (libc.so.6), which NVIDIA's driver needs, so gpushare cannot enforce the limit",
+            "use an image with glibc, or request the device without limits",
         )
     return "no glibc in the image: device nodes only, no driver files"
 

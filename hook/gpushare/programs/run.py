@@ -68,7 +68,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
     try:
         directory = os.getcwd()
     except OSError as error:
-        raise RequestError(f"the directory of this process: {error.strerror}", "cd to one that exists") from None
+        raise RequestError(f"the directory of this process: {error.strerror}", "cd to an existing directory") from None
     given = oci_runtime.environment()
     watch = Watch()
     say = _enter_user_namespace() if rootless.is_rootless() else ""

@@ -92,7 +92,7 @@ def read_json(path: str, max_bytes: int, what: str) -> dict[str, Any]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        hint = "a bundle is a directory that has one" if error.errno == 2 else ""
+        hint = "name a bundle: a directory that contains config.json" if error.errno == 2 else ""
         raise RequestError(f"cannot read {what} {shown(path)}: {error.strerror}", hint) from None
     try:
         if not os.path.isfile(f"/proc/self/fd/{fd}"):
