@@ -86,29 +86,94 @@ def test_alerts_use_existing_labels() -> None:
             assert used <= have | {"instance"}, rule["alert"]
 
 
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((PACKAGED / "dashboard.json").read_text())["panels"]
+    return found
+
+
 def test_legends_use_existing_labels() -> None:
-    """A series of a container has its name, one of a device its host."""
-    for panel in json.loads((PACKAGED / "dashboard.json").read_text())["panels"]:
+    """Each series has its host, and one of a container its name."""
+    for panel in panels():
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert len(set(legends)) == len(legends), panel["title"]
         for target in panel["targets"]:
-            name = re.findall(r"gpushare_\w+", target["expr"])[0]
+            labels = NAMES[re.findall(r"gpushare_\w+", target["expr"])[0]].labels
             used = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
-            assert used <= {*NAMES[name].labels, "instance"}, panel["title"]
+            assert used <= {*labels, "instance"}, panel["title"]
             if panel["type"] == "timeseries":
-                assert used & {"name", "instance"}, panel["title"]
+                assert used == ({"name", "slot", "instance"} if "name" in labels else {"device", "instance"})
 
 
-def test_dashboard_explains_its_numbers() -> None:
-    """Each number has a unit, a single number has colours with a meaning, and a flag is a word."""
-    for panel in json.loads((PACKAGED / "dashboard.json").read_text())["panels"]:
-        shown = panel["fieldConfig"]["defaults"]
-        assert shown["unit"], panel["title"]
-        if panel["type"] == "stat":
-            assert shown["thresholds"]["steps"][0]["value"] is None, panel["title"]
-        if "gpushare_driver_up" in panel["targets"][0]["expr"]:
-            assert {key: word["text"] for key, word in shown["mappings"][0]["options"].items()} == {
-                "0": "no",
-                "1": "yes",
+def test_dashboard_has_a_host_variable_that_every_series_obeys() -> None:
+    variables = {
+        one["name"]: one for one in json.loads((PACKAGED / "dashboard.json").read_text())["templating"]["list"]
+    }
+    assert variables["datasource"]["query"] == "prometheus"
+    host = variables["instance"]
+    assert host["query"] == "label_values(gpushare_build_info, instance)" and host["multi"] and host["includeAll"]
+    for panel in panels():
+        for target in panel["targets"]:
+            series = re.findall(r"gpushare_\w+(.{0,24})", target["expr"])
+            assert series and all(one.startswith('{instance=~"$instance"}') for one in series), panel["title"]
+
+
+# End of a metric's name -> the unit of its panel, unless the expression divides two of them
+UNITS = {"_bytes": "bytes", "_ratio": "percentunit", "_seconds_total": "percentunit", "_celsius": "celsius",
+         "_watts": "watt", "_containers": "short", "_up": "short", "_oom_total": "short"}  # fmt: skip
+
+
+def test_dashboard_units_fit_the_metrics() -> None:
+    for panel in panels():
+        for target in panel["targets"]:
+            expr = target["expr"]
+            (unit,) = {
+                unit for name in re.findall(r"gpushare_\w+", expr) for end, unit in UNITS.items() if name.endswith(end)
             }
+            if " / " in expr:
+                unit = "percentunit"
+            elif expr.startswith("count("):
+                unit = "short"
+            assert panel["fieldConfig"]["defaults"]["unit"] == unit, panel["title"]
+
+
+# Title -> the values at which the colour changes: of single numbers, and where a value calls for action
+THRESHOLDS = {
+    "Containers": [None],
+    "Memory granted": [None, 0.9, 1.001],
+    "Containers over their limit": [None, 1],
+    "Driver answers": [None, 1],
+    "Memory, part of the limit": [None, 0.9, 1.001],
+    "Held back by the compute limit": [None, 0.5],
+    "Refused allocations": [None, 1],
+    "Memory over the limit, by the driver's count": [None, 1],
+    "Temperature": [None, 80, 90],
+}
+
+
+def test_dashboard_thresholds_mark_what_calls_for_action() -> None:
+    found = {}
+    for panel in panels():
+        shown = panel["fieldConfig"]["defaults"]
+        if "thresholds" in shown:
+            steps = shown["thresholds"]["steps"]
+            found[panel["title"]] = [step["value"] for step in steps]
+            assert len({step["color"] for step in steps}) == len(steps), panel["title"]
+            drawn = shown.get("custom", {}).get("thresholdsStyle", {}).get("mode")
+            assert panel["type"] == "stat" or drawn == "line", f"{panel['title']}: a graph draws its thresholds"
+    assert found == THRESHOLDS
+
+
+def test_dashboard_shows_flags_as_words() -> None:
+    words = {
+        panel["title"]: {key: word["text"] for key, word in one["options"].items()}
+        for panel in panels()
+        for one in panel["fieldConfig"]["defaults"].get("mappings", [])
+    }
+    assert words == {"Driver answers": {"0": "no", "1": "yes"}, "Containers over their limit": {"0": "none"}}
+    flags = {name for name in NAMES if name.endswith("_up")}
+    for panel in panels():
+        if set(re.findall(r"gpushare_\w+", panel["targets"][0]["expr"])) & flags:
+            assert panel["title"] in words
 
 
 def test_dashboard_panels_do_not_overlap() -> None:
