@@ -167,10 +167,10 @@ def user_has_a_session() -> None:
 FIRST = (
     cgroups_are_version_2,
     package_installs,
-    refresh_unit_compiles_node,
+    engines_are_configured,
+    refresh_unit_compiles_node,  # its condition: an engine is configured
     path_unit_refreshes_after_an_edit,
     exporter_serves_metrics,
-    engines_are_configured,
     images_are_imported,
     user_has_a_session,
 )
