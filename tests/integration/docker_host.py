@@ -38,7 +38,9 @@ class DockerHost(Docker):
 
 
 @contextmanager
-def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None = None) -> Iterator[DockerHost]:
+def docker_host(
+    image_root: Path, *options: str, runtimes: MakeRuntimes | None = None, kind: type[DockerHost] = DockerHost
+) -> Iterator[DockerHost]:
     """gpushare is the default runtime, as with `configure --default`; `runtimes(directory)` returns additional ones."""
     directory = Path(tempfile.mkdtemp(prefix="gs-"))
     directory.chmod(0o711)  # the root of a user namespace must traverse it
@@ -46,7 +48,7 @@ def docker_host(image_root: Path, *options: str, runtimes: MakeRuntimes | None =
     try:
         node.cli("refresh")  # mounts the state directory; it stays mounted
         config = {"runtimes": runtimes(directory)} if runtimes else None
-        made = DockerHost(node, directory / "docker", image_root, *options, config=config, default=True)
+        made = kind(node, directory / "docker", image_root, *options, config=config, default=True)
         try:
             yield made
         finally:

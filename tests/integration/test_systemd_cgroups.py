@@ -3,10 +3,13 @@ and keep both when systemd or the runtime writes device rules again. docs/engine
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ import pytest
 
 from simulator.simhost import make_simhost
 from tests.integration import ns_util
-from tests.support.host import BIN, write_config
+from tests.support.host import BIN, BUILD, write_config
 from tests.support.processes import reap_zombies
 from tests.support.realnodes import ALLOWED, DENIED, NODES, make_nodes
 from tests.support.spec import Hook, spec
 from tests.support.systemd import Systemd
+from tools import newest
 
 CONFIG, STATE = "/etc/gpushare/config.yaml", "/run/gpushare"
 
@@ -98,6 +102,37 @@ class Machine(Systemd):
             value["linux"]["devices"].append({**device, "path": node["path"], "fileMode": 0o666})
             value["linux"]["resources"]["devices"].append({**device, "allow": True, "access": node["permissions"]})
 
+    @contextlib.contextmanager
+    def hidden_socket(self) -> Iterator[None]:
+        """Without the socket at which the hook calls systemd. runc and crun use D-Bus."""
+        self.run("mv", "/run/systemd/private", "/run/systemd/hidden")
+        try:
+            yield
+        finally:
+            self.run("mv", "/run/systemd/hidden", "/run/systemd/private")
+
+    @contextlib.contextmanager
+    def counted_calls(self) -> Iterator[list[None]]:
+        """Connections to that socket. Each ends at once, so the hook gets no answer."""
+        calls: list[None] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+                    calls.append(None)
+
+        with self.hidden_socket(), socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"/proc/{self.pid}/root/run/systemd/private")
+            listener.listen()
+            thread = threading.Thread(target=serve)
+            thread.start()
+            try:
+                yield calls
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
     def opened(self) -> dict[str, str]:
         """The kernel's error by node, of the nodes that the image has."""
         script = 'for n in nvidia0 nvidia1 nvidiactl; do e=$( (: <>/nodes/$n) 2>&1 ); echo "$n|$e"; done'
@@ -130,12 +165,27 @@ def test_device_rules_persist(machine: Machine, way: str) -> None:
 
 
 def test_hook_that_cannot_reach_systemd_warns(machine: Machine) -> None:
-    machine.run("mv", "/run/systemd/private", "/run/systemd/hidden")
-    try:
+    with machine.hidden_socket():
         machine.start("hook")
         assert machine.opened() == dict.fromkeys(NODES, ALLOWED) | {"nvidia1": DENIED}
         granted = machine.run("cat", "/run/decisions").splitlines()[-1]
         assert "the GPU is lost at systemctl daemon-reload: /run/systemd/private: No such file or directory" in granted
+    machine.run(*machine.words, "delete", "--force", "c1")
+
+
+@pytest.mark.parametrize("low_level", ["runc", "crun"])
+def test_runtime_that_gives_systemd_the_rules_costs_no_call(tmp_path: Path, low_level: str) -> None:
+    """`gpushare refresh` has asked the runtime for its version. After an edit of config.yaml nothing is known of it."""
+    machine = Machine(tmp_path, str(newest.unpack(BUILD / "newest") / low_level))
+    try:
+        calls = []
+        for before in ("true", "touch"):
+            machine.run(before, CONFIG)
+            with machine.counted_calls() as count:
+                machine.start("runtime")
+            machine.run(*machine.words, "delete", "--force", "c1")
+            calls.append(len(count))
+        assert calls == [0, 1]
     finally:
-        machine.run("mv", "/run/systemd/hidden", "/run/systemd/private")
-        machine.run(*machine.words, "delete", "--force", "c1")
+        machine.close()
+        reap_zombies()
