@@ -129,6 +129,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare k8s-plugin", "gpushare.io/memory-mib, in units of 1 MiB"),
         ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
     ),
+    "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
     "mps start": (
         ("gpushare mps start --device 0", "containers can request GPUSHARE_BACKEND=mps on that GPU"),
         ("gpushare mps start --compute 60 --memory 20Gi", "limits for each container"),
@@ -377,6 +378,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "devices.containerEdits": "its variable and gpushare's hooks",
         },
     ),
+    "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
     "mps start": (
         "an array with an object for each device",
         {
