@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...core.errors import RequestError, what_to_do
-from ...core.quoting import shown
+from ...core.quoting import printable, shown
 from ...engines import hookfiles
 from ...engines.base import Settings as HookSettings
 from ...engines.containerd import ANNOTATIONS
@@ -58,12 +58,7 @@ def run(settings: Settings, report: Report) -> None:
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as engine:
                     engine.connect(settings.socket)
-                    last = ""
-                    if Connection(engine, settings, report).serve(end):
-                        return
-                line = "the engine closed the connection; connecting again"
-            except ProtocolError as error:
-                line = f"{error}; connecting again"
+                    line = Connection(engine, settings, report).serve(end)
             except OSError as error:
                 hint = _NO_NRI if isinstance(error, FileNotFoundError) else what_to_do(error)
                 line = f"waiting for {shown(settings.socket)}: {error.strerror}" + (f" ({hint})" if hint else "")
@@ -82,22 +77,23 @@ class Connection:
         self._engine, self._settings, self._report = engine, settings, report
         self._reader = wire.Reader()
 
-    def serve(self, end: int) -> bool:
-        """Register and answer calls. True: SIGTERM has arrived; False: the engine has closed the connection. Raises
-        OSError, ProtocolError."""
-        self._call(
-            "RegisterPlugin",
-            protocol.message("RegisterPluginRequest")(plugin_name=NAME, plugin_idx=self._settings.index),
-        )
-        while True:
-            ready = select.select([end, self._engine], [], [])[0]
-            if end in ready:
-                return True
-            data = self._engine.recv(_RECEIVED_BYTES)
-            if not data:
-                return False
-            for message in self._reader.feed(data):
-                self._handle(message)
+    def serve(self, end: int) -> str:
+        """Answer calls until SIGTERM arrives or the connection ends. Return why it ended."""
+        request = protocol.message("RegisterPluginRequest")(plugin_name=NAME, plugin_idx=self._settings.index)
+        try:
+            self._call("RegisterPlugin", request)
+            while True:
+                if end in select.select([end, self._engine], [], [])[0]:
+                    return "ended by SIGTERM"
+                data = self._engine.recv(_RECEIVED_BYTES)
+                if not data:
+                    return "the engine closed the connection; connecting again"
+                for message in self._reader.feed(data):
+                    self._handle(message)
+        except OSError as error:
+            return f"the engine closed the connection ({error.strerror or 'timeout'}); connecting again"
+        except ProtocolError as error:
+            return f"{error}; connecting again"
 
     def _call(self, method: str, request: Any) -> None:
         payload = request.SerializeToString()
@@ -134,7 +130,7 @@ def answer(settings: Settings, report: Report, method: str, payload: bytes) -> b
         found = _synchronize(settings, report, protocol.parse("SynchronizeRequest", payload))
     elif method == "Configure":
         request = protocol.parse("ConfigureRequest", payload)
-        report(f"registered with {shown(request.runtime_name)} {shown(request.runtime_version)}")
+        report(printable(f"registered with {request.runtime_name} {request.runtime_version}"))
         found = protocol.message("ConfigureResponse")(events=1 << (protocol.CREATE_CONTAINER - 1))
     else:
         found = protocol.message("Empty")()  # Shutdown, and events that the plugin did not subscribe to
