@@ -378,7 +378,6 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "devices.containerEdits": "its variable and gpushare's hooks",
         },
     ),
-    "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
     "mps start": (
         "an array with an object for each device",
         {

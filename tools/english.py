@@ -39,7 +39,7 @@ BANNED = {
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.MULTILINE), use) for pattern, use in BANNED.items()]
 # The other pages of docs/ are not checked yet; the skipped files contain such words on purpose
 _PAGES = (
-    "README|comparison|docker|glossary|helm|hook|install|migration|oversubscription|"
+    "README|comparison|docker|glossary|helm|hook|install|migration|nri|oversubscription|"
     "placement|recipes|request|run|security|sizes|support"
 )
 _SOURCES = re.compile(

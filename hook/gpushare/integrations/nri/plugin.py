@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     """Options of the command."""
 
     socket: str
-    index: str
+    position: str  # two digits: engines call plugins in this order
     hook: HookSettings
 
     @property
@@ -79,7 +79,7 @@ class Connection:
 
     def serve(self, end: int) -> str:
         """Answer calls until SIGTERM arrives or the connection ends. Return why it ended."""
-        request = protocol.message("RegisterPluginRequest")(plugin_name=NAME, plugin_idx=self._settings.index)
+        request = protocol.message("RegisterPluginRequest")(plugin_name=NAME, plugin_idx=self._settings.position)
         try:
             self._call("RegisterPlugin", request)
             while True:
