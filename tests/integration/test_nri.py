@@ -1,4 +1,4 @@
-"""`gpushare nri` under containerd 2.1 (tools/newest.py), whose configuration knows nothing of gpushare or NRI."""
+"""`gpushare nri` under containerd 2.1 (tools/newest.py), whose configuration does not mention gpushare or NRI."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Engine:
         self.plugin = Program([str(program()), *map(str, words), "--hook", str(BIN / "gpushare-hook")])
         try:
             self.plugin.expect("registered with containerd")
-            self.plugin.expect("containers exist")  # from then on it is asked
+            self.plugin.expect("containers exist")  # the engine calls it from then on
         except BaseException:
             self.plugin.end(signal.SIGKILL)
             raise

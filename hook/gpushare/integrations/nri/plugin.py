@@ -164,7 +164,7 @@ def _create(settings: Settings, request: Any) -> Any:
 
 
 def _requests(pod: Mapping[str, str], container: Mapping[str, str]) -> dict[str, str]:
-    """The pod's annotations that containerd's handler for gpushare would pass, except those that the container has."""
+    """The pod's annotations that containerd's handler for gpushare would pass, except what the container has."""
     return {key: value for key, value in pod.items() if key not in container and _is_request(key)}
 
 

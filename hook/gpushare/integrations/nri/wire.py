@@ -14,8 +14,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ...core.errors import GpushareError
-
 PLUGIN, RUNTIME = 1, 2  # connections: the engine calls the plugin; the plugin calls the engine
 REQUEST, RESPONSE = 1, 2  # types of messages
 MAX_MESSAGE_BYTES = 4 << 20
@@ -27,7 +25,7 @@ _OPEN = 2  # flag: more data follows
 _SENT_BYTES = 4096
 
 
-class ProtocolError(GpushareError):
+class ProtocolError(Exception):
     """The peer sent bytes that are not NRI's protocol."""
 
 
