@@ -71,7 +71,7 @@ PROGRAMS = {
     ),
     "gpushare-hook": Program(
         "OCI hook that gives a container a share of a GPU",
-        ("[--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt",),
+        ("[--config FILE] [--state DIR] [--cri] [--nri LOCK] prestart|createRuntime|poststop|adopt",),
         (
             "A low-level runtime starts gpushare-hook because config.json or a hooks directory names it. The runtime "
             "writes the state of the container to its standard input, in the format of the OCI specification.",
@@ -86,6 +86,7 @@ PROGRAMS = {
             ("--config FILE", "Read this configuration. Default: /etc/gpushare/config.yaml."),
             ("--state DIR", "Keep leases here. Default: /run/gpushare."),
             ("--cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
+            ("--nri LOCK", "The NRI plugin added this hook: give no GPU unless the plugin holds that lock."),
         ),
         ASKED,
         (('"prestart": [{"path": "/usr/bin/gpushare-hook", "args": ["gpushare-hook", "prestart"]}]', "config.json"),

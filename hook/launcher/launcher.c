@@ -154,7 +154,7 @@ static void be_silent(void) {
 
 static int hook(char **argv, int count) {
     static const char *const stages[] = {"prestart", "createRuntime", "poststop", "adopt", NULL};
-    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE;
+    const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE, *nri;
     static struct state state;
     char path[PATH_MAX + 16], low[PATH_MAX];
     char **word = argv + 1;
@@ -176,6 +176,7 @@ static int hook(char **argv, int count) {
         }
         const char **field = strcmp(*word, "--config") == 0  ? &config
                              : strcmp(*word, "--state") == 0 ? &state_dir
+                             : strcmp(*word, "--nri") == 0   ? &nri /* only Python needs it */
                                                              : NULL;
         if (!field || !word[1] ||
             *word[1] != '/') /* also `--config=FILE`: rare, and Python knows it */

@@ -106,6 +106,7 @@ CASES = {
         *("k8s-plugin --kubelet /none", "k8s-plugin --memory-unit 1000k", "k8s-plugin --memory-unit 4Gy"),
         *("k8s-plugin --whole 9", "k8s-plugin --interval 0"),
     ],
+    "nri": ["nri --index 1", "nri --socket /none/sock --index x"],
     "mps": [
         *("mps status", "$ mps status", "mps status --format json", "mps start --device 0", "mps stop --device 1"),
         *("mps start --uid me", "mps start --compute 400", "mps stop --device 9"),

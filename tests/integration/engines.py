@@ -44,7 +44,7 @@ def runtime_path(name: str) -> dict[str, str]:
 
 
 @contextmanager
-def _programs(engine: str) -> Iterator[None]:
+def programs(engine: str) -> Iterator[None]:
     """For the newest engines: their programs before this machine's own."""
     before = os.environ["PATH"]
     if engine.startswith("newest "):
@@ -107,7 +107,7 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
 def engine(name: str, directory: Path, image_root: Path) -> Iterator[Engine]:
     """The engine `ENGINES[name]`, on a simulated host with one GPU of 16 GiB."""
     host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
-    with _programs(name):
+    with programs(name):
         made = ENGINES[name](Place(directory, image_root, host))
         try:
             yield made
@@ -132,4 +132,4 @@ def containerd(way: str, image_root: Path) -> Iterator[Containerd]:
         run("rm", "-rf", directory)
 
 
-__all__ = ["ENGINES", "IMAGE", "Place", "containerd", "engine", "make_root"]
+__all__ = ["ENGINES", "IMAGE", "Place", "containerd", "engine", "make_root", "programs"]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,11 @@ def program() -> Path:
     return (host.BIN if has_grpc else host.BUILD / "bin") / "gpushare"
 
 
-class Plugin:
-    """The running program; `lines` are its output so far."""
+class Program:
+    """A program that runs until it is ended; `lines` are its output so far."""
 
-    def __init__(self, node: Node, folder: Path, *args: str) -> None:
-        command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
-        self.process = subprocess.Popen(
-            [*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, command: Sequence[str]) -> None:
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._said = threading.Condition()
         self._thread = threading.Thread(target=self._read)
@@ -74,6 +68,14 @@ class Plugin:
         self._thread.join(DEADLINE_S)
         with self.process.stderr as errors, self.process.stdout:  # type: ignore[union-attr]
             return code, errors.read()
+
+
+class Plugin(Program):
+    """The running device plugin."""
+
+    def __init__(self, node: Node, folder: Path, *args: str) -> None:
+        command = [program(), "--config", node.config, "--state", node.state, "k8s-plugin"]
+        super().__init__([*map(str, command), "--kubelet", str(folder), "--interval", "0.1", *args])
 
 
 @pytest.fixture

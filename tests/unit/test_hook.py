@@ -70,12 +70,12 @@ def call(state: bytes, *argv: str) -> int:
 
 
 def test_options_and_defaults_are_parsed() -> None:
-    assert hook.parse(["prestart"]) == ("prestart", constants.CONFIG_PATH, constants.STATE_DIR, False, "")
+    assert hook.parse(["prestart"]) == ("prestart", constants.CONFIG_PATH, constants.STATE_DIR, False, "", "")
     both = ["--config", "/c.yaml", "--state=/s/", "createRuntime"]
-    assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s", False, "")
+    assert hook.parse(both) == ("createRuntime", "/c.yaml", "/s", False, "", "")
     for at in range(4):
         if at != 1:  # at 1 the word would be the value of --config
-            assert hook.parse([*both[:at], "--cri", *both[at:]]) == ("createRuntime", "/c.yaml", "/s", True, "")
+            assert hook.parse([*both[:at], "--cri", *both[at:]]) == ("createRuntime", "/c.yaml", "/s", True, "", "")
 
 
 @pytest.mark.parametrize(

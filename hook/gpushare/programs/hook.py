@@ -1,9 +1,10 @@
 """gpushare-hook: the OCI hook. It takes one container from its state on stdin to its share (start path).
 
-    gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt
+    gpushare-hook [--config FILE] [--state DIR] [--cri] [--nri LOCK] prestart|createRuntime|poststop|adopt
 
 --spec FILE               for adopt, if crun was given another file than the bundle's config.json
 --cri                     the engine is a CRI: its annotations identify the container and its pod
+--nri LOCK                the NRI plugin added this hook: without the plugin, which holds that lock, no GPU is given
 
 prestart, createRuntime   give the container its share, or fail with one line and undo everything
 adopt                     the createRuntime hook that gpushare-runtime adds to config.json: create_runtime_hook.py
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ..system import procs
 
 POSTSTOP_WAIT_MS = 2000
-_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] prestart|createRuntime|poststop|adopt"
+_SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] [--nri LOCK] prestart|createRuntime|poststop|adopt"
 _USAGE = f"use {_SYNOPSIS}"
 
 
@@ -45,11 +46,12 @@ class Options(NamedTuple):
     state_dir: str
     cri: bool = False
     spec: str = ""
+    nri: str = ""
 
 
 def parse(argv: Sequence[str]) -> Options:
     """Parse the command line, without argparse (10 ms). Raise RequestError."""
-    values = {"--config": constants.CONFIG_PATH, "--state": "", "--spec": ""}
+    values = {"--config": constants.CONFIG_PATH, "--state": "", "--spec": "", "--nri": ""}
     words = list(argv)
     cri = constants.CRI_FLAG in words[:-1]
     words = [word for word in words[:-1] if word != constants.CRI_FLAG] + words[-1:]
@@ -63,7 +65,7 @@ def parse(argv: Sequence[str]) -> Options:
     if len(words) != 1 or words[0] not in _STAGES:
         raise RequestError(f"stage {shown(' '.join(words))} is unknown", _USAGE)
     state_dir = values["--state"].rstrip("/") or rootless.state_dir()
-    return Options(words[0], values["--config"], state_dir, cri, values["--spec"])
+    return Options(words[0], values["--config"], state_dir, cri, values["--spec"], values["--nri"])
 
 
 def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
@@ -126,6 +128,9 @@ def _start(options: Options, state: oci.State) -> int:
         _refuse_rules(bundle, options)
         oci_runtime.remember_if_stale(options.config, options.state_dir)
         return 0
+    if options.nri and _is_gone(options.nri):
+        log.to_stderr("gpushare: gpushare nri does not run, so this container has no GPU; start it and the pod again")
+        return 0
     from ..request import request
     from ..state import leases
     from ..system import procs
@@ -144,6 +149,13 @@ def _start(options: Options, state: oci.State) -> int:
     session.give(start, way, way.close)
     log.forget(options.state_dir, bundle.id)
     return 0
+
+
+def _is_gone(lock: str) -> bool:
+    """Return whether no NRI plugin holds its lock."""
+    from ..state import agentlock
+
+    return not agentlock.is_held(*os.path.split(lock))
 
 
 def _refuse_rules(bundle: Bundle, options: Options) -> None:

@@ -1,7 +1,7 @@
-"""The lock that `gpushare agent` holds while it runs: <state>/agent.
+"""The lock that `gpushare agent` or `gpushare nri` holds while it runs: <state>/agent, <state>/nri.
 
-take(state_dir)    -> descriptor of the lock; raises CapacityError if another agent holds it
-is_held(state_dir) -> whether an agent runs
+take(state_dir, name)    -> descriptor of the lock; raises CapacityError if another such program holds it
+is_held(state_dir, name) -> whether such a program runs
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FILE = "agent"
 _WAIT_S = 0.5  # `is_held` of another process holds it for a moment
 
 
-def take(state_dir: str) -> int:
+def take(state_dir: str, name: str = FILE) -> int:
     """Take the lock for the life of this process. Raise CapacityError or KernelError."""
-    path = os.path.join(state_dir, FILE)
+    path = os.path.join(state_dir, name)
     try:
         fd = filelock.open_own(path)
     except OSError as error:
@@ -27,14 +27,14 @@ def take(state_dir: str) -> int:
         filelock.take(fd, path, _WAIT_S)
     except KernelError:
         os.close(fd)
-        raise CapacityError(f"{path}: another gpushare agent runs", "stop it first") from None
+        raise CapacityError(f"{path}: another gpushare {name} runs", "stop it first") from None
     return fd
 
 
-def is_held(state_dir: str) -> bool:
-    """Return whether an agent holds the lock; False if that cannot be known."""
+def is_held(state_dir: str, name: str = FILE) -> bool:
+    """Return whether a program holds the lock; False if that cannot be known."""
     try:
-        fd = os.open(os.path.join(state_dir, FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(os.path.join(state_dir, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

@@ -1,0 +1,54 @@
+"""gpushare nri."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from ..config import node
+from ..engines.host import check_program
+from ..state import storage
+from .options import Paths, given, with_no_color
+from .output import write_line
+from .runtime import settings_of
+
+SOCKET = "/var/run/nri/nri.sock"
+
+
+@click.command()
+@click.option(
+    "--socket", callback=given, default=SOCKET, show_default=True, metavar="FILE", help="The engine's socket for NRI."
+)
+@click.option(
+    "--index", default="10", show_default=True, metavar="NN", help="Position among NRI plugins; lower ones come first."
+)
+@click.option(
+    "--hook",
+    callback=given,
+    metavar="FILE",
+    help="gpushare-hook as the engine sees it, if it is not beside this program.",
+)
+@with_no_color
+@click.pass_obj
+def nri(paths: Paths, socket: str, index: str, hook: str) -> None:
+    """Give shares under an unchanged engine, as an NRI plugin.
+
+    Adds gpushare's hook to each container that containerd (1.7 and newer) or CRI-O creates, and passes the pod's
+    annotations on. While this command does not run, new containers have no GPU. It runs until SIGTERM, and needs
+    protobuf: pip install 'gpushare[kubernetes]'.
+    """
+    from ..integrations.nri import plugin  # imports protobuf, so only after the command line was parsed
+
+    plugin.check_index(index)
+    node.load_config_only(*paths)
+    settings = settings_of(paths, "")._replace(cri=True)
+    settings = settings._replace(hook=os.path.abspath(hook) if hook else check_program(settings.hook))
+    storage.prepare(paths.state_dir)
+    plugin.run(plugin.Settings(os.path.abspath(socket), index, settings), _print_line)
+
+
+def _print_line(text: str) -> None:
+    write_line(text)
+    sys.stdout.flush()

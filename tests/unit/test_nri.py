@@ -1,0 +1,164 @@
+"""gpushare nri: framing with hostile bytes, responses to the engine, and the hook's test of the plugin's lock."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpushare.core.errors import RequestError
+from gpushare.engines.base import Settings as HookSettings
+from gpushare.integrations.nri import plugin, protocol
+from gpushare.integrations.nri.wire import PLUGIN, REQUEST, RESPONSE, RUNTIME, Message, ProtocolError, Reader, encode
+from gpushare.programs import hook
+
+HOOK = "/usr/bin/gpushare-hook"
+SETTINGS = plugin.Settings("/run/nri.sock", "10", HookSettings("/usr/bin/gpushare-runtime", HOOK, cri=True))
+CALLS = [
+    Message(PLUGIN, 1, REQUEST, b"a" * 5000),
+    Message(RUNTIME, 1, RESPONSE, b""),
+    Message(PLUGIN, 3, REQUEST, b"b"),
+]
+
+
+def answer(method: str, request: Any, name: str) -> Any:
+    text = plugin.answer(SETTINGS, lambda _: None, method, request.SerializeToString())
+    return protocol.message(name).FromString(text)
+
+
+def create(pod: dict[str, str], container: dict[str, str], *hooks: str) -> Any:
+    request = protocol.message("CreateContainerRequest")()
+    request.pod.annotations.update(pod)
+    request.container.annotations.update(container)
+    for path in hooks:
+        request.container.hooks.prestart.add(path=path)
+    return answer("CreateContainer", request, "CreateContainerResponse").adjust
+
+
+# Framing
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 4096, 1 << 20])
+def test_messages_are_read_in_pieces_of_any_size(size: int) -> None:
+    data = b"".join(map(encode, CALLS))
+    reader = Reader()
+    found = [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])]
+    assert found == CALLS
+
+
+def test_sent_frames_fit_the_engine_s_smallest_buffer() -> None:
+    data, sizes = encode(CALLS[0]), []
+    while data:
+        size = int.from_bytes(data[4:8], "big")
+        sizes.append(size)
+        data = data[8 + size :]
+    assert sizes == [4096, 5010 - 4096]
+
+
+def test_frames_of_unknown_connections_are_skipped() -> None:
+    assert Reader().feed(b"\0\0\0\x09\0\0\0\x02xx" + encode(CALLS[2])) == [CALLS[2]]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\0\0\x01\xff\xff\xff\xff",  # a frame of 4 GiB
+        b"\0\0\0\x01\0\0\0\x0a" + b"\x00\x40\x00\x01" + b"\0\0\0\x01\x01\0",  # a message above 4 MiB
+        encode(Message(PLUGIN, 1, 3, b"")),  # a stream's data
+        encode(Message(PLUGIN, 1, RESPONSE, b"")),  # of a call that the plugin did not make there
+        encode(Message(RUNTIME, 1, REQUEST, b"")),
+        b"\0\0\0\x01\0\0\0\x0a" + b"\0\0\0\0" + b"\0\0\0\x01\x01\x02",  # the start of a stream
+    ],
+)
+def test_hostile_frames_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="the engine sent a"):
+        Reader().feed(data)
+
+
+def test_random_bytes_raise_nothing_else() -> None:
+    """2000 mutated streams, each to the end: every one is parsed or refused, by framing and messages."""
+    chance = random.Random(23)
+    request = protocol.message("Request")(
+        service=protocol.PLUGIN_SERVICE, method="CreateContainer", payload=b"\x0a\x00"
+    )
+    good = encode(Message(PLUGIN, 1, REQUEST, request.SerializeToString())) * 3
+    refused = 0
+    for _ in range(2000):
+        data = bytearray(good)
+        for _ in range(chance.randint(1, 8)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            for message in Reader().feed(bytes(data)):
+                call = protocol.parse("Request", message.payload)
+                plugin.answer(SETTINGS, lambda _: None, call.method, call.payload)
+        except ProtocolError:
+            refused += 1
+    assert refused > 100
+
+
+# Responses
+
+
+def test_hooks_are_added_with_the_lock() -> None:
+    hooks = create({}, {}).hooks
+    (prestart,), (poststop,) = hooks.prestart, hooks.poststop
+    assert list(prestart.args) == ["gpushare-hook", "--nri", "/run/gpushare/nri", "--cri", "prestart"]
+    assert (prestart.path, poststop.args[-1], prestart.timeout.value) == (HOOK, "poststop", 30)
+    assert hook.parse(prestart.args[1:]).nri == SETTINGS.lock
+
+
+def test_only_requests_among_the_pod_s_annotations_are_passed() -> None:
+    pod = {
+        "gpushare.io/memory": "4Gi",
+        "main.gpushare.io/memory": "1Gi",
+        "gpu-fraction": "0.5",
+        "nvidia.com/container.a.gpu-memory.limit": "2Gi",
+        "x/y/main.gpushare.io/memory": "no",
+        "io.kubernetes.cri.container-name": "forged",
+        "example.org/x": "no",
+        "gpushare.io/compute": "the pod's",
+    }
+    passed = create(pod, {"gpushare.io/compute": "30%"}).annotations
+    assert set(passed) == set(list(pod)[:4])
+
+
+def test_configured_engine_gets_no_second_hook() -> None:
+    assert not create({"gpushare.io/memory": "4Gi"}, {}, HOOK).ByteSize()
+    assert create({}, {}, "/opt/other").hooks.prestart
+
+
+def test_plugin_subscribes_to_creates_only() -> None:
+    assert answer("Configure", protocol.message("ConfigureRequest")(), "ConfigureResponse").events == 8
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_split_synchronisation_is_continued(more: bool) -> None:
+    request = protocol.message("SynchronizeRequest")(more=more)
+    assert answer("Synchronize", request, "SynchronizeResponse").more is more
+
+
+def test_index_has_two_digits() -> None:
+    for wrong in ("", "1", "100", "ab", "\u0661\u0661"):
+        with pytest.raises(RequestError, match="not two digits"):
+            plugin.check_index(wrong)
+    plugin.check_index("05")
+
+
+# The hook's test of the lock
+
+
+def test_hook_finds_whether_a_plugin_holds_the_lock(tmp_path: Path) -> None:
+    lock = str(tmp_path / "nri")
+    assert hook._is_gone(lock)
+    code = "import sys; from gpushare.state import agentlock; agentlock.take(sys.argv[1], 'nri'); print(); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout and holder.stdout.readline()
+        assert not hook._is_gone(lock)
+        holder.kill()
+    assert hook._is_gone(lock)
