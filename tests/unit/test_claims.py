@@ -1,4 +1,4 @@
-"""The variables of `gpushare dra` (GPUSHARE_CLAIM_*): the hook grants what the claim has, and refuses any other amount."""
+"""The variables of `gpushare dra`: the hook grants what the claim has, and refuses any other amount."""
 
 from __future__ import annotations
 

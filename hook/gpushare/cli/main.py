@@ -60,6 +60,7 @@ GROUPS = {
         "cdi": ("cdi", "cdi_group"),
         "labels": ("labels", "labels"),
         "k8s-plugin": ("k8s_plugin", "k8s_plugin"),
+        "dra": ("dra", "dra"),
     },
     "Help": {
         "help": ("help", "help_"),
