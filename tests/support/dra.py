@@ -170,6 +170,12 @@ class ApiServer:
         self.calls.append(({"GET": "get", "POST": "create", "PUT": "update"}.get(verb, verb), words[0]))
         if verb == "GET":
             return (200, self.slices[words[1]]) if words[1] in self.slices else failed(404, f"{words[1]} not found")
+        return self._write(verb, version, body)
+
+    def _write(self, verb: str, version: str, body: Any) -> tuple[int, Any]:
+        def failed(code: int, message: str) -> tuple[int, Any]:
+            return code, {"kind": "Status", "code": code, "message": message}
+
         try:
             check_slice(body, version)
         except (Refused, KeyError) as error:

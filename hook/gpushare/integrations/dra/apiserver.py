@@ -7,7 +7,7 @@
     server.slice(name)                 -> the ResourceSlice, or None
     server.write(object, old)          create it, or update `old`
 
-Standard library only: five kinds of requests need no client library. Raises ApiError.
+Standard library only: five kinds of requests need no client library. Raises GpushareError.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ _TIMEOUT_S = 10
 _MAX_BYTES = 16 << 20
 
 
-class ApiError(GpushareError):
-    """`status`: the HTTP status; 0: no answer."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message, "see the driver's ServiceAccount, ClusterRole and network")
-        self.status = status
+_HINT = "see the driver's ServiceAccount, ClusterRole and network"
 
 
 def default_url() -> str:
@@ -72,7 +67,8 @@ class Server:
                 "the service account token names no node", "run it in a pod of Kubernetes 1.32 or newer"
             ) from None
 
-    def _call(self, method: str, path: str, body: Optional[dict[str, Any]] = None) -> Any:
+    def _call(self, method: str, path: str, body: Optional[dict[str, Any]] = None, can_lack: bool = False) -> Any:
+        """The object in the answer. `can_lack`: None if the API server does not have it."""
         headers = {"Authorization": f"Bearer {self._token()}", "Accept": "application/json"}
         data = None
         if body is not None:
@@ -88,10 +84,12 @@ class Server:
                 connection.close()
             found = json.loads(text)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ApiError(f"API server {self._host}:{self._port}: {method} {path}: {error}") from None
+            raise GpushareError(f"API server {self._host}:{self._port}: {method} {path}: {error}", _HINT) from None
+        if can_lack and answer.status == 404:
+            return None
         if answer.status >= 300:
             reason = found.get("message", "") if isinstance(found, dict) else ""
-            raise ApiError(f"API server: {method} {path}: {answer.status} {shown(reason)}", answer.status)
+            raise GpushareError(f"API server: {method} {path}: {answer.status} {shown(reason)}", _HINT)
         return found
 
     def version(self) -> str:
@@ -112,12 +110,7 @@ class Server:
         return found
 
     def slice(self, name: str) -> Optional[dict[str, Any]]:
-        try:
-            found: dict[str, Any] = self._call("GET", self._path("resourceslices", name))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
+        found: Optional[dict[str, Any]] = self._call("GET", self._path("resourceslices", name), can_lack=True)
         return found
 
     def write(self, value: dict[str, Any], old: Optional[dict[str, Any]]) -> dict[str, Any]:

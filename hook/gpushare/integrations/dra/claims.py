@@ -1,4 +1,4 @@
-"""What a claim was allocated, and its CDI specification. Has no side effects.
+"""A claim's allocated devices, and its CDI specification. Has no side effects.
 
     shares_of(claim, version, pool, offers)      -> [ClaimShare]     raises RequestError, DeviceError
     document(uid, shares, node, settings)        -> the CDI specification

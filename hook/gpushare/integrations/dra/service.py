@@ -163,7 +163,9 @@ class Service:
         self._report(f"claim {asked.namespace}/{asked.name}: released")
 
     def _prepared(self) -> list[tuple[str, int, int]]:
-        """What the claims on disk have. Raises ValueError or OSError for a file that cannot be read."""
+        """(uuid, bytes, percent) of each device of the prepared claims.
+
+        Raises ValueError or OSError for a file that cannot be read."""
         found = []
         for name in os.listdir(self._folder):
             if name.startswith(_PREFIX) and name.endswith(_SUFFIX):

@@ -1,0 +1,145 @@
+"""gpushare dra: the slice, claims, parameters and messages, without a cluster."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from gpushare.core.errors import GpushareError, RequestError
+from gpushare.core.model import SharingRule
+from gpushare.engines.base import Settings
+from gpushare.integrations.dra import claims, parameters, protocol, slices
+
+from tests.support.dra import Refused, check_slice
+from tests.support.host import TREE
+from tests.unit import pure
+
+SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook", cri=True)
+GIB = 1 << 30
+FIRST = slices.device_name(pure.device(0))
+
+
+def claim(*results: dict[str, Any], config: Any = ()) -> dict[str, Any]:
+    devices = {"results": [{"driver": "gpushare.io", "pool": "n", "request": "r", **one} for one in results]}
+    return {
+        "metadata": {"namespace": "ml", "name": "c", "uid": "u"},
+        "status": {"allocation": {"devices": {**devices, "config": list(config)}}},
+    }
+
+
+def consumed(memory: str = "4Gi", compute: str = "30", **more: Any) -> dict[str, Any]:
+    return {"device": FIRST, "consumedCapacity": {"memory": memory, "gpushare.io/compute": compute}, **more}
+
+
+@pytest.mark.parametrize("version", slices.VERSIONS)
+def test_slice_is_accepted(version: str) -> None:
+    node = pure.node()
+    offers = slices.devices(node)
+    check_slice(slices.slice_of("n", "u", offers, 1, version), version)
+    shared = node._replace(config=node.config._replace(sharing=(SharingRule(4),)))
+    value = slices.slice_of("n", "u", slices.devices(shared), 1, version)
+    check_slice(value, version)
+    assert "validValues" in json.dumps(value)
+
+
+def test_stand_in_refuses_what_the_api_server_refuses() -> None:
+    def changed(change: Any) -> None:
+        value = slices.slice_of("n", "u", slices.devices(pure.node()), 1, "v1")
+        change(value, value["spec"]["devices"][0])
+        with pytest.raises(Refused):
+            check_slice(value, "v1")
+
+    changed(lambda value, device: value["spec"].update(more=1))
+    changed(lambda value, device: device.update(name="GPU-A"))
+    changed(lambda value, device: device.update(allowMultipleAllocations=False))
+    changed(lambda value, device: device["capacity"]["memory"]["requestPolicy"].update(default="1"))
+    changed(lambda value, device: device["capacity"]["memory"]["requestPolicy"]["validRange"].update(max="9Ti"))
+    changed(lambda value, device: value["spec"]["pool"].update(resourceSliceCount=0))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4Gi", 4 * GIB),
+        ("30", 30),
+        ("0", 0),
+        ("1500m", 2),
+        ("2e3", 2000),
+        ("1.5Gi", 3 * GIB // 2),
+        ("4k", 4000),
+        ("1E", 10**18),
+    ],
+)
+def test_quantity(text: str, value: int) -> None:
+    assert slices.quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "4GiB", "-1", "x", "4 Gi"])
+def test_wrong_quantity_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="is not a quantity of Kubernetes"):
+        slices.quantity(text)
+
+
+def test_claim_becomes_cdi_specification() -> None:
+    node = pure.node()
+    offers = slices.devices(node)
+    given = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", "memoryLimit": "6Gi", "priority": "high"}
+    config = [{"source": "FromClaim", "requests": ["r"], "opaque": {"driver": "gpushare.io", "parameters": given}}]
+    shares = claims.shares_of(claim(consumed(shareID="s"), config=config), "n", offers)
+    value = claims.document("u-1", shares, node, SETTINGS)
+    schema = json.loads((TREE / "tests/schemas/cdi.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(value)
+    (device,) = value["devices"]
+    text = f"{pure.UUIDS[0]};memory={4 * GIB}..{6 * GIB};compute=30;priority=high"
+    assert device["containerEdits"]["env"] == [f"GPUSHARE_CLAIM_u_1_0={text}"]
+    assert "--cri" in value["containerEdits"]["hooks"][0]["args"]
+    assert claims.consumed(value) == [(pure.UUIDS[0], 4 * GIB, 30)]
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ({"metadata": {}, "status": {}}, "is not allocated"),
+        (claim(consumed(pool="other")), 'has a device of pool "other"'),
+        (claim(consumed(device="gone")), 'device "gone" is not on this node'),
+        (claim(consumed(memory="9Ti")), "cannot be given"),
+        (claim(consumed(memory="0")), "cannot be given"),
+        (claim(consumed(compute="101")), "cannot be given"),
+        (claim(consumed(adminAccess=True)), "adminAccess"),
+        (claim(consumed(driver="other.io")), "has no device of gpushare.io"),
+    ],
+)
+def test_wrong_claim_is_refused(found: dict[str, Any], line: str) -> None:
+    with pytest.raises(GpushareError, match=line):
+        claims.shares_of(found, "n", slices.devices(pure.node()))
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ({"more": 1}, 'unknown key "more"'),
+        ({"priority": "low"}, 'priority is "low" in the parameters; write normal or high'),
+        ({"memoryLimit": "lots"}, 'memoryLimit is "lots"'),
+        ({"apiVersion": "v2"}, 'apiVersion is "v2" in the parameters; write gpushare.io/v1'),
+    ],
+)
+def test_wrong_parameters_are_quoted(value: dict[str, Any], line: str) -> None:
+    with pytest.raises(RequestError, match=line):
+        parameters.checked("claim ml/c", {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", **value})
+
+
+def test_uid_cannot_leave_the_folder() -> None:
+    with pytest.raises(RequestError):
+        claims.checked_uid("../../etc/passwd")
+
+
+def test_messages_have_the_numbers_of_kubelet() -> None:
+    """The bytes on the wire: field 5 of v1's Device is the share."""
+    package = protocol.PACKAGES["v1.DRAPlugin"]
+    device = protocol.message(package, "Device")(request_names=["r"], pool_name="p", share_id="s")
+    assert device.SerializeToString() == b"\x0a\x01r\x12\x01p\x2a\x01s"
+    assert (
+        "share_id" not in protocol.message(protocol.PACKAGES["v1beta1.DRAPlugin"], "Device").DESCRIPTOR.fields_by_name
+    )
