@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from gpushare.core.errors import GpushareError, RequestError
 from gpushare.core.model import SharingRule
 from gpushare.engines.base import Settings
-from gpushare.integrations.dra import claims, parameters, protocol, slices
+from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
-from tests.support.dra import Refused, check_slice
+from tests.support.dra import NODE, NODE_UID, ApiServer, Kubelet, Refused, check_slice, edits
 from tests.support.host import TREE
 from tests.unit import pure
 
@@ -143,3 +147,69 @@ def test_messages_have_the_numbers_of_kubelet() -> None:
     assert (
         "share_id" not in protocol.message(protocol.PACKAGES["v1beta1.DRAPlugin"], "Device").DESCRIPTOR.fields_by_name
     )
+
+
+def test_service_prepares_published_claims(tmp_path: Path) -> None:
+    """API server, driver and kubelet in one process: publish, prepare, restart, refuse, release."""
+    cdi, lines = tmp_path / "cdi", list[str]()
+    cdi.mkdir()
+    node = pure.node(memory_bytes=16 * GIB)
+    offers = slices.devices(node)
+    with ExitStack() as stack:
+        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp"))
+        api = stack.enter_context(ApiServer(tmp_path / "account"))
+        kubelet = stack.enter_context(Kubelet(Path(short)))
+        server = apiserver.Server(api.url, str(api.account))
+        assert server.node() == (NODE, NODE_UID)
+        publisher = driver.Publisher(server, *server.node(), lines.append)
+        publisher.publish(offers)
+        (stored,) = api.slices.values()
+        publisher.publish(offers)
+        assert api.calls.count(("update", "resourceslices")) == 0
+        publisher.publish({FIRST: offers[FIRST]})
+        (changed,) = api.slices.values()
+        assert changed["spec"]["pool"]["generation"] == stored["spec"]["pool"]["generation"] + 1
+        publisher.publish(offers)
+
+        def serving() -> service.Service:
+            made = service.Service(server, SETTINGS, str(cdi), lines.append)
+            made.show(node, NODE, offers)
+            made.serve(f"{short}/plugins_registry", f"{short}/plugins")
+            return made
+
+        with serving():
+            assert kubelet.register().name == "gpushare.io" and "registered with kubelet" in lines
+            given = api.allocate("a", {"r": {"memory": "4Gi", "compute": "30"}})
+            names = kubelet.prepare(given)
+        with serving():
+            kubelet.register()
+            assert kubelet.prepare(given) == names
+            (edit,) = [one for one in edits(cdi, names) if "env" in one]
+            (line,) = edit["env"]
+            assert line.endswith(f"={pure.UUIDS[0]};memory={4 * GIB};compute=30")
+            forged = json.loads(json.dumps(given))
+            forged["metadata"].update(name="b", uid="b")
+            result = forged["status"]["allocation"]["devices"]["results"][0]
+            result["consumedCapacity"]["memory"] = "13Gi"
+            api.claims["b"] = forged
+            with pytest.raises(Refused, match="add up to 17 GiB and 60 %, and it has 16 GiB and 100 %"):
+                kubelet.prepare(forged)
+            with pytest.raises(Refused, match="was replaced by another"):
+                kubelet.prepare({**given, "metadata": {**given["metadata"], "uid": "c"}})
+            api.token = "other"
+            with pytest.raises(Refused, match='401 "Unauthorized"'):
+                kubelet.prepare(given)
+            kubelet.unprepare(given)
+            kubelet.unprepare(given)
+            assert list(cdi.iterdir()) == []
+
+
+def test_role_has_what_the_driver_calls_and_no_more() -> None:
+    """Compare with the calls of the whole driver in tests/integration/test_dra.py."""
+    text = (TREE / "packaging/kubernetes/dra/rbac.yaml").read_text()
+    (role,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "ClusterRole"]
+    granted = {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+    assert granted == {
+        ("get", "resourceclaims"),
+        *((verb, "resourceslices") for verb in ("get", "create", "update")),
+    }
