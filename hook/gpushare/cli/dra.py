@@ -46,7 +46,7 @@ from .runtime import settings_of
 @with_no_color
 @click.pass_obj
 def dra(paths: Paths, kubelet: str, cdi: str, program: str, server: str, account: str, interval: float) -> None:
-    """Offer the devices of this node to the Kubernetes scheduler, as a DRA driver.
+    """Offer the devices of this node to claims, as a DRA driver.
 
     Each device is published in a ResourceSlice, with memory and compute as capacity that claims consume. A container
     gets the share that its claim was allocated. The driver needs grpcio and protobuf: pip install
