@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from gpushare.core.errors import GpushareError, RequestError
@@ -213,3 +214,15 @@ def test_role_has_what_the_driver_calls_and_no_more() -> None:
         ("get", "resourceclaims"),
         *((verb, "resourceslices") for verb in ("get", "create", "update")),
     }
+
+
+@pytest.mark.parametrize("path", sorted((TREE / "packaging/kubernetes/dra").glob("*.yaml")), ids=lambda path: path.name)
+def test_manifests_match_their_api(path: Path) -> None:
+    for value in yaml.safe_load_all(path.read_text()):
+        if value["kind"] != "Kustomization":  # not an object of the API
+            kubernetes_validate.validate(value, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_page_lists_every_parameter() -> None:
+    page = (TREE / "docs/dra.md").read_text()
+    assert [name for name in parameters.SCHEMA["properties"] if name not in page] == []
