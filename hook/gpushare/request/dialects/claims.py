@@ -68,12 +68,17 @@ def _memory(shares: list[_Share]) -> str:
 
 def _compute(shares: list[_Share]) -> str:
     percent = sum(share.compute for share in shares)
-    if percent and not all(share.compute for share in shares):
-        raise RequestError(
-            f"{shares[0].name} and {shares[1].name} are of one device, and one of them has no compute",
-            "request compute for both in the claim, or for none",
-        )
     return str(percent) if percent else ""
+
+
+def _refuse_partial_compute(shares: list[_Share]) -> None:
+    """Raise RequestError if some shares have a compute limit and others have none: slots cannot differ in that."""
+    without = next((share.name for share in shares if not share.compute), None)
+    limited = next((share.name for share in shares if share.compute), None)
+    if without and limited:
+        raise RequestError(
+            f"{without} has no compute, and {limited} has", "request compute for all devices of a container, or for none"
+        )
 
 
 def _size(size: int) -> str:
@@ -106,6 +111,7 @@ def read(env: Env, inventory: Inventory) -> dict[str, str]:
         if name.startswith(constants.ENV_CLAIM_PREFIX):
             given.setdefault(name, []).append(value)
     shares = [_parse(name, one_value(name, values) or "") for name, values in given.items()]
+    _refuse_partial_compute(shares)
     by_device: dict[str, list[_Share]] = {}
     for share in shares:
         by_device.setdefault(share.uuid, []).append(share)
