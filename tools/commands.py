@@ -130,6 +130,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
     ),
     "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
+    "dra": (("gpushare dra --program /opt/gpushare/bin/gpushare-hook", "in the driver's pod (docs/dra.md)"),),
     "mps start": (
         ("gpushare mps start --device 0", "containers can request GPUSHARE_BACKEND=mps on that GPU"),
         ("gpushare mps start --compute 60 --memory 20Gi", "limits for each container"),

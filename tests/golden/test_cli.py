@@ -102,6 +102,7 @@ CASES = {
         *("cdi generate", "cdi generate --format json", "cdi generate --format table"),
         *("cdi generate --output x.txt", "cdi generate --output x.json --format yaml"),
     ],
+    "dra": ["dra --server http://x", "dra --interval 0"],
     "k8s-plugin": [
         *("k8s-plugin --kubelet /none", "k8s-plugin --memory-unit 1000k", "k8s-plugin --memory-unit 4Gy"),
         *("k8s-plugin --whole 9", "k8s-plugin --interval 0"),

@@ -36,7 +36,7 @@ from tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]
 # Commands without a table: exec of another program, a script, the Prometheus format, kubelet's protocol
-WITHOUT_FORMAT = {"run", "completion", "help", "export", "agent", "k8s-plugin", "nri"}
+WITHOUT_FORMAT = {"run", "completion", "help", "export", "agent", "k8s-plugin", "nri", "dra"}
 
 
 def test_page_is_up_to_date() -> None:

@@ -61,6 +61,7 @@ GROUPS = {
         "labels": ("labels", "labels"),
         "k8s-plugin": ("k8s_plugin", "k8s_plugin"),
         "nri": ("nri", "nri"),
+        "dra": ("dra", "dra"),
     },
     "Help": {
         "help": ("help", "help_"),

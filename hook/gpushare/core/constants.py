@@ -34,6 +34,9 @@ ENV_CDI_PREFIX = "GPUSHARE_CDI_"  # each CDI device sets one such variable; toge
 ENV_ALLOCATED_MEMORY = "GPUSHARE_ALLOCATED_MEMORY"
 ENV_ALLOCATED_GPU = "GPUSHARE_ALLOCATED_GPU"
 ALLOCATED = (ENV_ALLOCATED_MEMORY, ENV_ALLOCATED_GPU)
+ENV_CLAIM_PREFIX = (
+    "GPUSHARE_CLAIM_"  # set by the DRA driver, one for each allocated device (integrations/dra/claims.py)
+)
 ANNOTATION_PREFIX = "gpushare.io/"
 ANNOTATIONS = {
     ENV_DEVICES: "gpushare.io/devices",

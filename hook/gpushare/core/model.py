@@ -272,7 +272,7 @@ class Lease(NamedTuple):
     created: float = 0.0  # unix seconds
     dialect: str = ""
     driver_version: str = ""
-    sandbox: str = ""  # of the pod, where an annotation that all its containers have requested the share
+    sandbox: str = ""  # what only one container may use: the pod's annotation (its sandbox's id), or claims' variables
     cri: bool = False  # a CRI wrote annotations that name the container's pod
     began_ns: int = 0  # CLOCK_BOOTTIME; 0: not recorded
     counted_ns: int = 0  # the shares' granted_ns and granted_byte_ns are complete up to here; 0: since began_ns

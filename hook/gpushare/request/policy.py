@@ -166,15 +166,26 @@ def _unscoped(request: Request) -> str:
 
 
 def pod_wide(request: Request, bundle: Bundle) -> str:
-    """Return the id of the pod's sandbox if the request is an annotation that all its containers have."""
+    """Return the id of the pod's sandbox if the request is an annotation that all its containers have. Of a container
+    with Kubernetes claims, return the names of their variables, joined by commas: containers can share a claim."""
+    claims = [name for name, _ in bundle.env if name.startswith(constants.ENV_CLAIM_PREFIX)]
+    if claims:
+        return ",".join(claims)
     return oci.sandbox_id(bundle.annotations) if bundle.container_name and _unscoped(request) else ""
 
 
 def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> None:
-    """Refuse a second container with the annotation of a pod: 4 GiB for a pod must not become 4 GiB for each container.
-    A spec does not know the pod's other containers, so the first gets the share."""
-    sandbox = pod_wide(request, bundle)
-    other = next((lease for lease in live if sandbox and lease.sandbox == sandbox and lease.id != bundle.id), None)
+    """Refuse a second container with the annotation of a pod, or with the same device of a claim: 4 GiB for all must
+    not become 4 GiB for each. A spec does not know the other containers, so the first gets the share."""
+    mine = {*pod_wide(request, bundle).split(",")} - {""}
+    if not mine:
+        return
+    other = next((one for one in live if one.id != bundle.id and not mine.isdisjoint(one.sandbox.split(","))), None)
+    if other is not None and next(iter(mine)).startswith(constants.ENV_CLAIM_PREFIX):
+        raise RequestError(
+            f"container {other.id} already has the share of this claim, which is for one container",
+            "give each container a request of its own in the claim (resources.claims[].request), or a claim of its own",
+        )
     if other is not None:
         name = _unscoped(request)
         own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name

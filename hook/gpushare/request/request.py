@@ -338,10 +338,12 @@ def _with_replaced(request: Request, bundle: Bundle) -> Request:
     )
 
 
-def _without_cdi_nodes(spec: dict[str, Any], request: Request, inventory: Inventory) -> dict[str, Any]:
+def _without_cdi_nodes(bundle: Bundle, request: Request, inventory: Inventory) -> dict[str, Any]:
     """Return the spec less the nodes and rules of gpushare's own CDI devices, which this request names."""
+    spec = bundle.spec
     from_cdi = any(name.startswith(constants.ENV_CDI_PREFIX) for name, _ in request.sources)
-    if not from_cdi or request.selection.kind != "list":
+    from_claim = any(name.startswith(constants.ENV_CLAIM_PREFIX) for name, _ in bundle.env)
+    if not (from_cdi or from_claim) or request.selection.kind != "list":
         return spec
     from ..gpu.drivernodes import of_cdi_device
     from ..gpu.selectors import find_devices
@@ -367,7 +369,7 @@ def _without_cdi_nodes(spec: dict[str, Any], request: Request, inventory: Invent
 def refuse_conflicts(bundle: Bundle, request: Request, inventory: Inventory) -> None:
     """Refuse what other software added to config.json, and name it: a hook cannot remove it, and an NVIDIA hook would
     mount its own libcuda over the shim, or beside it."""
-    spec = _without_cdi_nodes(bundle.spec, request, inventory)
+    spec = _without_cdi_nodes(bundle, request, inventory)
     found, name = nvidia.conflicts(spec), shown_name(request.sources[0][0])
     if found:
         raise RequestError(

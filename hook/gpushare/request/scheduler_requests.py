@@ -63,6 +63,9 @@ def _own_names(mine: Optional[Request], env: Env) -> dict[str, str]:
     found = {}
     if any(name == constants.ENV_ALLOCATED_GPU for name, _ in env):  # an equal share, which no variable enlarges
         found[MEMORY] = constants.ENV_ALLOCATED_GPU
+    claim = next((name for name, _ in env if name.startswith(constants.ENV_CLAIM_PREFIX)), "")
+    if claim:  # sets compute also where the claim has none
+        found[COMPUTE] = claim
     for field, variable in _FIELDS.items():
         suffixes = (constants.ANNOTATIONS[variable], *(constants.MEMORY_ENDS if field == MEMORY else ()))
         sources = (name for name, _ in mine.sources) if mine else ()

@@ -120,7 +120,7 @@ def unknown(env: Env) -> list[tuple[str, str]]:
         if name[: len(_PREFIX)].upper() == _PREFIX
         and name not in ROWS
         and name not in _OTHER_VARIABLES
-        and not name.startswith(constants.ENV_CDI_PREFIX)
+        and not name.startswith((constants.ENV_CDI_PREFIX, constants.ENV_CLAIM_PREFIX))
         and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
     ]
 
@@ -188,14 +188,21 @@ def _key_for(key: str, annotations: dict[str, str], container: str, unscoped: bo
     return key if unscoped else ""
 
 
-def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool) -> dict[str, Found]:
+def _find(
+    env: Env, annotations: dict[str, str], container: str, unscoped: bool, inventory: Inventory
+) -> dict[str, Found]:
     """Return every GPUSHARE_* variable that is set, and every gpushare.io/ annotation for this container."""
     found: dict[str, Found] = {}
     allocated: dict[str, str] = {}
-    if any(name in constants.ALLOCATED for name, _ in env):
-        from . import kubelet_allocation as kubelets
+    giver: Any = None  # the module that parses what Kubernetes gave the container
+    if any(name.startswith(constants.ENV_CLAIM_PREFIX) for name, _ in env):
+        from . import claims as giver
 
-        allocated = kubelets.read(env)
+        allocated = giver.read(env, inventory)
+    elif any(name in constants.ALLOCATED for name, _ in env):
+        from . import kubelet_allocation as giver
+
+        allocated = giver.read(env)
     for variable, key in constants.ANNOTATIONS.items():
         value = one_value(variable, [value for name, value in env if name == variable])
         cdi = _from_cdi(env, value) if variable == constants.ENV_DEVICES else None
@@ -204,12 +211,12 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
         said = annotations.get(chosen)
         if variable in allocated:
             for name, text in ((source, value), (chosen, said)):
-                kubelets.refuse_other(variable, name, text, allocated[variable])
+                giver.refuse_other(variable, name, text, allocated[variable])
             found[variable] = Found(variable, allocated[variable])
             continue
-        if allocated and variable == constants.ENV_MEMORY:
+        if allocated and variable in giver.FIXED:
             for name, text in ((source, value), (chosen, said)):
-                kubelets.refuse_amount(name, text)
+                giver.refuse_amount(name, text)
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
                 f"{setting(source, value)} and annotation {setting(chosen, said)} contradict", "keep one of them"
@@ -221,8 +228,8 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
     for key in constants.MEMORY_ENDS:
         chosen = _key_for(key, annotations, container, unscoped)
         said = annotations.get(chosen)
-        if allocated and constants.ENV_MEMORY not in allocated:
-            kubelets.refuse_amount(chosen, said)
+        if allocated and (constants.ENV_MEMORY not in allocated or constants.ENV_COMPUTE in giver.FIXED):
+            giver.refuse_amount(chosen, said)
         if said is not None:
             found[key] = Found(chosen, said)
     return found
@@ -232,10 +239,10 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     """Return the request by GPUSHARE_* variables and gpushare.io/ annotations; None if there is none."""
     container = oci.container_name(annotations)
     _refuse_misspelt(env, annotations, container)
-    found = _find(env, annotations, container, unscoped=not container)
+    found = _find(env, annotations, container, not container, inventory)
     ignored = []
     if container:
-        everything = _find(env, annotations, container, unscoped=True)
+        everything = _find(env, annotations, container, True, inventory)
         named = found.get(constants.ENV_DEVICES)
         if (named and named.value.strip()) or nvidia.names_device(env, spec) or cdi_devices.named(spec):
             found = everything

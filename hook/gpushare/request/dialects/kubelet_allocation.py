@@ -20,6 +20,7 @@ from ...core.quantity import amounts, wrong
 from ...core.quoting import setting, shown
 from . import Env, one_value
 
+FIXED = (constants.ENV_MEMORY,)  # no amount of the pod can be added to an equal share
 _ANY = ("", "any", "any:1")
 
 

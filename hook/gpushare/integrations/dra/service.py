@@ -1,0 +1,183 @@
+"""Serve kubelet: plugin registration, and NodePrepareResources and NodeUnprepareResources of v1 and v1beta1.
+
+    with Service(server, settings, folder, report) as service:
+        service.show(node, pool, offers)                  the devices that claims can have
+        service.serve(registry, plugins)                  listen on both sockets; raises GpushareError
+
+A prepared claim is a CDI specification in `folder`, and nothing else records it. So it survives a restart of the
+driver, and a claim that was prepared is answered from its file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Optional
+
+from ...core.errors import GpushareError
+from ...core.model import Node
+from ...core.quoting import shown
+from ...engines.base import Settings
+from . import DRIVER, claims, protocol
+from .apiserver import Server
+from .claims import ClaimShare
+from .protocol import grpc
+from .slices import Offer
+
+_THREADS = 4
+_END_S = 1.0  # for calls in progress when the service ends
+_PREFIX, _SUFFIX = f"{DRIVER}-claim_", ".json"
+_MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
+
+
+class Service:
+    """gRPC calls the methods of the APIs in its own threads; `_lock` lets one claim change at a time."""
+
+    def __init__(self, server: Server, settings: Settings, folder: str, report: Callable[[str], None]) -> None:
+        self._server, self._settings, self._folder, self._report = server, settings, folder, report
+        self._lock = threading.Lock()
+        self._node: Optional[Node] = None
+        self._pool, self._offers = "", dict[str, Offer]()
+        self._running: list[tuple[Any, str]] = []
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def show(self, node: Node, pool: str, offers: dict[str, Offer]) -> None:
+        with self._lock:
+            self._node, self._pool, self._offers = node, pool, offers
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether both sockets exist: kubelet's directories can be emptied."""
+        return bool(self._running) and all(os.path.lexists(path) for _, path in self._running)
+
+    def serve(self, registry: str, plugins: str) -> None:
+        """Listen on new sockets. kubelet watches `registry` and calls a socket that it finds there."""
+        self.close()
+        own = os.path.join(plugins, DRIVER)
+        os.makedirs(own, mode=0o750, exist_ok=True)
+        endpoint = os.path.join(own, "dra.sock")
+        info = protocol.message(protocol.PLUGIN, "PluginInfo")(
+            type=protocol.TYPE, name=DRIVER, endpoint=endpoint, supported_versions=[*protocol.PACKAGES]
+        )
+        self._listen(endpoint, [self._of_package(package) for package in protocol.PACKAGES.values()])
+        self._listen(os.path.join(registry, f"{DRIVER}-reg.sock"), [self._registration(info)])
+
+    def close(self) -> None:
+        for server, path in reversed(self._running):
+            server.stop(_END_S).wait()
+            if os.path.lexists(path):
+                os.unlink(path)
+        self._running = []
+
+    def _listen(self, path: str, handlers: list[Any]) -> None:
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
+        if os.path.lexists(path):  # of a driver that was killed
+            os.unlink(path)
+        server = grpc.server(ThreadPoolExecutor(_THREADS), options=[("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers(tuple(handlers))
+        before = os.umask(0o177)
+        try:
+            server.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
+        finally:
+            os.umask(before)
+        server.start()
+        self._running.append((server, path))
+
+    # Methods of the APIs
+
+    def _registration(self, info: Any) -> Any:
+        def registered(request: Any, context: Any) -> Any:
+            text = "registered with kubelet" if request.plugin_registered else f"kubelet refuses: {request.error}"
+            self._report(text)
+            return protocol.message(protocol.PLUGIN, "RegistrationStatusResponse")()
+
+        rows = {
+            "GetInfo": (lambda request, context: info, "InfoRequest", "PluginInfo"),
+            "NotifyRegistrationStatus": (registered, "RegistrationStatus", "RegistrationStatusResponse"),
+        }
+        methods = {name: protocol.handler(protocol.PLUGIN, *row) for name, row in rows.items()}
+        return grpc.method_handlers_generic_handler(protocol.REGISTRATION, methods)
+
+    def _of_package(self, package: str) -> Any:
+        def each(name: str, function: Callable[[Any, Any, str], None]) -> Any:
+            def call(request: Any, context: Any) -> Any:
+                answer = protocol.message(package, f"{name}Response")()
+                for one in request.claims:
+                    entry = answer.claims[one.uid]
+                    try:
+                        function(one, entry, package)
+                    except (GpushareError, OSError, KeyError, TypeError, ValueError) as error:
+                        entry.error = f"gpushare: {error}"
+                        self._report(f"claim {one.namespace}/{one.name}: refused: {error}")
+                return answer
+
+            return protocol.handler(package, call, f"{name}Request", f"{name}Response")
+
+        methods = {
+            "NodePrepareResources": each("NodePrepareResources", self._prepare),
+            "NodeUnprepareResources": each("NodeUnprepareResources", self._unprepare),
+        }
+        return grpc.method_handlers_generic_handler(f"{package}.DRAPlugin", methods)
+
+    def _path(self, uid: str) -> str:
+        return os.path.join(self._folder, f"{_PREFIX}{claims.checked_uid(uid)}{_SUFFIX}")
+
+    def _prepare(self, asked: Any, entry: Any, package: str) -> None:
+        path = self._path(asked.uid)
+        claim = self._server.claim(asked.namespace, asked.name)
+        if claim["metadata"]["uid"] != asked.uid:
+            raise GpushareError(f"claim {asked.namespace}/{asked.name} was replaced by another", "kubelet tries again")
+        with self._lock:
+            assert self._node is not None
+            shares = claims.shares_of(claim, self._pool, self._offers)
+            if not os.path.exists(path):
+                claims.refuse_overcommit(shares, self._offers, self._prepared())
+                self._write(path, claims.document(asked.uid, shares, self._node, self._settings))
+        for share in shares:
+            self._add(entry, asked.uid, share, package)
+        self._report(f"claim {asked.namespace}/{asked.name}: {', '.join(share.text for share in shares)}")
+
+    def _add(self, entry: Any, uid: str, share: ClaimShare, package: str) -> None:
+        device = entry.devices.add(pool_name=self._pool, device_name=share.name)
+        device.request_names.append(share.request)
+        device.cdi_device_ids.append(f"{claims.KIND}={claims.cdi_name(uid, share.number)}")
+        if share.share_id and package == protocol.PACKAGES["v1.DRAPlugin"]:
+            device.share_id = share.share_id
+
+    def _unprepare(self, asked: Any, entry: Any, package: str) -> None:
+        with self._lock:
+            try:
+                os.unlink(self._path(asked.uid))
+            except FileNotFoundError:
+                return
+        self._report(f"claim {asked.namespace}/{asked.name}: released")
+
+    def _prepared(self) -> list[tuple[str, int, int]]:
+        """(uuid, bytes, percent) of each device of the prepared claims.
+
+        Raises ValueError or OSError for a file that cannot be read."""
+        found = []
+        for name in os.listdir(self._folder):
+            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+                with open(os.path.join(self._folder, name), encoding="utf-8") as file:
+                    found += claims.consumed(json.load(file))
+        return found
+
+    def _write(self, path: str, value: dict[str, Any]) -> None:
+        """Write the file whole or not at all; engines do not read other endings."""
+        new = f"{path}.new"
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)

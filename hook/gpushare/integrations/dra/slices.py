@@ -1,0 +1,148 @@
+"""The ResourceSlice of a node. Has no side effects.
+
+    devices(node)                             -> {name: Offer}
+    slice_of(node_name, node_uid, offers, generation, version) -> the object for this version of the API
+    quantity(text)                            -> int      "4Gi" -> 4294967296
+
+A device can be allocated several times (KEP-5075). Its memory and its compute are capacity that allocations consume.
+One slice has all devices: a node has fewer than the 128 that the API server accepts.
+
+Sources: resource.k8s.io/v1 of Kubernetes' API reference; v1beta2 has the same fields, v1beta1 has those of a device
+below `basic`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any, NamedTuple, Optional
+
+from ...core.errors import ConfigError, RequestError
+from ...core.model import Device, Node
+from ...core.quantity import UNITS
+from ...core.quoting import shown
+from ...gpu.selectors import is_among, usable_devices
+from ...state.ledger import capacity_bytes, capacity_percent, rule_of
+from . import DRIVER
+
+GROUP = "resource.k8s.io"
+VERSIONS = ("v1", "v1beta2", "v1beta1")  # the newest first
+MEMORY, COMPUTE = "memory", "compute"
+MAX_DEVICES = 128
+_MAX_TEXT = 64  # of an attribute
+_SMALL: dict[str, Fraction] = {
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 1000),
+    "E": Fraction(10**18),
+    "Ei": Fraction(1 << 60),
+}
+_QUANTITY = re.compile(r"\+?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)")
+_NAME = re.compile(r"[^a-z0-9-]+")
+
+
+class Offer(NamedTuple):
+    """One device. `memory` in bytes and `compute` in percent: what all allocations together can consume. A request is
+    rounded up to a multiple of `step`. `share`: the size of an equal share, the only possible request; 0: any size."""
+
+    device: Device
+    memory: int
+    compute: int
+    step: int
+    share: int = 0
+
+
+def quantity(text: str) -> int:
+    """A Kubernetes quantity, rounded up. Raises RequestError."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise RequestError(f"{shown(text)} is not a quantity of Kubernetes", "write 4Gi or 30")
+    number, exponent, unit = match.groups()
+    scale = _SMALL.get(unit or "") or Fraction(UNITS[unit or ""])
+    value = Fraction(number) * Fraction(10) ** int(exponent or 0) * scale
+    return int(-(-value.numerator // value.denominator))
+
+
+def text_of(size: int) -> str:
+    """A size as the API server writes it: the largest binary unit that divides it."""
+    units = (("Gi", 1 << 30), ("Mi", 1 << 20), ("", 1))
+    unit, factor = next(one for one in units if size % one[1] == 0)
+    return f"{size // factor}{unit}" if size else "0"
+
+
+def device_name(device: Device) -> str:
+    """The uuid as a DNS label, so that the name stays with the device."""
+    return _NAME.sub("-", device.uuid.lower()).strip("-")[:63].rstrip("-")
+
+
+def devices(node: Node) -> dict[str, Offer]:
+    """The devices that policy allows, in PCI order. Raises ConfigError for more than one slice can have. A device of
+    unknown size is left out, because its free memory is not known."""
+    allowed = node.config.policy.allowed_devices
+    found = {}
+    for device in usable_devices(node.inventory):
+        memory, rule = capacity_bytes(device, node.config), rule_of(device, node.config)
+        if not memory or (allowed and not is_among(device, allowed)):
+            continue
+        share = 0
+        if rule is not None:
+            share = memory // rule.split_count // device.granularity_bytes * device.granularity_bytes
+        found[device_name(device)] = Offer(
+            device, memory, capacity_percent(device, node.config), device.granularity_bytes, share
+        )
+    if len(found) > MAX_DEVICES:
+        raise ConfigError(
+            f"{len(found)} devices, and a ResourceSlice has at most {MAX_DEVICES}", "set policy.allowed_devices"
+        )
+    return found
+
+
+def _capacity(value: int, default: int, least: int, step: int, most: int) -> dict[str, Any]:
+    texts = {"min": text_of(least), "max": text_of(most), "step": text_of(step)}
+    return {"value": text_of(value), "requestPolicy": {"default": text_of(default), "validRange": texts}}
+
+
+def _device(name: str, offer: Offer, version: str) -> dict[str, Any]:
+    device = offer.device
+    texts = {"uuid": device.uuid, "model": device.model, "profile": device.profile, "parentUUID": device.parent}
+    attributes: dict[str, Any] = {key: {"string": text[:_MAX_TEXT]} for key, text in texts.items() if text}
+    attributes["index"] = {"int": device.index}
+    attributes["mig"] = {"bool": bool(device.parent)}
+    largest = min(offer.memory, device.memory_bytes) // offer.step * offer.step
+    memory = _capacity(offer.memory, largest, offer.step, offer.step, largest)
+    if offer.share:
+        memory["requestPolicy"] = {"default": text_of(offer.share), "validValues": [text_of(offer.share)]}
+    fields = {
+        "attributes": attributes,
+        "capacity": {MEMORY: memory, COMPUTE: _capacity(offer.compute, 0, 0, 1, min(100, offer.compute))},
+        "allowMultipleAllocations": True,
+    }
+    return {"name": name, **({"basic": fields} if version == "v1beta1" else fields)}
+
+
+def slice_name(node_name: str) -> str:
+    return f"{node_name}-{DRIVER}"
+
+
+def slice_of(node_name: str, node_uid: str, offers: dict[str, Offer], generation: int, version: str) -> dict[str, Any]:
+    """The object. The node owns it, so it goes when the node does."""
+    owner = {"apiVersion": "v1", "kind": "Node", "name": node_name, "uid": node_uid, "controller": True}
+    return {
+        "apiVersion": f"{GROUP}/{version}",
+        "kind": "ResourceSlice",
+        "metadata": {"name": slice_name(node_name), "ownerReferences": [owner]},
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node_name,
+            "pool": {"name": node_name, "generation": generation, "resourceSliceCount": 1},
+            "devices": [_device(name, offer, version) for name, offer in offers.items()],
+        },
+    }
+
+
+def consumable(found: dict[str, Any]) -> Optional[str]:
+    """Why the API server stored a slice of devices that can be allocated once only; None if it stored all fields."""
+    for device in found["spec"].get("devices", []):
+        if not device.get("basic", device).get("allowMultipleAllocations"):
+            return "the API server dropped allowMultipleAllocations: a claim gets a whole device"
+    return None
