@@ -128,6 +128,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "k8s-plugin": (
         ("gpushare k8s-plugin", "gpushare.io/memory-mib, in units of 1 MiB"),
         ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
+        ("gpushare k8s-plugin --resource memory=nvidia.com/gpumem", "the same under the name that HAMi uses"),
     ),
     "mps start": (
         ("gpushare mps start --device 0", "containers can request GPUSHARE_BACKEND=mps on that GPU"),

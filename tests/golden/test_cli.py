@@ -104,7 +104,7 @@ CASES = {
     ],
     "k8s-plugin": [
         *("k8s-plugin --kubelet /none", "k8s-plugin --memory-unit 1000k", "k8s-plugin --memory-unit 4Gy"),
-        *("k8s-plugin --whole 9", "k8s-plugin --interval 0"),
+        *("k8s-plugin --whole 9", "k8s-plugin --resource gpumem=nvidia.com/gpumem", "k8s-plugin --interval 0"),
     ],
     "mps": [
         *("mps status", "$ mps status", "mps status --format json", "mps start --device 0", "mps stop --device 1"),

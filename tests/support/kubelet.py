@@ -117,7 +117,7 @@ class Kubelet:
     def _register(self, request: Any, context: Any) -> Any:
         if self.refuse or request.version != VERSION:
             context.abort(grpc.StatusCode.UNKNOWN, self.refuse or f"unsupported version {request.version}")
-        if os.sep in request.endpoint or not request.resource_name.startswith("gpushare.io/"):
+        if os.sep in request.endpoint or "/" not in request.resource_name:
             context.abort(grpc.StatusCode.UNKNOWN, "bad request")
         endpoint = Endpoint(self, str(self.folder / request.endpoint), request)
         with self.changed:

@@ -16,6 +16,7 @@ import re
 import select
 import socket
 import stat
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Callable, NamedTuple, Optional
@@ -28,6 +29,7 @@ from ...gpu import inventory
 from ...gpu.selectors import device_name
 from ...system import sigterm
 from . import offers, protocol, service
+from .pairing import Pairing
 from .protocol import grpc
 from .service import Service
 
@@ -54,6 +56,7 @@ class Settings(NamedTuple):
     unit_mib: int
     whole: tuple[str, ...]
     interval_s: float
+    names: dict[str, str] = {}  # kind -> name of the resource, where it is not the default
 
 
 def run(first: Node, state_dir: str, settings: Settings, report: Report) -> None:
@@ -85,7 +88,7 @@ class _Lines(logging.Handler):
 
 
 class Plugin:
-    """The services of both resources, and what was last printed about kubelet and the devices."""
+    """The services of all resources, and what was last printed about kubelet and the devices."""
 
     def __init__(self, first: Node, state_dir: str, settings: Settings, report: Report, stack: ExitStack) -> None:
         self._node, self._state_dir, self._settings = first, state_dir, settings
@@ -95,9 +98,10 @@ class Plugin:
         self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket at the last registration
         self._watch = _Watch(settings.folder)
         stack.callback(self._watch.close)
+        pairing = Pairing(time.monotonic)
         self._services = [
-            stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), report))
-            for kind in offers.VARIABLES
+            stack.enter_context(Service(kind, name, report, pairing))
+            for kind, name in offers.resources(settings.unit_mib, settings.names).items()
         ]
         _remove_stale_sockets(settings.folder)
         self._show()
@@ -131,7 +135,7 @@ class Plugin:
         if here is None:
             raise GpushareError(f"{shown(place)}: kubelet is not there", _NO_KUBELET)
         for one in self._services:
-            label = one.name.rpartition("/")[2]
+            label = re.sub("[^a-z0-9-]", "-", one.name.rpartition("/")[2].lower())
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
             _register(place, one)
         self._registered = here
