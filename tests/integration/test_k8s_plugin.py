@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import grpc
 import pytest
 from gpushare.core import constants
 
+from simulator.simhost import raise_xid
 from tests.support import host
 from tests.support.host import Node
 from tests.support.kubelet import Kubelet, Refused
@@ -251,6 +253,60 @@ def test_manifest_of_hami_gets_memory_and_compute_of_one_device(
         kubelet.allocate(HAMI["memory"], 16)
         with pytest.raises(Refused, match="60 units of compute are not free on GPU 0, where the container's memory is"):
             kubelet.allocate(HAMI["compute"], 60)
+
+
+def test_xid_error_makes_a_device_unhealthy(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """NVML reports the error. Errors of programs are ignored; --ignore-xid replaces their list."""
+    node = two()
+    first, second = uuids(node)
+    library = next(node.driver_root.rglob("libnvidia-ml.so.1"))
+    with Kubelet(folder) as kubelet:
+        one = plugin(node, "--nvml", str(library), "--interval", "3600")
+        one.expect("Xid errors are watched")
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        raise_xid(node.driver_root / "dev/nvidia0", 31)
+        one.expect(f"GPU {first}: Xid 31, which is ignored")
+        raise_xid(node.driver_root / "dev/nvidia1", 79)
+        one.expect("device 1 .*: Xid 79")
+        kubelet.wait(lambda: units(kubelet, MEMORY, first, second) == (EACH, 0))
+        kubelet.wait(lambda: units(kubelet, COMPUTE, first, second) == (100, 0))
+        assert one.end() == (0, "")
+    with Kubelet(folder) as kubelet:
+        one = plugin(node, "--nvml", str(library), "--ignore-xid", "79")
+        one.expect("Xid errors are watched")
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        raise_xid(node.driver_root / "dev/nvidia0", 79)
+        one.expect(f"GPU {first}: Xid 79, which is ignored")
+        raise_xid(node.driver_root / "dev/nvidia0", 31)
+        kubelet.wait(lambda: units(kubelet, MEMORY, first, second) == (0, EACH))
+    with Kubelet(folder):
+        plugin(node, "--nvml", "/none").expect("Xid errors are not watched: /none")
+
+
+def test_numa_node_of_each_device_is_reported(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """On a host with several NUMA nodes, for kubelet's Topology Manager; on one with one node, nothing."""
+    node = two()
+    buses = sorted(path.name for path in (node.driver_root / "proc/driver/nvidia/gpus").iterdir())
+    files = [node.driver_root / "sys/bus/pci/devices" / bus / "numa_node" for bus in buses]
+
+    keys = [uuid[4:12] for uuid in uuids(node)]
+
+    def are_reported(kubelet: Kubelet, wanted: list[set[tuple[int, ...]]]) -> bool:
+        found = [kubelet.endpoints[name].numa for name in (MEMORY, COMPUTE)]
+        return all([{one[unit] for unit in one if unit.startswith(key)} for key in keys] == wanted for one in found)
+
+    with Kubelet(folder) as kubelet:
+        plugin(node)
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        for numbers, wanted in (((0, 1), [{(0,)}, {(1,)}]), ((0, 0), [{()}, {()}])):
+            for file, number in zip(files, numbers):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"{number}\n")
+            kubelet.wait(functools.partial(are_reported, kubelet, wanted))
 
 
 def test_malformed_requests_do_not_end_the_plugin(

@@ -16,7 +16,7 @@ import pytest
 from gpushare.cli import facts, k8s_plugin, main
 from gpushare.core.errors import ConfigError
 from gpushare.gpu import inventory
-from gpushare.integrations.kubelet import offers, plugin, protocol, service
+from gpushare.integrations.kubelet import offers, plugin, protocol, service, xid
 from gpushare.integrations.kubelet.offers import MEMORY
 
 from tests.support.engines.cri import methods
@@ -53,6 +53,7 @@ def stale_socket(folder: Path) -> None:
         (None, ("--resource", "x=a.b/c"), 64, '--resource "x=a.b/c": not KIND=DOMAIN/NAME; write memory, compute, gpu'),
         (None, ("--resource", "memory=gpumem"), 64, '--resource "memory=gpumem": not KIND=DOMAIN/NAME'),
         (None, ("--resource", "gpu=a/b", "--resource", "memory=a/b"), 64, '--resource "memory=a/b": given twice'),
+        (None, ("--ignore-xid", "31;43"), 64, '--ignore-xid="31;43": not numbers; write numbers such as 13,31'),
         (None, ("--interval", "0"), 2, "0.1<=x<=3600"),
     ],
 )
@@ -108,6 +109,7 @@ def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: 
 
 def test_options_name_every_kind() -> None:
     assert tuple(offers.VARIABLES) == k8s_plugin.KINDS
+    assert xid.IGNORED == k8s_plugin.IGNORED_XIDS
 
 
 def test_proto_matches_kubelet() -> None:

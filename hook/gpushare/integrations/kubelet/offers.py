@@ -93,6 +93,16 @@ def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str,
     return {kind: tuple(offers) for kind, offers in found.items()}
 
 
+def with_numa(found: dict[str, tuple[Offered, ...]], nodes: dict[str, int]) -> dict[str, tuple[Offered, ...]]:
+    """Add the NUMA node of each device, so that kubelet's Topology Manager can choose processors of the same node.
+    `nodes`: by PCI bus id. With one node there is no hint, since it would enlarge each id's message."""
+    if len({node for node in nodes.values() if node >= 0}) < 2:
+        return found
+    return {
+        kind: tuple(one._replace(numa=nodes.get(one.device.bus_id, -1)) for one in some) for kind, some in found.items()
+    }
+
+
 def _keys(uuids: Sequence[str]) -> dict[str, str]:
     """{uuid: the beginning of its ids}. It is short because all ids must fit in one message; the whole uuid if the
     short key is not unique."""
@@ -163,7 +173,7 @@ def allocate(
     chosen = _by_device(offers, ids)
     for one in chosen:
         if one.device.uuid not in healthy:
-            raise DeviceError(f"device {device_name(one.device)} ({one.device.uuid}) is gone")
+            raise DeviceError(f"device {device_name(one.device)} ({one.device.uuid}) is gone or broken")
     if kind in DIVISIBLE:
         _require_divided(kind, offers, chosen, len(ids), beside)
     if kind in (COMPUTE, DEVICES):

@@ -189,7 +189,8 @@ def _message(offers: tuple[Offered, ...], healthy: frozenset[str]) -> bytes:
     answer = protocol.message("ListAndWatchResponse")()
     for one in offers:
         health = protocol.HEALTHY if one.device.uuid in healthy else protocol.UNHEALTHY
+        topology = {"nodes": [{"ID": one.numa}]} if one.numa >= 0 else None
         for unit in one.ids():
-            answer.devices.add(ID=unit, health=health)
+            answer.devices.add(ID=unit, health=health, topology=topology)
     text: bytes = answer.SerializeToString()
     return text

@@ -221,8 +221,7 @@ def _find(env: Env, annotations: dict[str, str], container: str, unscoped: bool)
         if said is not None:
             found[key] = Found(chosen, said)
     if allocated:
-        ends = kubelets.with_ends({key: tuple(one) for key, one in found.items()}, allocated)
-        found = {key: Found(*pair) for key, pair in ends.items()}
+        found = {key: Found(*pair) for key, pair in kubelets.with_ends(found, allocated).items()}
     return found
 
 

@@ -16,7 +16,7 @@ kubelet's device must meet (`any,model=A100`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from ...core import constants
@@ -128,7 +128,7 @@ def combined(
     return found
 
 
-def with_ends(found: dict[str, Pair], allocated: dict[str, str]) -> dict[str, Pair]:
+def with_ends(found: Mapping[str, Pair], allocated: dict[str, str]) -> Mapping[str, Pair]:
     """Kubelet's amount is the request. A limit alone, in the annotation, is above that. Raise RequestError."""
     given = allocated.get(constants.ENV_MEMORY)
     for key in constants.MEMORY_ENDS:
