@@ -77,7 +77,7 @@ struct sim_config {
     uint32_t cores_per_sm;
     uint32_t threads_per_sm;
     uint32_t compute_mode; /* nvmlComputeMode_t */
-    uint32_t pad;
+    uint32_t xid;          /* the last Xid error; its number above bit 16 */
 };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };

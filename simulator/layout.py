@@ -13,8 +13,9 @@ MAX_CLIENTS = 512
 LIFE_OFFSET = 1 << 40
 
 # magic version size index minor | total context granularity late slice switch_low kernel | uuid model driver bus | ...
-# | switch_high slice_noise launch record bubble seed | reserved cores threads compute_mode pad
+# | switch_high slice_noise launch record bubble seed | reserved cores threads compute_mode xid
 CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4I")
+XID_OFFSET = CONFIG.size - 4
 INDEX_OFFSET = 16
 # bit of `index`; above the GPU's eight bits a MIG device has its number + 1, GPU instance and compute instance
 DIVIDED = 1 << 31

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import struct
 import sys
 import uuid
 from collections.abc import Sequence
@@ -110,6 +111,15 @@ def write_device(
         file.truncate(layout.STATE_BYTES)
     os.chmod(temporary, 0o666)
     os.replace(temporary, path)
+
+
+def raise_xid(node: Path, xid: int) -> None:
+    """Report an Xid error of the device with this node to NVML's clients."""
+    with open(node, "r+b") as file:
+        file.seek(layout.XID_OFFSET)
+        (last,) = struct.unpack("<I", file.read(4))
+        file.seek(layout.XID_OFFSET)
+        file.write(struct.pack("<I", ((last >> 16) + 1) % 0x10000 << 16 | xid))
 
 
 def _write(path: Path, text: str, mode: int = 0o444) -> None:

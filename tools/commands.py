@@ -128,6 +128,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "k8s-plugin": (
         ("gpushare k8s-plugin", "gpushare.io/memory-mib, in units of 1 MiB"),
         ("gpushare k8s-plugin --memory-unit 1Gi --whole 0", "gpushare.io/memory-gib, and GPU 0 as gpushare.io/gpu"),
+        ("gpushare k8s-plugin --resource memory=nvidia.com/gpumem", "the same under the name that HAMi uses"),
     ),
     "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
     "dra": (("gpushare dra --program /opt/gpushare/bin/gpushare-hook", "in the driver's pod (docs/dra.md)"),),

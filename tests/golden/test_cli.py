@@ -105,7 +105,7 @@ CASES = {
     "dra": ["dra --server http://x", "dra --interval 0"],
     "k8s-plugin": [
         *("k8s-plugin --kubelet /none", "k8s-plugin --memory-unit 1000k", "k8s-plugin --memory-unit 4Gy"),
-        *("k8s-plugin --whole 9", "k8s-plugin --interval 0"),
+        *("k8s-plugin --whole 9", "k8s-plugin --resource gpumem=nvidia.com/gpumem", "k8s-plugin --interval 0"),
     ],
     "nri": ["nri --index 1", "nri --socket /none/sock --index x"],
     "mps": [

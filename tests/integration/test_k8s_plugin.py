@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import signal
@@ -17,11 +18,12 @@ import grpc
 import pytest
 from gpushare.core import constants
 
+from simulator.simhost import raise_xid
 from tests.support import host
 from tests.support.host import Node
 from tests.support.kubelet import Kubelet, Refused
 
-MEMORY, GPU = "gpushare.io/memory-mib", "gpushare.io/gpu"
+MEMORY, COMPUTE, GPU = "gpushare.io/memory-mib", "gpushare.io/compute", "gpushare.io/gpu"
 GIB, MIB = 1 << 30, 1 << 20
 EACH = 64  # MiB of a simulated device: few enough ids for a test to read
 DEADLINE_S = 60
@@ -133,10 +135,10 @@ def test_plugin_registers_allocates_and_follows_kubelet(
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         one.expect(f"registered {GPU}: 0")
         assert units(kubelet, MEMORY, first, second) == (EACH, EACH)
-        assert [oct(path.stat().st_mode) for path in folder.glob("gpushare-*.sock")] == ["0o140600"] * 2
+        assert [oct(path.stat().st_mode) for path in folder.glob("gpushare-*.sock")] == ["0o140600"] * 3
         for endpoint in kubelet.endpoints.values():
             assert endpoint.options == endpoint.call("GetDevicePluginOptions")
             assert not endpoint.options.pre_start_required
@@ -158,23 +160,23 @@ def test_plugin_registers_allocates_and_follows_kubelet(
         (folder / "kubelet.sock").unlink(missing_ok=True)
         one.expect("kubelet is gone; waiting for it")
         kubelet.start()
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
-        assert len(sockets(folder)) == 2 and not set(sockets(folder)) & set(before)
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        assert len(sockets(folder)) == 3 and not set(sockets(folder)) & set(before)
         assert kubelet.allocate(MEMORY, 39) == {name: f"{second}=39Mi"}
         # a quick restart, and a process that removes sockets
         kubelet.stop()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         one.expect(f"registered {GPU}")
         removed = dict(kubelet.endpoints)
         (folder / Path(removed[MEMORY].path).name).unlink()
         kubelet.wait(lambda: all(kubelet.endpoints[name] is not one for name, one in removed.items()))
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         kubelet.stop()
         shutil.rmtree(folder)  # a node that is set up again
         folder.mkdir()
         kubelet.start()
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
 
         # health
         kubelet.used.clear()
@@ -213,7 +215,7 @@ def test_equal_shares_and_whole_devices_are_advertised(
     first, second = uuids(node)
     with Kubelet(folder) as kubelet:
         plugin(node, "--whole", "1", "--interval", "3600")
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         assert kubelet.healthy(MEMORY) == set() and units(kubelet, GPU, first, second) == (4, 1)
         name = constants.ENV_ALLOCATED_GPU
         assert kubelet.allocate(GPU, 2) == {name: f"{first},{second}=64Mi"}
@@ -222,8 +224,91 @@ def test_equal_shares_and_whole_devices_are_advertised(
             kubelet.allocate(GPU, 2)
         kubelet.stop()  # the poll interval is an hour; the directory watch reacts
         kubelet.start()
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         assert len(kubelet.healthy(GPU)) == 5
+
+
+HAMI = {"memory": "nvidia.com/gpumem", "compute": "nvidia.com/gpucores", "devices": "nvidia.com/gpu"}
+
+
+@pytest.mark.parametrize("order", [("memory", "compute", "devices"), ("devices", "compute", "memory")])
+def test_manifest_of_hami_gets_memory_and_compute_of_one_device(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin], order: tuple[str, ...]
+) -> None:
+    """kubelet allocates resources under HAMi's names in any order. Two containers of 60 % and 16 MiB get a device each,
+    although the memory of both fits on the first."""
+    node, sizes = two(), {"memory": 16, "compute": 60, "devices": 1}
+    with Kubelet(folder) as kubelet:
+        one = plugin(node, *(word for kind, name in HAMI.items() for word in ("--resource", f"{kind}={name}")))
+        kubelet.wait(lambda: kubelet.has_listed(*HAMI.values()))
+        assert units(kubelet, HAMI["compute"], *uuids(node)) == (100, 100)
+        for uuid in uuids(node):
+            env = {}
+            for kind in order:
+                env.update(kubelet.allocate(HAMI[kind], sizes[kind]))
+            assert env == {
+                constants.ENV_ALLOCATED_MEMORY: f"{uuid}=16Mi",
+                constants.ENV_ALLOCATED_COMPUTE: "60",
+                constants.ENV_ALLOCATED_DEVICES: "1",
+            }
+            one.expect("nvidia.com/gpucores: GPUSHARE_ALLOCATED_COMPUTE=60")
+        kubelet.allocate(HAMI["memory"], 16)
+        with pytest.raises(Refused, match="60 units of compute are not free on GPU 0, where the container's memory is"):
+            kubelet.allocate(HAMI["compute"], 60)
+
+
+def test_xid_error_makes_a_device_unhealthy(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """NVML reports the error. Errors of programs are ignored; --ignore-xid replaces their list."""
+    node = two()
+    first, second = uuids(node)
+    library = next(node.driver_root.rglob("libnvidia-ml.so.1"))
+    with Kubelet(folder) as kubelet:
+        one = plugin(node, "--nvml", str(library), "--interval", "3600")
+        one.expect("Xid errors are watched")
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        raise_xid(node.driver_root / "dev/nvidia0", 31)
+        one.expect(f"GPU {first}: Xid 31, which is ignored")
+        raise_xid(node.driver_root / "dev/nvidia1", 79)
+        one.expect("device 1 .*: Xid 79")
+        kubelet.wait(lambda: units(kubelet, MEMORY, first, second) == (EACH, 0))
+        kubelet.wait(lambda: units(kubelet, COMPUTE, first, second) == (100, 0))
+        assert one.end() == (0, "")
+    with Kubelet(folder) as kubelet:
+        one = plugin(node, "--nvml", str(library), "--ignore-xid", "79")
+        one.expect("Xid errors are watched")
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        raise_xid(node.driver_root / "dev/nvidia0", 79)
+        one.expect(f"GPU {first}: Xid 79, which is ignored")
+        raise_xid(node.driver_root / "dev/nvidia0", 31)
+        kubelet.wait(lambda: units(kubelet, MEMORY, first, second) == (0, EACH))
+    with Kubelet(folder):
+        plugin(node, "--nvml", "/none").expect("Xid errors are not watched: /none")
+
+
+def test_numa_node_of_each_device_is_reported(
+    two: Callable[..., Node], folder: Path, plugin: Callable[..., Plugin]
+) -> None:
+    """On a host with several NUMA nodes, for kubelet's Topology Manager; on one with one node, nothing."""
+    node = two()
+    buses = sorted(path.name for path in (node.driver_root / "proc/driver/nvidia/gpus").iterdir())
+    files = [node.driver_root / "sys/bus/pci/devices" / bus / "numa_node" for bus in buses]
+
+    keys = [uuid[4:12] for uuid in uuids(node)]
+
+    def are_reported(kubelet: Kubelet, wanted: list[set[tuple[int, ...]]]) -> bool:
+        found = [kubelet.endpoints[name].numa for name in (MEMORY, COMPUTE)]
+        return all([{one[unit] for unit in one if unit.startswith(key)} for key in keys] == wanted for one in found)
+
+    with Kubelet(folder) as kubelet:
+        plugin(node)
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
+        for numbers, wanted in (((0, 1), [{(0,)}, {(1,)}]), ((0, 0), [{()}, {()}])):
+            for file, number in zip(files, numbers):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"{number}\n")
+            kubelet.wait(functools.partial(are_reported, kubelet, wanted))
 
 
 def test_malformed_requests_do_not_end_the_plugin(
@@ -234,7 +319,7 @@ def test_malformed_requests_do_not_end_the_plugin(
     node = two()
     with Kubelet(folder) as kubelet:
         one = plugin(node)
-        kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU))
+        kubelet.wait(lambda: kubelet.has_listed(MEMORY, COMPUTE, GPU))
         endpoint = kubelet.endpoints[MEMORY]
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(endpoint.path)
@@ -268,17 +353,17 @@ def test_plugin_replaces_a_killed_or_older_plugin(
     node = two()
     with Kubelet(folder) as kubelet:
         killed = plugin(node)
-        kubelet.wait(lambda: len(kubelet.endpoints) == 2)
+        kubelet.wait(lambda: len(kubelet.endpoints) == 3)
         killed.end(signal.SIGKILL)
         left = sockets(folder)
         old = plugin(node)
         old.expect(f"registered {GPU}")
-        assert len(left) == 2 and not set(left) & set(sockets(folder))
+        assert len(left) == 3 and not set(left) & set(sockets(folder))
         new = plugin(node)  # as in an update that starts the new plugin first
         new.expect(f"registered {GPU}")
         assert old.end() == (0, "")
         kubelet.wait(lambda: len(kubelet.healthy(MEMORY)) == 2 * EACH)
-        assert kubelet.allocate(MEMORY, 1) and len(sockets(folder)) == 2
+        assert kubelet.allocate(MEMORY, 1) and len(sockets(folder)) == 3
 
 
 def test_refusal_by_kubelet_ends_the_start_and_is_retried_later(

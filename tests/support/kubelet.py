@@ -37,6 +37,7 @@ class Endpoint:
     def __init__(self, kubelet: Kubelet, path: str, request: Any) -> None:
         self.path, self.options = path, request.options
         self.devices: dict[str, str] = {}  # id -> health
+        self.numa: dict[str, tuple[int, ...]] = {}  # id -> NUMA nodes
         self.lists, self.ended = 0, False
         self._kubelet = kubelet
         self.channel = grpc.insecure_channel(f"unix:{path}", options=[("grpc.default_authority", "localhost")])
@@ -55,6 +56,7 @@ class Endpoint:
             for response in self.stream:
                 with self._kubelet.changed:
                     self.devices = {one.ID: one.health for one in response.devices}
+                    self.numa = {one.ID: tuple(node.ID for node in one.topology.nodes) for one in response.devices}
                     self.lists += 1
                     self._kubelet.changed.notify_all()
         except grpc.RpcError as error:
@@ -117,7 +119,7 @@ class Kubelet:
     def _register(self, request: Any, context: Any) -> Any:
         if self.refuse or request.version != VERSION:
             context.abort(grpc.StatusCode.UNKNOWN, self.refuse or f"unsupported version {request.version}")
-        if os.sep in request.endpoint or not request.resource_name.startswith("gpushare.io/"):
+        if os.sep in request.endpoint or "/" not in request.resource_name:
             context.abort(grpc.StatusCode.UNKNOWN, "bad request")
         endpoint = Endpoint(self, str(self.folder / request.endpoint), request)
         with self.changed:

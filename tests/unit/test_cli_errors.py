@@ -294,6 +294,7 @@ READERS = {"run", "mps start --uid", "mps start --device", "mps stop --device", 
     "export --listen",
     "k8s-plugin --memory-unit",
     "k8s-plugin --whole",
+    "k8s-plugin --resource",
 }
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.cli import facts, main
+from gpushare.cli import facts, k8s_plugin, main
 from gpushare.core.errors import ConfigError
 from gpushare.gpu import inventory
-from gpushare.integrations.kubelet import offers, plugin, protocol, service
+from gpushare.integrations.kubelet import offers, plugin, protocol, service, xid
 from gpushare.integrations.kubelet.offers import MEMORY
 
 from tests.support.engines.cri import methods
@@ -50,6 +50,10 @@ def stale_socket(folder: Path) -> None:
         (None, ("--memory-unit", "1000k"), 64, '--memory-unit="1000k": not whole MiB; write 1Mi, 64Mi or 1Gi'),
         (None, ("--memory-unit", "x"), 64, '--memory-unit="x": not an amount of memory'),
         (None, ("--whole", "7"), 64, '--whole "7": no such device; see `gpushare devices`'),
+        (None, ("--resource", "x=a.b/c"), 64, '--resource "x=a.b/c": not KIND=DOMAIN/NAME; write memory, compute, gpu'),
+        (None, ("--resource", "memory=gpumem"), 64, '--resource "memory=gpumem": not KIND=DOMAIN/NAME'),
+        (None, ("--resource", "gpu=a/b", "--resource", "memory=a/b"), 64, '--resource "memory=a/b": given twice'),
+        (None, ("--ignore-xid", "31;43"), 64, '--ignore-xid="31;43": not numbers; write numbers such as 13,31'),
         (None, ("--interval", "0"), 2, "0.1<=x<=3600"),
     ],
 )
@@ -94,13 +98,18 @@ def test_missing_grpc_is_one_line() -> None:
 def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: bool) -> None:
     node = pure.node(devices=devices, memory_bytes=gib << 30)
     found = offers.offered(node, unit_mib)[MEMORY]
-    resource = service.Service(MEMORY, offers.resource(MEMORY, unit_mib), print)
+    resource = service.Service(MEMORY, offers.resources(unit_mib, {})[MEMORY], print)
     if fits:
         resource.show(found, frozenset(pure.UUIDS), "binpack")
         assert resource.size == devices * (gib << 10) // unit_mib
     else:
         with pytest.raises(ConfigError, match=r"163840 units of gpushare.io/memory-mib has \d{7} bytes.*--memory-unit"):
             resource.show(found, frozenset(pure.UUIDS), "binpack")
+
+
+def test_options_name_every_kind() -> None:
+    assert tuple(offers.VARIABLES) == k8s_plugin.KINDS
+    assert xid.IGNORED == k8s_plugin.IGNORED_XIDS
 
 
 def test_proto_matches_kubelet() -> None:

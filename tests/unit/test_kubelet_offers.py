@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from gpushare.allocation import placement
 from gpushare.core import constants
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Node, SharingRule
 from gpushare.integrations.kubelet import offers
-from gpushare.integrations.kubelet.offers import GPU, MEMORY, Offered
+from gpushare.integrations.kubelet.offers import COMPUTE, DEVICES, GPU, MEMORY, Offered
+from gpushare.integrations.kubelet.pairing import Pairing
 from gpushare.request import request
 
 from tests.unit import pure
@@ -25,6 +28,9 @@ def shared(node: Node, *rules: SharingRule, **changes: Any) -> Node:
 
 def summary(node: Node, unit_mib: int = 1, whole: tuple[str, ...] = ()) -> dict[str, list[tuple[str, int, int]]]:
     found = offers.offered(node, unit_mib, whole)
+    assert [(one.key, one.count) for one in found[COMPUTE]] == [(one.key, 100) for one in found[MEMORY]]
+    assert found[DEVICES] == found[COMPUTE]
+    found = {kind: found[kind] for kind in (MEMORY, GPU)}
     return {kind: [(one.key, one.count, one.mib) for one in some] for kind, some in found.items()}
 
 
@@ -67,8 +73,13 @@ def test_device_ids_are_stable_and_short() -> None:
     [(1, "memory-mib"), (64, "memory-64mib"), (1024, "memory-gib"), (4096, "memory-4gib"), (1536, "memory-1536mib")],
 )
 def test_resource_name_contains_unit(unit_mib: int, name: str) -> None:
-    assert offers.resource(MEMORY, unit_mib) == f"gpushare.io/{name}"
-    assert offers.resource(GPU, unit_mib) == "gpushare.io/gpu"
+    wanted = {MEMORY: f"gpushare.io/{name}", COMPUTE: "gpushare.io/compute", GPU: "gpushare.io/gpu"}
+    assert offers.resources(unit_mib, {}) == wanted
+    assert offers.resources(unit_mib, {MEMORY: "a.b/c", DEVICES: "a.b/d"}) == {
+        **wanted,
+        MEMORY: "a.b/c",
+        DEVICES: "a.b/d",
+    }
 
 
 def of(kind: str, **words: Any) -> tuple[Offered, ...]:
@@ -153,6 +164,104 @@ def test_preferred_ids_follow_placement(
         assert offers.allocate(kind, of(kind), BOTH, found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "available", "size", "beside", "short", "wanted"),
+    [
+        (MEMORY, ids_of((A, 0, 16384), (B, 0, 16384)), 20000, (), (), {A: 10000, B: 10000}),
+        (MEMORY, ids_of((A, 0, 16384), (B, 0, 9999)), 20000, (), (), {}),
+        (MEMORY, ids_of((A, 0, 9), (B, 0, 99)), 9, (B,), (), {B: 9}),
+        (MEMORY, ids_of((A, 0, 99), (B, 0, 99)), 9, (), (A,), {B: 9}),
+        (MEMORY, ids_of((A, 0, 99), (B, 0, 8)), 9, (B,), (), {A: 9}),  # allocate refuses it
+        (COMPUTE, ids_of((A, 0, 99), (B, 0, 99)), 61, (A, B), (), {A: 31, B: 30}),
+        (COMPUTE, ids_of((A, 0, 100), (B, 0, 100)), 200, (), (), {A: 100, B: 100}),
+        (COMPUTE, ids_of((A, 0, 40), (B, 0, 99)), 60, (), (), {B: 60}),
+        (DEVICES, ids_of((A, 0, 9), (B, 0, 9)), 1, (), (), {A: 1}),
+    ],
+)
+def test_units_are_of_as_few_devices_as_have_them(
+    kind: str, available: Any, size: int, beside: Any, short: Any, wanted: dict[str, int]
+) -> None:
+    found = offers.preferred(kind, of(kind), "binpack", available, [], size, beside, short)
+    assert {key: sum(unit.startswith(key) for unit in found) for key in (A, B)} == {A: 0, B: 0, **wanted}
+    if found and (not beside or set(beside) == set(wanted)):
+        value = offers.allocate(kind, of(kind), BOTH, found, beside)[offers.VARIABLES[kind]]
+        assert value == (
+            ",".join(f"{one}={size // len(wanted)}Mi" for one in _uuids(wanted)) if kind == MEMORY else str(size)
+        )
+    elif found:
+        with pytest.raises(RequestError, match="9 units of memory are not free on GPU 1, where the container's comp"):
+            offers.allocate(kind, of(kind), BOTH, found, beside)
+
+
+def _uuids(wanted: dict[str, int]) -> list[str]:
+    return [uuid for uuid in pure.UUIDS if uuid[4:12] in wanted]
+
+
+class Admission:
+    """kubelet's calls for containers, in a given order, and what is free."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pairing = Pairing(lambda: self.now)
+        self.free = {kind: {unit for one in of(kind) for unit in one.ids()} for kind in (MEMORY, COMPUTE)}
+
+    def container(self, *order: tuple[str, int]) -> dict[str, set[str]]:
+        """Return {kind: keys of its devices}. Take back all if one is refused, like kubelet."""
+        taken: dict[str, list[str]] = {}
+        try:
+            for kind, size in order:
+                free = sorted(self.free[kind])
+                pair = self.pairing.asked(kind, free, size)
+                chosen = offers.preferred(kind, of(kind), "binpack", free, [], size, *pair)
+                chosen += [unit for unit in free if unit not in chosen][: size - len(chosen)]
+                offers.allocate(kind, of(kind), BOTH, chosen, self.pairing.beside(kind))
+                taken[kind] = chosen
+                self.pairing.chosen(kind, {unit.rpartition("-")[0] for unit in chosen}, chosen)
+        except RequestError:
+            self.now += 9
+            raise
+        for kind, chosen in taken.items():
+            self.free[kind] -= set(chosen)
+        return {kind: {unit.rpartition("-")[0] for unit in chosen} for kind, chosen in taken.items()}
+
+
+ORDERS = ([MEMORY, COMPUTE], [COMPUTE, MEMORY])
+
+
+@pytest.mark.parametrize("orders", list(itertools.product(ORDERS, repeat=3)))
+def test_compute_follows_memory_in_either_order(orders: Any) -> None:
+    """Two containers of 60 % get a device each, and a third one is refused, since 40 % are left of each."""
+    kubelet, size = Admission(), {MEMORY: 4096, COMPUTE: 60}
+    first, second = (kubelet.container(*((kind, size[kind]) for kind in order)) for order in orders[:2])
+    assert first == {MEMORY: {A}, COMPUTE: {A}} and second == {MEMORY: {B}, COMPUTE: {B}}
+    with pytest.raises(RequestError, match="60 units"):
+        kubelet.container(*((kind, size[kind]) for kind in orders[2]))
+    small = kubelet.container(*((kind, {MEMORY: 1024, COMPUTE: 40}[kind]) for kind in orders[2]))
+    assert small[MEMORY] == small[COMPUTE]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_refused_pair_is_placed_elsewhere_next_time(order: Any) -> None:
+    """The first device has memory and no compute. Whether kubelet asks for memory first, then the pod fails once."""
+    kubelet, size = Admission(), {MEMORY: 4096, COMPUTE: 60}
+    kubelet.free[COMPUTE] = {unit for unit in kubelet.free[COMPUTE] if unit.startswith(B)}
+    wanted = {MEMORY: {B}, COMPUTE: {B}}
+    if order[0] == MEMORY:
+        with pytest.raises(
+            RequestError, match="60 units of compute are not free on GPU 0, where the container's memory is"
+        ):
+            kubelet.container(*((kind, size[kind]) for kind in order))
+    assert kubelet.container(*((kind, size[kind]) for kind in order)) == wanted
+
+
+def test_old_choice_has_no_partner() -> None:
+    kubelet = Admission()
+    assert kubelet.container((MEMORY, 10)) == {MEMORY: {A}}
+    assert kubelet.pairing.beside(COMPUTE) == {A} and kubelet.pairing.beside(MEMORY) == set()
+    kubelet.now += 3
+    assert kubelet.pairing.beside(COMPUTE) == set()
+
+
 # Further requests of the container
 
 GIVEN = f"{constants.ENV_ALLOCATED_MEMORY}={SECOND}=4096Mi"
@@ -176,6 +285,63 @@ def asked(*env: str, annotations: Any = None, **policy: Any) -> Any:
 def test_same_request_in_pod_is_accepted(env: tuple[str, ...], annotations: Any) -> None:
     for order in ((GIVEN, *env), (*env, GIVEN)):
         assert asked(*order, annotations=annotations) == asked(GIVEN)
+
+
+TWO = f"{constants.ENV_ALLOCATED_MEMORY}={FIRST}=4097Mi,{SECOND}=4096Mi"
+PERCENT, COUNT = constants.ENV_ALLOCATED_COMPUTE, constants.ENV_ALLOCATED_DEVICES
+
+
+@pytest.mark.parametrize(
+    ("env", "compute"),
+    [
+        ((GIVEN, f"{PERCENT}=30"), ((None, 30),)),
+        ((GIVEN, f"{PERCENT}=30", f"{COUNT}=1", "GPUSHARE_COMPUTE=30%"), ((None, 30),)),
+        ((GIVEN, f"{PERCENT}=100"), ((None, 100),)),
+        ((TWO, f"{PERCENT}=120"), ((None, 60),)),
+        ((TWO, f"{PERCENT}=61", f"{COUNT}=2"), ((0, 31), (1, 30))),
+        ((GIVEN, f"{COUNT}=1"), ()),
+    ],
+)
+def test_compute_of_kubelet_is_divided_among_devices(env: Any, compute: Any) -> None:
+    for order in (env, env[::-1]):
+        found = asked(*order)
+        assert found.compute == compute
+        assert found.selection.names == ((FIRST, SECOND) if TWO in env else (SECOND,))
+        sizes = [amount.limit_bytes >> 20 for _, amount in found.memory]
+        assert sizes == ([4097, 4096] if TWO in env else [4096])
+
+
+@pytest.mark.parametrize(
+    ("env", "match"),
+    [
+        ((f"{PERCENT}=30",), "kubelet gave no memory"),
+        ((f"{COUNT}=1",), "kubelet gave no memory"),
+        ((SHARE, f"{PERCENT}=30"), "sets the compute of an equal share"),
+        ((GIVEN, f"{PERCENT}=101"), "not 1 to 100 percent of each of 1 devices"),
+        ((TWO, f"{PERCENT}=1"), "not 1 to 100 percent of each of 2 devices"),
+        ((GIVEN, f"{PERCENT}=0"), "not 1 to 100"),
+        ((GIVEN, f"{PERCENT}=x"), "leave it to kubelet"),
+        ((GIVEN, f"{PERCENT}=30", "GPUSHARE_COMPUTE=40"), 'GPUSHARE_COMPUTE="40", and kubelet gave "30": they contr'),
+        ((GIVEN, f"{COUNT}=2"), "kubelet gave memory of 1 devices"),
+        ((GIVEN, "GPUSHARE_DEVICES=any:2,model=Test"), "contradict"),
+        ((GIVEN, "GPUSHARE_DEVICES=any,colour=red"), "is not a condition"),
+    ],
+)
+def test_contradicting_choices_of_kubelet_are_refused(env: Any, match: str) -> None:
+    for order in (env, env[::-1]):
+        with pytest.raises(RequestError, match=match):
+            asked(*order)
+
+
+def test_pod_may_add_conditions_on_the_device() -> None:
+    """Kubelet's device must meet them, as each device of `any` must."""
+    found = asked(GIVEN, "GPUSHARE_DEVICES=any,model=A100")
+    assert found.selection.names == (SECOND,)
+    assert [one.text for one in found.selection.conditions] == ["model=A100"]
+    with pytest.raises(DeviceError, match="model=A100 requested"):
+        placement.grant(found, pure.node(), pure.ledger())
+    met = asked(GIVEN, "GPUSHARE_DEVICES=any,model=Test")
+    assert [one.device.uuid for one in placement.grant(met, pure.node(), pure.ledger())] == [SECOND]
 
 
 def test_pod_may_add_compute_limit() -> None:
@@ -228,7 +394,8 @@ def test_other_schedulers_amount_is_ignored_beside_equal_share(words: tuple[str,
 
 
 @pytest.mark.parametrize(
-    "value", ["", "=", "=4Gi", f"{FIRST}=", f"{FIRST}=x", f"{FIRST}=1Gi,{SECOND}=2Gi", f"{FIRST},,"]
+    "value",
+    ["", "=", "=4Gi", f"{FIRST}=", f"{FIRST}=x", f"{FIRST}=1Gi,{SECOND}", f"{FIRST}=1Gi,{FIRST}=1Gi", f"{FIRST},,"],
 )
 def test_invalid_plugin_value_is_refused(value: str) -> None:
     with pytest.raises(RequestError):

@@ -89,7 +89,12 @@ class Policy:
     def __init__(self, name: str = "admissionpolicy.yaml") -> None:
         spec = next(one for one in documents(name) if one["kind"] == "ValidatingAdmissionPolicy")["spec"]
         self.environment = celpy.Environment()
-        self.functions: Any = {"quantity": quantity, "asInteger": lambda value: value, "contains": self.contains}
+        self.functions: Any = {
+            "quantity": quantity,
+            "asInteger": lambda value: value,
+            "contains": self.contains,
+            "split": self.split,
+        }
         self.conditions = [self.compiled(one["expression"]) for one in spec["matchConditions"]]
         self.variables = [(one["name"], self.compiled(one["expression"])) for one in spec["variables"]]
         self.validations = [(one["message"], self.compiled(one["expression"])) for one in spec["validations"]]
@@ -97,6 +102,10 @@ class Policy:
     @staticmethod
     def contains(text: celtypes.StringType, part: celtypes.StringType) -> celtypes.BoolType:
         return celtypes.BoolType(str(part) in str(text))
+
+    @staticmethod
+    def split(text: celtypes.StringType, separator: celtypes.StringType) -> celtypes.ListType:
+        return celtypes.ListType([celtypes.StringType(part) for part in str(text).split(str(separator))])
 
     def compiled(self, expression: str) -> celpy.Runner:
         return self.environment.program(self.environment.compile(expression), functions=self.functions)
@@ -157,6 +166,15 @@ ALLOWED = {
     "annotation": pod(container(mib="4096"), annotations={SCOPED: "4Gi"}),
     "annotation with more": pod(container(mib="4096"), annotations={SCOPED: "4Gi", "app.gpushare.io/compute": "30%"}),
     "one device": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any")),
+    "request and limit": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi..12Gi")),
+    "request and limit in an annotation": pod(container(mib="4096"), annotations={SCOPED: "4096Mi..12Gi"}),
+    "both ends": pod(container(mib="4096"), annotations={f"{SCOPED}-request": "4Gi", f"{SCOPED}-limit": "12Gi"}),
+    "model": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any,model=A100|H100*")),
+    "model and room by annotation": pod(
+        container(mib="4096", GPUSHARE_MEMORY="4Gi"),
+        annotations={"app.gpushare.io/devices": "any,model=H100 PCIe,memory>=40Gi,free>=20Gi,mig=no"},
+    ),
+    "all compute": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_COMPUTE="100%")),
     "one of two": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), container("side")),
     "two of two": pod(container("a", "4096", GPUSHARE_MEMORY="4Gi"), container("b", "1024", GPUSHARE_MEMORY="1Gi")),
     "init container": pod(container(), initContainers=[container("i", "1024", GPUSHARE_MEMORY="1Gi")]),
@@ -198,6 +216,38 @@ REFUSED = {
     "list": (pod(container(mib="4096", GPUSHARE_MEMORY="0=4Gi,1=4Gi")), "that of the limit"),
     "from elsewhere": (pod(container(mib="4096", GPUSHARE_MEMORY=None)), "that of the limit"),
     "nothing": (pod(container(mib="0", GPUSHARE_MEMORY="0Gi")), "that of the limit"),
+    "request above the limit": (pod(container(mib="4096", GPUSHARE_MEMORY="8Gi..12Gi")), "that of the limit"),
+    "limit as the scheduler's amount": (pod(container(mib="12288", GPUSHARE_MEMORY="4Gi..12Gi")), "that of the limit"),
+    "no request": (pod(container(mib="4096", GPUSHARE_MEMORY="..12Gi")), "that of the limit"),
+    "annotated request above the limit": (
+        pod(container(mib="4096"), annotations={f"{SCOPED}-request": "8Gi", f"{SCOPED}-limit": "12Gi"}),
+        "the annotation CONTAINER.gpushare.io/memory must be",
+    ),
+    "limit alone": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={f"{SCOPED}-limit": "12Gi"}),
+        "memory-limit needs",
+    ),
+    "no compute": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_COMPUTE="0")), "compute must be"),
+    "compute of two devices": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_COMPUTE="0=30%,1=50%")),
+        "compute must be",
+    ),
+    "compute from elsewhere": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_COMPUTE=None)),
+        "compute must",
+    ),
+    "annotated compute": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={"app.gpushare.io/compute": "101%"}),
+        "compute must be",
+    ),
+    "two devices of a model": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any:2,model=A100")),
+        "of one device",
+    ),
+    "model and another device": (
+        pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any,model=A100,1")),
+        "of one device",
+    ),
     "two devices": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="any:2")), "of one device"),
     "two devices by name": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_DEVICES="0,1")), "of one device"),
     "all devices": (pod(container(mib="4096", GPUSHARE_MEMORY="4Gi", GPUSHARE_DEVICES="all")), "of one device"),
@@ -247,6 +297,7 @@ def test_every_validation_refuses_one_pod_alone(policy: Policy) -> None:
 # With the device plugin
 
 GPUS = {"gpushare.io/gpu": 1}
+PERCENT = {RESOURCE: "4096", "gpushare.io/compute": 30}
 
 
 def limited(name: str = "app", limits: Any = None, **env: Optional[str]) -> dict[str, Any]:
@@ -268,14 +319,34 @@ WITH_PLUGIN = {
     "annotation without a limit": (pod(container(), annotations={"app.gpushare.io/compute": "30"}), "can say more"),
     "annotation for all": (pod(limited(), annotations={"gpushare.io/compute": "30"}), "can say more"),
     "both": (pod(limited(limits={**GPUS, RESOURCE: 1})), "not both"),
-    "an amount of its own": (pod(limited(GPUSHARE_MEMORY="4Gi")), "leave it out"),
-    "an amount from elsewhere": (pod(limited(GPUSHARE_MEMORY=None)), "leave it out"),
+    "compute": (pod(limited(limits=PERCENT)), ""),
+    "compute, no runtime class": (pod(limited(limits=PERCENT), runtime=None), "needs runtimeClassName"),
+    "compute without memory": (pod(limited(limits={"gpushare.io/compute": 30})), "needs the limit gpushare.io/memory"),
+    "compute twice": (pod(limited(limits=PERCENT, GPUSHARE_COMPUTE="30")), "sets the compute"),
+    "compute twice by annotation": (
+        pod(limited(limits=PERCENT), annotations={"app.gpushare.io/compute": "30"}),
+        "sets the compute",
+    ),
+    "a memory limit": (pod(limited(GPUSHARE_MEMORY="4Gi..12Gi")), ""),
+    "a memory limit by annotation": (pod(limited(), annotations={f"{SCOPED}-limit": "12Gi"}), ""),
+    "a memory limit in another unit": (
+        pod(limited(limits={"gpushare.io/memory-64mib": 64}, GPUSHARE_MEMORY="4Gi..12Gi")),
+        "",  # the hook compares
+    ),
+    "another request": (pod(limited(GPUSHARE_MEMORY="8Gi..12Gi")), "kubelet sets the memory"),
+    "a memory limit for a GPU": (pod(limited(limits=GPUS, GPUSHARE_MEMORY="4Gi..12Gi")), "kubelet sets the memory"),
+    "a request by annotation": (pod(limited(), annotations={f"{SCOPED}-request": "4Gi"}), "kubelet sets the memory"),
+    "a model": (pod(limited(GPUSHARE_DEVICES="any,model=A100")), ""),
+    "a model by annotation": (pod(limited(), annotations={"app.gpushare.io/devices": "any,model=A100"}), ""),
+    "two of a model": (pod(limited(GPUSHARE_DEVICES="any:2,model=A100")), "leave it out"),
+    "an amount of its own": (pod(limited(GPUSHARE_MEMORY="4Gi")), "kubelet sets the memory"),
+    "an amount from elsewhere": (pod(limited(GPUSHARE_MEMORY=None)), "kubelet sets the memory"),
     "an annotation of its own": (pod(limited(), annotations={SCOPED: "4Gi"}), "leave it out"),
     "a device of its own": (pod(limited(GPUSHARE_DEVICES="0")), "leave it out"),
     "as kubelet would": (pod(limited(GPUSHARE_ALLOCATED_MEMORY="x=80Gi")), "leave it out"),
     "as CDI would": (pod(limited(GPUSHARE_CDI_A="all")), "leave it out"),
     "of CDI": (pod(limited(), annotations={"cdi.k8s.io/x": "gpushare.io/share=any"}), "leave it out"),
-    "init container": (pod(container(), initContainers=[limited("i", GPUSHARE_MEMORY="9Gi")]), "leave it out"),
+    "init container": (pod(container(), initContainers=[limited("i", GPUSHARE_MEMORY="9Gi")]), "kubelet sets the mem"),
     "debugger": (pod(limited(), ephemeralContainers=[container("d", GPUSHARE_COMPUTE="1")]), "ephemeral"),
 }
 
@@ -324,14 +395,11 @@ def test_docs_list_every_label_and_an_admitted_pod(policy: Policy, plugin_policy
     page, _, plugin = (TREE / "docs" / "kubernetes.md").read_text().partition("## The device plugin")
     rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
     assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}
-    (sample,) = re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
+    (sample,), (with_plugin,) = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (page, plugin))
     spec = yaml.safe_load(sample)["spec"]
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
     spec["containers"][0]["env"][0]["value"] = "8Gi"
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) != []
     resources = set(re.findall(r"^\| `(gpushare\.io/[a-z-]+)`", plugin, re.MULTILINE))
-    assert resources == {offers.resource(kind, 1) for kind in offers.VARIABLES}
-    ((limits,),) = (
-        list(yaml.safe_load(text).values()) for text in re.findall(r"^ {4}(limits: .*)\n", plugin, re.MULTILINE)
-    )
-    assert plugin_policy.refusals(pod(limited(limits=limits))) == []
+    assert resources == set(offers.resources(1, {}).values())
+    assert plugin_policy.refusals({"metadata": {"name": "p"}, "spec": yaml.safe_load(with_plugin)["spec"]}) == []

@@ -231,14 +231,45 @@ def test_unattributed_annotation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("allocated", "env", "annotations"),
     [
-        (f"MEMORY={UUIDS[0]}=4096Mi", ("GPUSHARE_MEMORY=4Gi..12Gi",), {}),
-        (f"MEMORY={UUIDS[0]}=4096Mi", (), {"gpushare.io/memory-limit": "12Gi"}),
+        (f"MEMORY={UUIDS[0]}=4096Mi", ("GPUSHARE_MEMORY=5Gi..12Gi",), {}),
+        (f"MEMORY={UUIDS[0]}=4096Mi", ("GPUSHARE_MEMORY=4Gi..12Gi",), {"gpushare.io/memory": "4Gi..8Gi"}),
+        (f"MEMORY={UUIDS[0]}=4096Mi", ("GPUSHARE_MEMORY=4Gi..12Gi",), {"gpushare.io/memory-limit": "8Gi"}),
+        (f"MEMORY={UUIDS[0]}=4096Mi", (), {"gpushare.io/memory-request": "3Gi"}),
+        (f"MEMORY={UUIDS[0]}=4096Mi", (), {"gpushare.io/memory-request": "3Gi", "gpushare.io/memory-limit": "12Gi"}),
         (f"GPU={UUIDS[0]}", (), {"gpushare.io/memory-request": "4Gi"}),
     ],
 )
 def test_kubelet_allocation_contradicts_other_amounts(allocated: str, env: Any, annotations: Any) -> None:
     with pytest.raises(RequestError, match="contradict|kubelet gave an equal share"):
         granted(f"GPUSHARE_ALLOCATED_{allocated}", *env, annotations=annotations)
+
+
+@pytest.mark.parametrize(
+    ("env", "annotations"),
+    [
+        (("GPUSHARE_MEMORY=4Gi..12Gi",), {}),
+        (("GPUSHARE_MEMORY=4096Mi..12Gi",), {"gpushare.io/memory-limit": "12Gi"}),
+        ((), {"gpushare.io/memory": "4Gi..12Gi"}),
+        ((), {"gpushare.io/memory-limit": "12Gi"}),
+        (("GPUSHARE_MEMORY=4Gi",), {"gpushare.io/memory-limit": "12Gi"}),
+        ((), {"gpushare.io/memory-request": "4Gi", "gpushare.io/memory-limit": "12Gi"}),
+    ],
+)
+@pytest.mark.parametrize("lending", ["off", "evict"])
+def test_kubelet_allocation_is_the_request_below_a_limit(env: Any, annotations: Any, lending: str) -> None:
+    """kubelet counts the request. Without lending the request is the limit too, as for every container."""
+    allocated = f"GPUSHARE_ALLOCATED_MEMORY={UUIDS[0]}=4096Mi"
+    for words in ((allocated, *env), (*env, allocated)):
+        found = resolved(*words, annotations=annotations, rules={"lending": lending})
+        ((slot, amount),) = found.memory
+        assert (slot, amount.limit_bytes, amount.ceiling.limit_bytes) == (None, 4 * GIB, 12 * GIB)
+        assert any("policy.lending is off" in line for line in found.ignored) == (lending == "off")
+        assert granted(*words, annotations=annotations, rules={"lending": lending}) == [4 * GIB]
+
+
+def test_limit_below_kubelet_allocation_is_refused() -> None:
+    with pytest.raises(RequestError, match=r'memory limit "2Gi" is below the memory request "4096Mi"'):
+        granted(f"GPUSHARE_ALLOCATED_MEMORY={UUIDS[0]}=4096Mi", annotations={"gpushare.io/memory-limit": "2Gi"})
 
 
 def test_kubelet_allocation_accepts_the_same_amount() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 
 import click
 
@@ -17,7 +19,12 @@ from .options import Paths, given, with_interval, with_no_color
 from .output import write_line
 
 FOLDER = "/var/lib/kubelet/device-plugins"
+KINDS = ("memory", "compute", "gpu", "devices")  # offers.VARIABLES, which need not be imported to parse an option
+IGNORED_XIDS = (13, 31, 43, 45, 68, 109)  # xid.IGNORED, which need not be imported to print help
 _MIB = 1 << 20
+# A qualified name, as Kubernetes requires it of an extended resource: DNS subdomain, slash, name
+_LABEL = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_RESOURCE = re.compile(rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([A-Za-z0-9_.-]{{0,53}}[A-Za-z0-9])?")
 
 
 @click.command("k8s-plugin")
@@ -41,21 +48,54 @@ _MIB = 1 << 20
 @click.option(
     "--whole", multiple=True, metavar="DEVICE", help="Offer this device undivided, as gpushare.io/gpu; can be repeated."
 )
+@click.option(
+    "--resource",
+    "resources",
+    multiple=True,
+    metavar="KIND=NAME",
+    help="Offer memory, compute or gpu under another name, or devices, which have no other; can be repeated.",
+)
+@click.option(
+    "--nvml",
+    callback=given,
+    default="",
+    metavar="FILE",
+    help="libnvidia-ml.so.1 of the driver: a device with a Xid error becomes unhealthy.",
+)
+@click.option(
+    "--ignore-xid",
+    "ignored",
+    callback=given,
+    default=",".join(map(str, IGNORED_XIDS)),
+    show_default=True,
+    metavar="LIST",
+    help="Xid errors after which a device stays healthy; none for all errors.",
+)
 @with_interval(5.0, "Time between two checks of the devices.")
 @with_no_color
 @click.pass_obj
-def k8s_plugin(paths: Paths, folder: str, unit: str, whole: tuple[str, ...], interval: float) -> None:
+def k8s_plugin(
+    paths: Paths,
+    folder: str,
+    unit: str,
+    whole: tuple[str, ...],
+    resources: tuple[str, ...],
+    nvml: str,
+    ignored: str,
+    interval: float,
+) -> None:
     """Offer the devices of this node to kubelet, as a device plugin.
 
-    Devices are offered as gpushare.io/memory-mib, which counts units of memory. Devices that are divided into equal
-    shares (sharing in the configuration) and devices of --whole are offered as gpushare.io/gpu. A container gets the
-    device that kubelet chooses. The plugin needs grpcio and protobuf: pip install 'gpushare[kubernetes]'.
+    Devices are offered as gpushare.io/memory-mib, which counts units of memory, and gpushare.io/compute, which counts
+    percent of one device. Devices that are divided into equal shares (sharing in the configuration) and devices of
+    --whole are offered as gpushare.io/gpu. A container gets the device that kubelet chooses. The plugin needs grpcio
+    and protobuf: pip install 'gpushare[kubernetes]'.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the plugin prints errors itself
-    unit_mib = _unit_mib(unit)
+    unit_mib, names = _unit_mib(unit), _names(resources)
     from ..integrations.kubelet import plugin  # imports gRPC, so only after the command line was parsed
 
-    settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval)
+    settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval, nvml, _xids(ignored), names)
     plugin.run(_node(paths, whole), paths.state_dir, settings, _print_line)
 
 
@@ -74,6 +114,28 @@ def _unit_mib(text: str) -> int:
     if size % _MIB:
         raise RequestError(f"--memory-unit={shown(text)}: not whole MiB", hint)
     return size // _MIB
+
+
+def _xids(text: str) -> tuple[int, ...]:
+    """Parse --ignore-xid. Raise RequestError."""
+    numbers = [part.strip() for part in text.split(",")] if text != "none" else []
+    if not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
+        raise RequestError(f"--ignore-xid={shown(text)}: not numbers", "write numbers such as 13,31, or none")
+    return tuple(map(int, numbers))
+
+
+def _names(options: Sequence[str]) -> dict[str, str]:
+    """Parse --resource. Raise RequestError."""
+    found: dict[str, str] = {}
+    for option in options:
+        kind, _, name = option.partition("=")
+        if kind not in KINDS or not _RESOURCE.fullmatch(name) or len(name) > 253:
+            hint = f"write {', '.join(KINDS[:-1])} or {KINDS[-1]}, and a name such as memory=nvidia.com/gpumem"
+            raise RequestError(f"--resource {shown(option)}: not KIND=DOMAIN/NAME", hint)
+        if kind in found or name in found.values():
+            raise RequestError(f"--resource {shown(option)}: given twice", "give each resource one name of its own")
+        found[kind] = name
+    return found
 
 
 def _node(paths: Paths, whole: tuple[str, ...]) -> Node:

@@ -30,10 +30,12 @@ ENV_PRIORITY = "GPUSHARE_PRIORITY"
 ENV_BACKEND = "GPUSHARE_BACKEND"
 ENV_OVERSUBSCRIBE = "GPUSHARE_OVERSUBSCRIBE"
 ENV_CDI_PREFIX = "GPUSHARE_CDI_"  # each CDI device sets one such variable; together they replace ENV_DEVICES
-# Set by the device plugin through kubelet (integrations/kubelet/offers.py): UUID=AMOUNT, or UUID,UUID for equal shares
-ENV_ALLOCATED_MEMORY = "GPUSHARE_ALLOCATED_MEMORY"
-ENV_ALLOCATED_GPU = "GPUSHARE_ALLOCATED_GPU"
-ALLOCATED = (ENV_ALLOCATED_MEMORY, ENV_ALLOCATED_GPU)
+# Set by the device plugin through kubelet (integrations/kubelet/offers.py)
+ENV_ALLOCATED_MEMORY = "GPUSHARE_ALLOCATED_MEMORY"  # UUID=AMOUNT, or several of them
+ENV_ALLOCATED_GPU = "GPUSHARE_ALLOCATED_GPU"  # UUID,UUID: equal shares; UUID=AMOUNT: whole devices
+ENV_ALLOCATED_COMPUTE = "GPUSHARE_ALLOCATED_COMPUTE"  # percent, of all devices together
+ENV_ALLOCATED_DEVICES = "GPUSHARE_ALLOCATED_DEVICES"  # number of devices
+ALLOCATED = (ENV_ALLOCATED_MEMORY, ENV_ALLOCATED_GPU, ENV_ALLOCATED_COMPUTE, ENV_ALLOCATED_DEVICES)
 ENV_CLAIM_PREFIX = (
     "GPUSHARE_CLAIM_"  # set by the DRA driver, one for each allocated device (integrations/dra/claims.py)
 )

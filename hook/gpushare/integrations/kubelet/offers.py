@@ -1,16 +1,18 @@
 """The resources that the plugin offers to kubelet, and the variables for a container. Has no side effects.
 
     offered(node, unit_mib, whole)                    -> {kind: (Offered, ...)}
-    resource(kind, unit_mib)                          -> its name, "gpushare.io/memory-mib"
-    allocate(kind, offers, healthy, ids)              -> {variable: value}      raises RequestError, DeviceError
-    preferred(offers, placement, available, must, n)  -> ids
+    resources(unit_mib, names)                        -> {kind: its name, "gpushare.io/memory-mib"}
+    allocate(kind, offers, healthy, ids, beside)      -> {variable: value}      raises RequestError, DeviceError
+    preferred(kind, offers, placement, available, must, n, beside, short)  -> ids
 
-kubelet counts named units ("device ids"). Memory has one id for each unit, `gpushare.io/gpu` one id for each share. An
-id is `<beginning of the uuid>-<number>`, and the container gets a share of the id's device. kubelet stores ids, so an
-id must not change when the plugin restarts or other devices are added or removed.
+kubelet counts named units ("device ids"). Memory has one id for each unit, compute one for each percent, and
+`gpushare.io/gpu` one for each share. An id is `<beginning of the uuid>-<number>`, and the container gets a share of the
+id's device. kubelet stores ids, so an id must not change when the plugin restarts or other devices are added or
+removed.
 
-kubelet counts the two resources separately, so each device is in one of them only. Devices with equal shares
-(`sharing`) and undivided devices (`whole`) are `gpushare.io/gpu`; all others are memory.
+A device has either memory and compute, or shares: devices with equal shares (`sharing`) and undivided devices (`whole`)
+are `gpushare.io/gpu`. kubelet chooses memory and compute of a container one after the other, in either order
+(pairing.py). `beside`: the keys of the devices of the first choice, which the second must match.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ from ...core.model import Device, Node
 from ...core.quantity import MAX_SLOTS
 from ...core.quoting import shown
 from ...gpu.selectors import device_name, is_among, usable_devices
-from ...state.ledger import capacity_bytes, rule_of
+from ...state.ledger import capacity_bytes, capacity_percent, rule_of
 
-MEMORY, GPU = "memory", "gpu"
-VARIABLES = {MEMORY: constants.ENV_ALLOCATED_MEMORY, GPU: constants.ENV_ALLOCATED_GPU}
+MEMORY, COMPUTE, GPU, DEVICES = "memory", "compute", "gpu", "devices"
+VARIABLES = {
+    MEMORY: constants.ENV_ALLOCATED_MEMORY,
+    COMPUTE: constants.ENV_ALLOCATED_COMPUTE,
+    GPU: constants.ENV_ALLOCATED_GPU,
+    DEVICES: constants.ENV_ALLOCATED_DEVICES,
+}
+DIVISIBLE = (MEMORY, COMPUTE)  # of one device, or in equal parts of as few devices as have room
+_PERCENT = 100  # the most that a container can have of one device
 _MIB = 1 << 20
 _GIB = 1024  # MiB
 _DIGITS = 8  # number of the uuid's digits in an id
@@ -39,19 +48,24 @@ class Offered(NamedTuple):
     key: str  # the beginning of its ids
     device: Device
     count: int  # type: ignore[assignment]  # number of ids; shadows tuple.count
-    mib: int  # size of one id; 0: an equal share, whose size the configuration sets
+    mib: int  # size of one id; 0: no memory, or an equal share, whose size the configuration sets
+    numa: int = -1  # the device's NUMA node; -1: unknown, or the only one
 
     def ids(self) -> Iterable[str]:
         return (f"{self.key}-{number}" for number in range(self.count))
 
 
-def resource(kind: str, unit_mib: int) -> str:
-    """The name of a resource. It contains the unit, so that a pod's number is unambiguous: memory-mib, memory-64mib,
-    memory-gib."""
-    if kind == GPU:
-        return constants.ANNOTATION_PREFIX + GPU
+def resources(unit_mib: int, names: dict[str, str]) -> dict[str, str]:
+    """The name of each offered resource. A default name contains the unit of memory, so that a pod's number is
+    unambiguous: memory-mib, memory-64mib, memory-gib. `names` replaces defaults; devices have no default, and are only
+    offered under a name."""
     size, unit = (unit_mib // _GIB, "gib") if unit_mib % _GIB == 0 else (unit_mib, "mib")
-    return f"{constants.ANNOTATION_PREFIX}memory-{size if size > 1 else ''}{unit}"
+    found = {
+        MEMORY: f"{constants.ANNOTATION_PREFIX}memory-{size if size > 1 else ''}{unit}",
+        COMPUTE: constants.ANNOTATION_PREFIX + COMPUTE,
+        GPU: constants.ANNOTATION_PREFIX + GPU,
+    }
+    return {**found, **names}
 
 
 def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str, tuple[Offered, ...]]:
@@ -60,7 +74,7 @@ def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str,
     allowed = node.config.policy.allowed_devices
     devices = [one for one in usable_devices(node.inventory) if not allowed or is_among(one, allowed)]
     keys = _keys([one.uuid for one in devices])
-    found: dict[str, list[Offered]] = {MEMORY: [], GPU: []}
+    found: dict[str, list[Offered]] = {kind: [] for kind in VARIABLES}
     for device in devices:
         capacity = capacity_bytes(device, node.config) // _MIB
         rule = rule_of(device, node.config)
@@ -72,8 +86,21 @@ def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str,
         elif rule is not None:
             found[GPU].append(Offered(key, device, rule.split_count, 0))
         else:
+            percent = capacity_percent(device, node.config)
             found[MEMORY].append(Offered(key, device, capacity // unit_mib, unit_mib))
+            found[COMPUTE].append(Offered(key, device, percent, 0))
+            found[DEVICES].append(Offered(key, device, percent, 0))
     return {kind: tuple(offers) for kind, offers in found.items()}
+
+
+def with_numa(found: dict[str, tuple[Offered, ...]], nodes: dict[str, int]) -> dict[str, tuple[Offered, ...]]:
+    """Add the NUMA node of each device, so that kubelet's Topology Manager can choose processors of the same node.
+    `nodes`: by PCI bus id. With one node there is no hint, since it would enlarge each id's message."""
+    if len({node for node in nodes.values() if node >= 0}) < 2:
+        return found
+    return {
+        kind: tuple(one._replace(numa=nodes.get(one.device.bus_id, -1)) for one in some) for kind, some in found.items()
+    }
 
 
 def _keys(uuids: Sequence[str]) -> dict[str, str]:
@@ -102,24 +129,58 @@ def _by_device(offers: Iterable[Offered], ids: Iterable[str]) -> dict[Offered, l
     return {one: sorted(set(found[key])) for key, one in known.items() if key in found}
 
 
-def allocate(kind: str, offers: Iterable[Offered], healthy: Collection[str], ids: Sequence[str]) -> dict[str, str]:
-    """The variable for a container with these ids: `UUID=AMOUNT`, or `UUID,UUID` for equal shares. Raises errors of one
-    line, which kubelet writes to the pod's events."""
+def _parts(kind: str, offers: Iterable[Offered], size: int, beside: Collection[str]) -> int:
+    """Return how many devices share `size` units: as few as can have so many, or those of the other resource."""
+    most = max((one.count for one in offers), default=1)
+    most = min(most, _PERCENT) if kind == COMPUTE else most
+    fewest = -(-size // max(1, most))
+    return max(fewest, len(beside)) if kind == COMPUTE else fewest
+
+
+def _split(size: int, parts: int) -> list[int]:
+    return [size // parts + (part < size % parts) for part in range(parts)]
+
+
+def _require_divided(
+    kind: str, offers: Iterable[Offered], chosen: dict[Offered, list[int]], size: int, beside: Collection[str]
+) -> None:
+    """Raise RequestError if kubelet had to choose units of more devices than they need, unequal parts, or other devices
+    than those of the container's other resource."""
+    keys = {one.key for one in chosen}
+    parts = _parts(kind, offers, size, beside)
+    fits = not beside or (keys == set(beside) if kind == COMPUTE else keys >= set(beside))
+    if fits and sorted(map(len, chosen.values()), reverse=True) == _split(size, parts):
+        return
+    free = ", ".join(f"{len(numbers)} of GPU {device_name(one.device)}" for one, numbers in chosen.items())
+    why = f"{size} units are free in {'no single device' if parts == 1 else f'no {parts} devices'}"
+    if beside:
+        names = ", ".join(f"GPU {device_name(one.device)}" for one in offers if one.key in beside)
+        other = MEMORY if kind == COMPUTE else COMPUTE
+        why = f"{size} units of {kind} are not free on {names}, where the container's {other} is"
+    raise RequestError(
+        f"{why} (kubelet chose {free})",
+        "ask for less; a container gets its share of one device, or equal parts of as few as have so much",
+    )
+
+
+def allocate(
+    kind: str, offers: Sequence[Offered], healthy: Collection[str], ids: Sequence[str], beside: Collection[str] = ()
+) -> dict[str, str]:
+    """The variable for a container with these ids: `UUID=AMOUNT`, `UUID,UUID` for equal shares, or a number. Raises
+    errors of one line, which kubelet writes to the pod's events."""
     if not ids:
         raise RequestError("kubelet asks for no device")
     chosen = _by_device(offers, ids)
     for one in chosen:
         if one.device.uuid not in healthy:
-            raise DeviceError(f"device {device_name(one.device)} ({one.device.uuid}) is gone")
+            raise DeviceError(f"device {device_name(one.device)} ({one.device.uuid}) is gone or broken")
+    if kind in DIVISIBLE:
+        _require_divided(kind, offers, chosen, len(ids), beside)
+    if kind in (COMPUTE, DEVICES):
+        return {VARIABLES[kind]: str(len(ids))}
     if kind == MEMORY:
-        if len(chosen) > 1:
-            free = ", ".join(f"{len(numbers)} of GPU {device_name(one.device)}" for one, numbers in chosen.items())
-            raise RequestError(
-                f"{len(ids)} units are free in no single device (kubelet chose {free})",
-                "ask for less; a container gets its share of one device",
-            )
-        ((one, numbers),) = chosen.items()
-        return {VARIABLES[kind]: f"{one.device.uuid}={len(numbers) * one.mib}Mi"}
+        sizes = (f"{one.device.uuid}={len(numbers) * one.mib}Mi" for one, numbers in chosen.items())
+        return {VARIABLES[kind]: ",".join(sizes)}
     if len(chosen) < len(ids) or len(chosen) > MAX_SLOTS:
         raise RequestError(
             f"{len(ids)} GPUs are requested, and kubelet chose from {len(chosen)} (at most {MAX_SLOTS})",
@@ -129,22 +190,42 @@ def allocate(kind: str, offers: Iterable[Offered], healthy: Collection[str], ids
 
 
 def preferred(
-    kind: str, offers: Iterable[Offered], placement: str, available: Sequence[str], must: Sequence[str], size: int
+    kind: str,
+    offers: Sequence[Offered],
+    placement: str,
+    available: Sequence[str],
+    must: Sequence[str],
+    size: int,
+    beside: Collection[str] = (),
+    short: Collection[str] = (),
 ) -> list[str]:
     """Choose `size` ids that `allocate` accepts, including all of `must`; an empty list if that is impossible.
-    `binpack` prefers the fullest device, `spread` the emptiest; of equal devices the first in PCI order is chosen."""
+    `binpack` prefers the fullest device, `spread` the emptiest; of equal devices the first in PCI order is chosen.
+    Devices in `beside` come first, and devices in `short`, which lack the other resource, last."""
     if size <= 0:
         return []
     free, kept = _by_device(offers, {*available, *must}), _by_device(offers, must)
     sign = 1 if placement == "binpack" else -1
-    order = sorted(free, key=lambda one: sign * len(free[one]))
-    if kind == MEMORY:
-        fitting = [one for one in order if len(free[one]) >= size and kept.keys() <= {one}]
-        if not fitting:
-            return []
-        one = fitting[0]
-        taken = kept.get(one, [])
-        rest = [number for number in free[one] if number not in set(taken)]
-        return [f"{one.key}-{number}" for number in [*taken, *rest][:size]]
+    order = sorted(free, key=lambda one: (one.key not in beside, one.key in short, sign * len(free[one])))
+    if kind in DIVISIBLE:
+        return _divided(order, free, kept, _split(size, _parts(kind, offers, size, beside)))
+    if kind == DEVICES:
+        return [*must, *(unit for unit in available if unit not in set(must))][:size]
     chosen = [*must, *(f"{one.key}-{free[one][0]}" for one in order if one not in kept)][:size]
     return chosen if len(chosen) == size else []
+
+
+def _divided(
+    order: Iterable[Offered], free: dict[Offered, list[int]], kept: dict[Offered, list[int]], parts: Sequence[int]
+) -> list[str]:
+    """Choose so many ids of each device: the first ones that have room, but all in `kept`."""
+    fitting = [one for one in order if len(free[one]) >= parts[0]]
+    devices = [*(one for one in fitting if one in kept), *(one for one in fitting if one not in kept)][: len(parts)]
+    if len(devices) < len(parts) or not kept.keys() <= set(devices):
+        return []
+    found: list[str] = []
+    for one, size in zip(devices, parts):
+        taken = kept.get(one, [])
+        rest = [number for number in free[one] if number not in set(taken)]
+        found += [f"{one.key}-{number}" for number in [*taken, *rest][:size]]
+    return found

@@ -16,6 +16,7 @@ import re
 import select
 import socket
 import stat
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Callable, NamedTuple, Optional
@@ -28,8 +29,10 @@ from ...gpu import inventory
 from ...gpu.selectors import device_name
 from ...system import sigterm
 from . import offers, protocol, service
+from .pairing import Pairing
 from .protocol import grpc
 from .service import Service
+from .xid import XidWatch
 
 _REGISTER_S = 15.0  # before kubelet answers, it connects to the plugin, for which it allows itself 10 s
 _LISTENS_S = 2.0  # kubelet creates its socket before it listens on it
@@ -54,6 +57,9 @@ class Settings(NamedTuple):
     unit_mib: int
     whole: tuple[str, ...]
     interval_s: float
+    nvml: str = ""  # NVML's library, for Xid errors; "": they are not watched
+    ignored_xids: tuple[int, ...] = ()
+    names: dict[str, str] = {}  # kind -> name of the resource, where it is not the default
 
 
 def run(first: Node, state_dir: str, settings: Settings, report: Report) -> None:
@@ -85,7 +91,7 @@ class _Lines(logging.Handler):
 
 
 class Plugin:
-    """The services of both resources, and what was last printed about kubelet and the devices."""
+    """The services of all resources, and what was last printed about kubelet and the devices."""
 
     def __init__(self, first: Node, state_dir: str, settings: Settings, report: Report, stack: ExitStack) -> None:
         self._node, self._state_dir, self._settings = first, state_dir, settings
@@ -95,17 +101,25 @@ class Plugin:
         self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket at the last registration
         self._watch = _Watch(settings.folder)
         stack.callback(self._watch.close)
+        pairing = Pairing(time.monotonic)
         self._services = [
-            stack.enter_context(Service(kind, offers.resource(kind, settings.unit_mib), report))
-            for kind in offers.VARIABLES
+            stack.enter_context(Service(kind, name, report, pairing))
+            for kind, name in offers.resources(settings.unit_mib, settings.names).items()
         ]
+        self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._xids: Optional[XidWatch] = None
+        if settings.nvml:
+            self._xids = XidWatch(settings.nvml, settings.ignored_xids, report, wake)
+            stack.callback(self._xids.close)
         _remove_stale_sockets(settings.folder)
         self._show()
 
     def wait(self, end: int) -> bool:
         """Wait for a change of kubelet's directory, or for the next check of the devices. True: SIGTERM has arrived."""
         longest_s = self._settings.interval_s if self._registered else min(_RETRY_S, self._settings.interval_s)
-        ready = select.select([end, self._watch.fd], [], [], longest_s)[0]
+        ready = select.select([end, self._watch.fd, self._woken], [], [], longest_s)[0]
+        if self._woken in ready:
+            os.read(self._woken, 4096)
         if self._watch.fd in ready:
             self._watch.drain()
         return end in ready
@@ -131,7 +145,7 @@ class Plugin:
         if here is None:
             raise GpushareError(f"{shown(place)}: kubelet is not there", _NO_KUBELET)
         for one in self._services:
-            label = one.name.rpartition("/")[2]
+            label = re.sub("[^a-z0-9-]", "-", one.name.rpartition("/")[2].lower())
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
             _register(place, one)
         self._registered = here
@@ -145,7 +159,15 @@ class Plugin:
         config = self._node.config
         found = offers.offered(self._node, self._settings.unit_mib, self._settings.whole)
         devices = [one.device for some in found.values() for one in some]
-        gone = _gone(config.driver_root, devices)
+        found = offers.with_numa(found, _numa_nodes(_visible(config.driver_root), devices))
+        xids = self._xids.errors() if self._xids else {}
+        failed = {one.uuid: xids.get(one.parent or one.uuid) for one in devices}
+        gone = {
+            uuid: f"Xid {xid} (the GPU counts as broken until the driver is loaded again)"
+            for uuid, xid in failed.items()
+            if xid is not None
+        }
+        gone.update(_gone(config.driver_root, devices))
         for device in devices:
             why = gone.get(device.uuid, "")
             if why != self._gone.get(device.uuid, ""):
@@ -162,11 +184,15 @@ class Plugin:
             self._print(text)
 
 
+def _visible(root: str) -> str:
+    """If the driver root is not in the plugin's pod, as with an operator's driver, "/" serves as well: /proc and /sys
+    are of the same kernel."""
+    return root if os.path.isdir(root) else "/"
+
+
 def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
-    """{uuid: reason} of devices that no container can use now. If the driver root is not in the plugin's pod, as with
-    an operator's driver, "/" serves as well: /proc and /sys are of the same kernel."""
-    if not os.path.isdir(root):
-        root = "/"
+    """{uuid: reason} of devices that no container can use now."""
+    root = _visible(root)
     try:
         inventory.driver_version(root)
     except DeviceError:
@@ -179,6 +205,18 @@ def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
             found[one.uuid] = f"no GPU at {one.bus_id} any more"
         elif one.parent and instance not in mig:
             found[one.uuid] = "the MIG device is gone"
+    return found
+
+
+def _numa_nodes(root: str, devices: Iterable[Device]) -> dict[str, int]:
+    """{PCI bus id: NUMA node}, -1 if the kernel knows none."""
+    found = {}
+    for one in devices:
+        try:
+            with open(os.path.join(root, "sys/bus/pci/devices", one.bus_id, "numa_node"), encoding="ascii") as file:
+                found[one.bus_id] = int(file.read())
+        except (OSError, ValueError):
+            found[one.bus_id] = -1
     return found
 
 

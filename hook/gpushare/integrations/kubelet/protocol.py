@@ -35,7 +35,9 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "Empty": (),
     "DevicePluginOptions": ("bool pre_start_required", "bool get_preferred_allocation_available"),
     "RegisterRequest": ("string version", "string endpoint", "string resource_name", "DevicePluginOptions options"),
-    "Device": ("string ID", "string health"),
+    "NUMANode": ("int64 ID",),
+    "TopologyInfo": ("NUMANode+ nodes",),
+    "Device": ("string ID", "string health", "TopologyInfo topology"),
     "ListAndWatchResponse": ("Device+ devices",),
     "PreStartContainerRequest": ("string+ devices_ids",),
     "PreStartContainerResponse": (),
@@ -53,7 +55,12 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "AllocateResponse": ("ContainerAllocateResponse+ container_responses",),
 }
 _Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {"string": _Field.TYPE_STRING, "bool": _Field.TYPE_BOOL, "int32": _Field.TYPE_INT32}
+_SCALARS = {
+    "string": _Field.TYPE_STRING,
+    "bool": _Field.TYPE_BOOL,
+    "int32": _Field.TYPE_INT32,
+    "int64": _Field.TYPE_INT64,
+}
 
 
 def _add_field(to: Any, number: int, text: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, NamedTuple, Optional
@@ -20,6 +21,7 @@ from ...core.quoting import shown
 from . import offers as pure
 from . import protocol
 from .offers import Offered
+from .pairing import Pairing
 from .protocol import grpc
 
 _THREADS = 8
@@ -41,8 +43,9 @@ class _Shown(NamedTuple):
 class Service:
     """One resource. gRPC calls the methods of the API in its own threads."""
 
-    def __init__(self, kind: str, name: str, report: Callable[[str], None]) -> None:
+    def __init__(self, kind: str, name: str, report: Callable[[str], None], pairing: Optional[Pairing] = None) -> None:
         self.kind, self.name, self._report = kind, name, report
+        self._pairing = pairing or Pairing(time.monotonic)
         self.path = ""
         self._server: Optional[Any] = None
         self._changed = threading.Condition()
@@ -153,14 +156,17 @@ class Service:
         shown, answer = self._shown, protocol.message("PreferredAllocationResponse")()
         for one in request.container_requests:
             choice = one.available_deviceIDs, one.must_include_deviceIDs, one.allocation_size
-            chosen = self._call(context, pure.preferred, self.kind, shown.offers, shown.placement, *choice)
+            pair = self._pairing.asked(self.kind, one.available_deviceIDs, one.allocation_size)
+            chosen = self._call(context, pure.preferred, self.kind, shown.offers, shown.placement, *choice, *pair)
             answer.container_responses.add().deviceIDs.extend(chosen)
         return answer
 
     def _allocate(self, request: Any, context: Any) -> Any:
         shown, answer = self._shown, protocol.message("AllocateResponse")()
         for one in request.container_requests:
-            env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids)
+            beside = self._pairing.beside(self.kind)
+            env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids, beside)
+            self._pairing.chosen(self.kind, {unit.rpartition("-")[0] for unit in one.devices_ids}, one.devices_ids)
             answer.container_responses.add().envs.update(env)
         for response in answer.container_responses:
             self._report(f"{self.name}: " + " ".join(f"{name}={value}" for name, value in response.envs.items()))
@@ -183,7 +189,8 @@ def _message(offers: tuple[Offered, ...], healthy: frozenset[str]) -> bytes:
     answer = protocol.message("ListAndWatchResponse")()
     for one in offers:
         health = protocol.HEALTHY if one.device.uuid in healthy else protocol.UNHEALTHY
+        topology = {"nodes": [{"ID": one.numa}]} if one.numa >= 0 else None
         for unit in one.ids():
-            answer.devices.add(ID=unit, health=health)
+            answer.devices.add(ID=unit, health=health, topology=topology)
     text: bytes = answer.SerializeToString()
     return text

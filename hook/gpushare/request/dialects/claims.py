@@ -3,8 +3,8 @@
 Runs on the start path, only if there is such a variable.
 
     read(env, inventory)                         -> {GPUSHARE_DEVICES: ..., GPUSHARE_MEMORY: ..., ...}
-    refuse_other(variable, name, text, given)    raise for a contradicting variable of the pod
-    refuse_amount(name, text)                    raise for an amount that the claim does not have
+    combined(variable, pod, allocated)           -> {key: (name, value)}    raises if the pod contradicts
+    with_ends(found, allocated)                  -> found                   raises if the pod has request or limit
 
 Each allocated device has a variable of its own, because an engine keeps one value of a name:
 `GPUSHARE_CLAIM_<claim's uid>_<number>=<device's uuid>;memory=4Gi;compute=30`. Two shares of one device are added,
@@ -13,7 +13,7 @@ since the scheduler counted both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from ...core import constants
@@ -24,11 +24,12 @@ from ...core.quoting import setting, shown
 from ...gpu.selectors import usable_devices
 from . import Env, one_value
 
-_ANY = ("", "any", "any:1")
+_ANY = tuple((constants.ENV_DEVICES, text) for text in ("", "any", "any:1"))
 _MEMORY, _COMPUTE = "memory", "compute"
 _ONCE = {"compute-mode": constants.ENV_COMPUTE_MODE, "priority": constants.ENV_PRIORITY}  # for all devices together
 _HINT = "leave it to gpushare dra"
-FIXED = (constants.ENV_MEMORY, constants.ENV_COMPUTE)  # no amount of the pod can be added to a claim's
+_COUNTED = (constants.ENV_MEMORY, constants.ENV_COMPUTE)  # no amount of the pod can be added to a claim's
+Pair = tuple[str, str]  # (name, value)
 
 
 class _Share(NamedTuple):
@@ -137,22 +138,37 @@ def _meaning(variable: str, name: str, text: str) -> object:
     return text.strip().lower()
 
 
-def refuse_other(variable: str, name: str, text: Optional[str], given: str) -> None:
-    """Compare with the pod's variable, whose amount may have other units and whose device may be `any`. Raise
-    RequestError."""
-    if text is None or (variable == constants.ENV_DEVICES and text.strip() in _ANY):
-        return
-    if _meaning(variable, name, text) != _meaning(variable, name, given):
-        raise RequestError(
-            f"{setting(name, text)}, and the claim has {shown(given)}: they contradict",
-            f"leave out {name}, and request it in the claim",
-        )
+def combined(
+    variable: str, pod: Sequence[tuple[str, Optional[str]]], allocated: dict[str, str]
+) -> Optional[dict[str, Pair]]:
+    """Compare the claim's value with the pod's variable and annotation, which may have other units and the device `any`.
+    Return nothing if the claim has none. Raise RequestError."""
+    given = allocated.get(variable)
+    for name, text in pod:
+        if text is None:
+            continue
+        if given is None:
+            if variable in _COUNTED:
+                _refuse_amount(name, text)
+        elif (variable, text.strip()) not in _ANY and _meaning(variable, name, text) != _meaning(variable, name, given):
+            raise RequestError(
+                f"{setting(name, text)}, and the claim has {shown(given)}: they contradict",
+                f"leave out {name}, and request it in the claim",
+            )
+    return None if given is None else {variable: (variable, given)}
 
 
-def refuse_amount(name: str, text: Optional[str]) -> None:
+def with_ends(found: Mapping[str, Pair], allocated: dict[str, str]) -> Mapping[str, Pair]:
+    """Raise RequestError if the pod has an annotation for memory request or limit: the claim has both."""
+    for key in constants.MEMORY_ENDS:
+        if key in found:
+            _refuse_amount(*found[key])
+    return found
+
+
+def _refuse_amount(name: str, text: str) -> None:
     """Raise RequestError for an amount that the scheduler did not count."""
-    if text is not None:
-        raise RequestError(
-            f"{setting(name, text)}, and the claim has none: the scheduler did not count it",
-            f"leave out {name}, and request it in the claim",
-        )
+    raise RequestError(
+        f"{setting(name, text)}, and the claim has none: the scheduler did not count it",
+        f"leave out {name}, and request it in the claim",
+    )

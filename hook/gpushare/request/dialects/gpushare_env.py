@@ -209,14 +209,11 @@ def _find(
         source, value = (variable, value) if cdi is None else cdi
         chosen = _key_for(key, annotations, container, unscoped)
         said = annotations.get(chosen)
-        if variable in allocated:
-            for name, text in ((source, value), (chosen, said)):
-                giver.refuse_other(variable, name, text, allocated[variable])
-            found[variable] = Found(variable, allocated[variable])
-            continue
-        if allocated and variable in giver.FIXED:
-            for name, text in ((source, value), (chosen, said)):
-                giver.refuse_amount(name, text)
+        if allocated:
+            given = giver.combined(variable, ((source, value), (chosen, said)), allocated)
+            if given:
+                found.update({key: Found(*pair) for key, pair in given.items()})
+                continue
         if value is not None and said is not None and value.strip() != said.strip():
             raise RequestError(
                 f"{setting(source, value)} and annotation {setting(chosen, said)} contradict", "keep one of them"
@@ -228,10 +225,10 @@ def _find(
     for key in constants.MEMORY_ENDS:
         chosen = _key_for(key, annotations, container, unscoped)
         said = annotations.get(chosen)
-        if allocated and (constants.ENV_MEMORY not in allocated or constants.ENV_COMPUTE in giver.FIXED):
-            giver.refuse_amount(chosen, said)
         if said is not None:
             found[key] = Found(chosen, said)
+    if allocated:
+        found = {key: Found(*pair) for key, pair in giver.with_ends(found, allocated).items()}
     return found
 
 
@@ -263,6 +260,9 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
         from . import memory_ends
 
         fields["memory"] = memory_ends.read(low, high, whole)
+    conditions = found.get(constants.ENV_ALLOCATED_DEVICES)
+    if conditions:
+        fields["selection"] = fields["selection"]._replace(conditions=_devices(*conditions, inventory).conditions)
     fields.setdefault("selection", UNNAMED)
     return Request(
         dialect="own",

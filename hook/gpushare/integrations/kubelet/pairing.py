@@ -1,0 +1,77 @@
+"""Keep a container's memory and compute on the same device. kubelet chooses them one after the other, in either order,
+and does not tell for which container. Has no side effects; used by the threads of two services.
+
+    pairing = Pairing(time.monotonic)
+    pairing.asked(kind, available, size)  -> (beside, short)     kubelet asks for a preference
+    pairing.beside(kind)                  -> keys of the devices of the other choice, for the same container
+    pairing.chosen(kind, keys, ids)                              kubelet has chosen
+
+kubelet admits one pod after the other and asks for all resources of a container within milliseconds. So a choice of
+memory and a choice of compute that follow each other are of one container, unless a pair is complete or too much time
+has passed. If a container with memory only is followed at once by a container with compute, the two are taken for a
+pair: then compute may be counted on another device than the container has it on, and the hook's ledger decides.
+
+`short` are devices that have too little of the other resource for a container like the last: what kubelet offered then,
+less what it took since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, Optional
+
+from .offers import COMPUTE, DIVISIBLE, MEMORY
+
+_WITHIN_S = 2.0  # kubelet's calls for one container; it gives up a call after longer, and fails the pod
+_NONE: frozenset[str] = frozenset()
+
+
+class _Choice(NamedTuple):
+    kind: str
+    keys: frozenset[str]
+    at: float
+
+
+def _count(ids: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for unit in ids:
+        key = unit.rpartition("-")[0]
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+class Pairing:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: Optional[_Choice] = None  # a choice whose partner may follow
+        self._free: dict[str, dict[str, int]] = {}  # kind -> key -> units
+        self._size: dict[str, int] = {}  # kind -> units that a container was last asked for
+
+    def beside(self, kind: str) -> frozenset[str]:
+        one = self._open
+        if kind not in DIVISIBLE or one is None or one.kind == kind or self._clock() - one.at > _WITHIN_S:
+            return _NONE
+        return one.keys
+
+    def asked(self, kind: str, available: Iterable[str], size: int) -> tuple[frozenset[str], frozenset[str]]:
+        if kind not in DIVISIBLE:
+            return _NONE, _NONE
+        with self._lock:
+            self._free[kind], self._size[kind] = _count(available), size
+            other = MEMORY if kind == COMPUTE else COMPUTE
+            least = self._size.get(other, 0)
+            free = self._free.get(other)
+            short = (key for key in self._free[kind] if free is not None and free.get(key, 0) < least)
+            return self.beside(kind), frozenset(short)
+
+    def chosen(self, kind: str, keys: Collection[str], ids: Iterable[str]) -> None:
+        if kind not in DIVISIBLE:
+            return
+        with self._lock:
+            paired = self.beside(kind)
+            self._open = None if paired else _Choice(kind, frozenset(keys), self._clock())
+            free = self._free.get(kind, {})
+            for key, number in _count(ids).items():
+                free[key] = max(0, free.get(key, 0) - number)
