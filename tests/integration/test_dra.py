@@ -179,13 +179,15 @@ def test_several_devices_and_parameters(
     with ApiServer(tmp_path / "account") as api, Kubelet(folder) as kubelet:
         drive(api)
         kubelet.register()
-        claim = api.allocate("a", {"one": {"memory": "12Gi", "compute": "30"}, "two": {"memory": "8Gi", "compute": "20"}}, config())
+        claim = api.allocate(
+            "a", {"one": {"memory": "12Gi", "compute": "30"}, "two": {"memory": "8Gi", "compute": "20"}}, config()
+        )
         names = kubelet.prepare(claim)
         assert len(names) == 2 and kubelet.prepare(claim, "two") == names[1:]
         one = container(["sleep", "600"], edit=lambda spec: inject(spec, folder / "cdi", names)).start()
         assert share(two, one) == (20 * GIB, [30, 20])
-        wrong = api.allocate("b", {"one": {"memory": "1Gi"}}, config(priorty="high"))
-        with pytest.raises(Refused, match='claim ml/b: unknown key "priorty" in the parameters; use .*priority'):
+        wrong = api.allocate("b", {"one": {"memory": "1Gi"}}, config(prio="high"))
+        with pytest.raises(Refused, match='claim ml/b: unknown key "prio" in the parameters; use .*priority'):
             kubelet.prepare(wrong)
 
 

@@ -205,7 +205,7 @@ class ApiServer:
 
     def allocate(self, name: str, requests: dict[str, dict[str, str]], config: Any = (), **more: Any) -> dict[str, Any]:
         """Allocate a claim: request -> capacity. Raises Refused if no device has room."""
-        results = []
+        results: list[dict[str, Any]] = []
         with self.changed:
             for request, wanted in requests.items():
                 results.append(self._result(request, wanted, results))

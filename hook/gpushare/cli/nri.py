@@ -22,7 +22,12 @@ SOCKET = "/var/run/nri/nri.sock"
     "--socket", callback=given, default=SOCKET, show_default=True, metavar="FILE", help="The engine's socket for NRI."
 )
 @click.option(
-    "--index", default="10", show_default=True, metavar="NN", help="Position among NRI plugins; lower ones come first."
+    "--index",
+    callback=given,
+    default="10",
+    show_default=True,
+    metavar="NN",
+    help="Position among NRI plugins; lower ones come first.",
 )
 @click.option(
     "--hook",

@@ -6,7 +6,7 @@
 
 A Xid error stands until the driver is loaded again, since NVML reports no recovery. NVML calls may hang in a broken
 driver, so the thread is a daemon and close() does not wait for it. Without NVML (a pod without the driver's library and
-device nodes) the plugin says so once and watches nothing.
+device nodes) the plugin reports that once and watches nothing.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def _refuse_partial_compute(shares: list[_Share]) -> None:
     limited = next((share.name for share in shares if share.compute), None)
     if without and limited:
         raise RequestError(
-            f"{without} has no compute, and {limited} has", "request compute for all devices of a container, or for none"
+            f"{without} has no compute, and {limited} has",
+            "request compute for all devices of a container, or for none",
         )
 
 
@@ -141,7 +142,7 @@ def _meaning(variable: str, name: str, text: str) -> object:
 def combined(
     variable: str, pod: Sequence[tuple[str, Optional[str]]], allocated: dict[str, str]
 ) -> Optional[dict[str, Pair]]:
-    """Compare the claim's value with the pod's variable and annotation, which may have other units and the device `any`.
+    """Compare the value of the claim with variable and annotation of the pod, in other units or with device `any`.
     Return nothing if the claim has none. Raise RequestError."""
     given = allocated.get(variable)
     for name, text in pod:
