@@ -131,7 +131,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare k8s-plugin --resource memory=nvidia.com/gpumem", "the same under the name that HAMi uses"),
     ),
     "nri": (("gpushare nri", "give shares to pods of an engine whose configuration is unchanged"),),
-    "dra": (("gpushare dra --program /opt/gpushare/bin/gpushare-hook", "in the driver's pod (docs/dra.md)"),),
+    "dra": (("gpushare dra --program /opt/gpushare/current/bin/gpushare-hook", "in the driver's pod (docs/dra.md)"),),
     "mps start": (
         ("gpushare mps start --device 0", "containers can request GPUSHARE_BACKEND=mps on that GPU"),
         ("gpushare mps start --compute 60 --memory 20Gi", "limits for each container"),

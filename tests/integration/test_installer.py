@@ -37,7 +37,7 @@ int main(int c, char **v) {
 class Pod:
     """One run of the image over a node."""
 
-    def __init__(self, node: Path, image: Path, *arguments: str) -> None:
+    def __init__(self, node: Path, image: Path, *arguments: str, **variables: str) -> None:
         dockerfile = (FOLDER / "Dockerfile").read_text()
         (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
         words = json.loads(entry[len("ENTRYPOINT ") :])
@@ -45,7 +45,7 @@ class Pod:
         alone = 'mount --make-rprivate "$0"; umount --lazy "$0"; exec /usr/sbin/chroot "$@"'
         own = ["/usr/bin/unshare", "--mount", "--propagation", "unchanged", "/bin/sh", "-ec", alone]
         pipe = subprocess.PIPE
-        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
+        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"], **variables}
         self.process = subprocess.Popen(
             [*own, str(node), str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
             stderr=subprocess.STDOUT, text=True,
@@ -120,11 +120,11 @@ def image(tmp_path: Path, bundle: Path, node: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
-    """start(argument...) -> Pod, killed at the end."""
+    """start(argument..., VARIABLE=...) -> Pod, killed at the end."""
     made: list[Pod] = []
 
-    def begin(*arguments: str) -> Pod:
-        made.append(Pod(node, image, *arguments))
+    def begin(*arguments: str, **variables: str) -> Pod:
+        made.append(Pod(node, image, *arguments, **variables))
         return made[-1]
 
     yield begin
@@ -145,6 +145,21 @@ def called(node: Path) -> list[str]:
 def tree(node: Path) -> set[str]:
     places = (node / "etc", node / "opt", node / "var")
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
+
+
+def test_engine_is_left_alone_for_the_nri_plugin(node: Path, start: Callable[..., Pod]) -> None:
+    for _ in range(2):  # and after a restart of the pod, which keeps a configuration that was edited meanwhile
+        pod = start("install", GPUSHARE_ENGINE="none")
+        pod.until("ready")
+        assert [path.name for path in (node / "etc/containerd").iterdir()] == ["config.toml"]
+        assert not (node / "called").exists()
+        assert (node / "opt/gpushare/current/bin/gpushare-hook").is_file()
+        config = node / "etc/gpushare/config.yaml"
+        assert "require_limits: true" in config.read_text()
+        pod.process.kill()
+        pod.process.wait(timeout=60)
+        config.write_text(config.read_text() + "# edited\n")
+    assert config.read_text().count("# edited") == 2
 
 
 def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]) -> None:

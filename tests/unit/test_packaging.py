@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from gpushare.cli import export, k8s_plugin
+from gpushare.cli import dra, export, k8s_plugin, nri
 from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
 from gpushare.core import constants
@@ -91,6 +92,34 @@ def pod_of(path: str) -> tuple[Any, Any]:
     assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
     (container,) = spec["template"]["spec"]["containers"]
     return spec["template"]["spec"], container
+
+
+def test_nri_plugin_has_minimal_rights() -> None:
+    """No privileges and no token. It writes one file of the state directory, and names the hook as on the node."""
+    pod, container = pod_of("nri/daemonset.yaml")
+    security = container["securityContext"]
+    assert not {"hostPID", "hostNetwork", "serviceAccountName"} & pod.keys() and "privileged" not in security
+    assert (security["allowPrivilegeEscalation"], security["capabilities"]) == (False, {"drop": ["ALL"]})
+    assert pod["automountServiceAccountToken"] is False
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert mounts == [os.path.dirname(nri.SOCKET), constants.STATE_DIR]
+    assert mounts == [volume["hostPath"]["path"] for volume in pod["volumes"]]
+    given = nri.nri.make_context("nri", container["args"][1:]).params
+    program = (INSTALLER / "install.py").read_text()
+    assert given["hook"] == "/opt/gpushare/current/bin/gpushare-hook"
+    assert 'FOLDER = "/opt/gpushare"' in program and 'FOLDER + "/current/bin/gpushare"' in program
+    kustomization = yaml.safe_load((KUBERNETES / "nri/kustomization.yaml").read_text())
+    (change,) = yaml.safe_load(kustomization["patches"][0]["patch"])
+    value: Any = daemon_set()
+    for word in change["path"].strip("/").split("/")[:-1]:
+        value = value[int(word) if isinstance(value, list) else word]
+    assert value == {"name": "GPUSHARE_ENGINE", "value": "containerd"} and change["value"] == "none"
+
+
+def test_dra_driver_names_the_hook_of_the_node() -> None:
+    _, container = pod_of("dra/daemonset.yaml")
+    given = dra.dra.make_context("dra", container["args"][1:]).params
+    assert given["program"] == "/opt/gpushare/current/bin/gpushare-hook"
 
 
 def test_plugin_has_minimal_rights() -> None:

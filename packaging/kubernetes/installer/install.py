@@ -8,9 +8,9 @@ usage: install.py install | remove | run WORDS...       the node's root is mount
     remove     remove gpushare now, even if containers have a share; they keep running.
     run        replace this program by `gpushare WORDS...` in the node's root.
 
-Variables, with their defaults: GPUSHARE_ENGINE=containerd, GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which
-restarts or reloads the engine when its configuration has changed (never: print the command instead). The node's
-programs run in the node's root, so that they use only the node's files.
+Variables, with their defaults: GPUSHARE_ENGINE=containerd (none: leave the engine alone, for the NRI plugin),
+GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which restarts or reloads the engine when its configuration has
+changed (never: print the command instead). The node's programs run in the node's root, so that they use only the node's files.
 """
 
 from __future__ import annotations
@@ -123,11 +123,12 @@ def restart(done: dict) -> None:
 
 def install() -> None:
     name = copy()
-    words = ["runtime", "configure", os.environ.get("GPUSHARE_ENGINE", "containerd")]
+    engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
+    words = ["runtime", "configure", *([] if engine == "none" else [engine])]
     before = checksum(CONFIG)
     if not before or before == read(WRITTEN):  # keep a file that the administrator wrote or edited
         words += ["--profile", os.environ.get("GPUSHARE_PROFILE", "cluster"), "--force"]
-    done = gpushare(*words)
+    done = gpushare(*words) if len(words) > 2 else {"changes": []}
     if "--profile" in words:
         with open(on_node(WRITTEN), "w") as file:
             file.write(checksum(CONFIG))
