@@ -331,7 +331,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "exports.end",
-        "Exported memory that is freed and closed is charged no more.",
+        "Exported memory that is freed and closed is no longer charged.",
         "descriptors",
         "shim/core/exports.c",
         nothing_left,

@@ -48,7 +48,7 @@ CHECKS = (
     Check("reserved", "memory that can be allocated of a device", costs.reserved, 20),
     Check("slices", "time slices of two contexts", switches.slices, 20, HARDWARE),
     Check("hand-over", "switches to a context with short kernels, and back", switches.handed_over, 15, HARDWARE),
-    Check("looks", "events in an empty stream wait for the own time slice", looks.looks, 20),
+    Check("looks", "events in an empty stream wait for a time slice of their own context", looks.looks, 20),
     Check("descriptors", "descriptors of exported memory", handles.descriptors, 15),
     Check("private-loader", "modules that the runtime library loads", handles.private_loader, 30),
     Check("green", "events and launches in streams of green contexts", handles.green, 20),

@@ -23,8 +23,8 @@ HEAD = """\
 
 `make docs` generates this page from `tests/hardware`; a test fails if the page is out of date.
 
-gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real one: it checks the
-limits, and what gpushare assumes of GPUs and drivers.
+gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real GPU: it checks the
+limits, and what gpushare assumes about GPUs and drivers.
 
 ## Measure a GPU
 
@@ -35,33 +35,36 @@ make gpu-check
 Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else
 uses the GPU. It takes less than 6 minutes, needs no network and no container engine, installs
 nothing, and changes no setting of the card. It uses the first GPU, or the one in
-`CUDA_VISIBLE_DEVICES`. It writes `build/gpu-check.json` after each check, and prints which
-assumption each figure confirms or refutes. A check that fails, hangs or crashes does not stop the
-rest.
+`CUDA_VISIBLE_DEVICES`. After each check it writes the results so far to `build/gpu-check.json`, and
+prints which assumption each figure confirms or refutes. If a check fails, hangs or crashes, the
+other checks still run.
 
 | option | effect |
 |---|---|
 | `GPU_ARGS="--list"` | list the checks and their time limits |
 | `GPU_ARGS="--only modules,slices"` | run these checks |
-| `GPU_ARGS="--short"` | shorten all checks: the figures are rough |
+| `GPU_ARGS="--short"` | shorten all checks; the figures are less exact |
 | `GPU_ARGS="--out FILE"` | write the JSON file elsewhere |
 | `GPU_ARGS="--budget 200"` | stop after this many seconds; later checks are reported as not run |
 
-* **Compiling.** In a tree that `make build` has built, `make gpu-check` brings the shim up to date.
-  Elsewhere it compiles the shim with `gcc`, `make`, `python3` 3.9 or later and the headers of CUDA
-  13 (of a CUDA toolkit, or of the packages that PyTorch needs) if `build/zstd` was carried over.
-  Without a shim, only the checks of the driver itself run.
-* **Frameworks.** The first `python3` that has PyTorch is used; `GPU_PYTHON=/path/to/python3`
+* **Compiling.** The *shim* is gpushare's library in front of the driver. In a tree in which
+  `make build` has run, `make gpu-check` brings the shim up to date. Elsewhere it compiles the shim,
+  if the folder `build/zstd` was copied there from such a tree. That needs `gcc`, `make`, `python3`
+  3.9 or later and the headers of CUDA 13, from a CUDA toolkit or from the packages that PyTorch
+  needs. Without a shim, only the checks of the driver itself run.
+* **Frameworks.** The checks use the first `python3` that has PyTorch; `GPU_PYTHON=/path/to/python3`
   selects another one. CuPy, Numba, JAX and Triton are checked if that Python has them.
-* **Private mounts.** Programs run natively and under the shim. The shim is mounted over the
-  driver's files in a private mount namespace; an ordinary user also gets a user namespace. In most
-  containers neither is allowed: then only the native part runs.
+* **Private mounts.** Programs run natively and under the shim. For the run under the shim, it is
+  mounted over the driver's files in a private mount namespace, and for a user other than root also
+  in a user namespace. Most containers forbid both kinds of namespaces: there only the native part
+  runs.
 
 ## Measure a GPU without a network
 
-On a machine with a network and no newer C library, build everything and pack the tree. The lines
-with `pip` and `unzip` are optional: with them, the check `private-loader` covers CUDA 11. For the
-checks `run` and `mps`, also run `make dist` and add `build/dist/gpushare`.
+Build everything on a machine with a network, and pack the tree. The C library of that machine must
+not be newer than the one of the machine with the GPU. The lines with `pip` and `unzip` are
+optional: with them, the check `private-loader` covers CUDA 11. For the checks `run` and `mps`, also
+run `make dist` and add `build/dist/gpushare` to the archive.
 
 ```sh
 make build gpu-programs
@@ -71,24 +74,26 @@ git archive --format=tar --output=build/tree.tar HEAD
 tar -rf build/tree.tar build/shim/libcuda.so build/shim/libnvidia-ml.so build/gpu
 ```
 
-On the machine with the GPU, which needs `bash`, `python3` 3.9 or later and the driver:
+Copy `build/tree.tar` to the machine with the GPU, which needs `bash`, `python3` 3.9 or later and
+the driver. Run there, in the folder with the copy:
 
 ```sh
 mkdir gpushare && tar -xf tree.tar -C gpushare
 sudo gpushare/tests/hardware/start
 ```
 
-`build/gpu-check.json` below that folder has all figures.
+All figures are then in `gpushare/build/gpu-check.json`.
 
 ## Add a measurement
 
-Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json`, run `make docs`, and send both
-as a patch or in a bug report. The file holds versions of GPU, driver, kernel and libraries, paths
-of the driver's files, and the GPU's uuid (remove that if you like).
+Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json` (create the folder if it is
+missing), run `make docs`, and send the JSON file and this page as a patch or in a bug report. The
+JSON file holds versions of GPU, driver, kernel and libraries, paths of the driver's files, and the
+GPU's uuid (remove that if you like).
 
 ## What is checked
 
-The checks run in this order. A check is ended at its time limit.
+The checks run in this order. A check that reaches its time limit is stopped.
 
 | check | what | limit | |
 |---|---|---:|---|
@@ -144,7 +149,8 @@ def _assumptions() -> list[str]:
     head = [
         "## What gpushare assumes",
         "",
-        "A measurement confirms or refutes each sentence; the file relies on it.",
+        "A measurement confirms or refutes each sentence. The last column names the file or folder of the",
+        "source that relies on it.",
         "",
     ]
     rows = [f"| {row.sentence} | `{row.check}` | `{row.relies_on}` |" for row in ASSUMPTIONS]
