@@ -101,7 +101,7 @@ def test_kubectl_arguments_exist() -> None:
         if text.startswith(tuple(f"kubectl {verb}" for verb in WITHOUT_FILES)):
             continue
         assert arguments and len(arguments) % 2 == 0, f"{place}: {text}"
-        for option, name in zip(arguments[::2], arguments[1::2]):
+        for option, name in zip(arguments[::2], (one.replace("packaging/kubernetes/", "") for one in arguments[1::2])):
             assert APPLIES[verb, option](TREE / "packaging/kubernetes" / name), f"{place}: {text}"
 
 
