@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench import compute, elastic, oversub, scrape, start
+from bench import compute, elastic, nri, oversub, scrape, start
 from simulator.simhost import make_simhost
 from tests.limiter import matrix, reaction
 from tests.support import host, judge
@@ -55,6 +55,11 @@ def figure(values: Sequence[float], unit: str) -> Figure:
 def start_cost(directory: Path) -> dict[str, Figure]:
     """Measure the time of `runc create`, and what the hook and the runtime add to it."""
     return {key: figure(values, "ms") for key, values in start.added_ms(directory).items()}
+
+
+def nri_cost(directory: Path) -> dict[str, Figure]:
+    """Measure what the NRI plugin adds to a CreateContainer of containerd."""
+    return {"nri.added_ms": figure(nri.added_ms(directory), "ms")}
 
 
 def overshoot(directory: Path) -> dict[str, Figure]:
@@ -174,6 +179,7 @@ def main() -> int:
         overshoot,
         scrape_cost,
         start_cost,
+        nri_cost,
     ):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=host.BUILD) as work:
             figures.update(measure(Path(work)))
