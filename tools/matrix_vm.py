@@ -147,7 +147,7 @@ def _follow(machine: subprocess.Popen[bytes], results: Path) -> None:
             return
 
 
-def report(root: Root, rows: list[dict[str, Any]]) -> int:
+def report(root: Root, rows: list[dict[str, Any]], commit: str) -> int:
     """Write the JSON; return the exit code."""
     tests = [row for row in rows if "test" in row]
     ended = [row for row in rows if "end" in row]
@@ -162,7 +162,7 @@ def report(root: Root, rows: list[dict[str, Any]]) -> int:
                             for row in tests if row["result"] == "failed"}),
         "engines": [{"engine": engine, "cgroups": f"{driver}, v2", "way": way, **count(results)}
                     for (engine, driver, way), results in sorted(engines.items())],
-        "commit": run("git", "rev-parse", "--short=8", "HEAD", cwd=TREE).strip(),
+        "commit": commit,
     }  # fmt: skip
     if not ended:
         entry["broken"] = f"the machine stopped after {len(tests)} tests"
@@ -183,8 +183,9 @@ def main(argv: list[str]) -> int:
     root.logs.mkdir(parents=True, exist_ok=True)
     try:
         with locked(root.lock, str(root.path)):
+            commit = run("git", "rev-parse", "--short=8", "HEAD", cwd=TREE).strip()
             prepare(root)
-            code = report(root, boot(root))
+            code = report(root, boot(root), commit)
             if options.record:
                 RECORDS.mkdir(exist_ok=True)
                 shutil.copy(root.result, RECORDS)
