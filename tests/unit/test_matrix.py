@@ -87,7 +87,9 @@ def test_virtual_machine_that_stops_early_has_not_passed(
     monkeypatch.setattr(matrix.Root, "versions", lambda root: {"docker": "28.5.2"})
     tested = {"test": "limit_holds", "result": "passed", "detail": "", "seconds": 3}
     rows = [tested, {**tested, "engine": "docker", "way": "cdi", "cgroups": "systemd"}]
-    assert matrix_vm.report(root, [*rows, *([{"end": True, "kernel": "7.2"}] if ended else [])]) == int(not ended)
+    assert matrix_vm.report(root, [*rows, *([{"end": True, "kernel": "7.2"}] if ended else [])], "1a2b") == int(
+        not ended
+    )
     (part,) = json.loads(root.result.read_text())["parts"].values()
     assert (part["passed"], part.get("broken")) == (2, None if ended else "the machine stopped after 2 tests")
     assert part["engines"] == [
