@@ -20,7 +20,8 @@ try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ImportError:
     raise GpushareError(
-        "gpushare dra needs grpcio and protobuf, which are not installed", "pip install 'gpushare[kubernetes]'"
+        "gpushare dra needs grpcio and protobuf, which are not installed",
+        "pip install 'gpushare[kubernetes]', or install a package built with WITH=kubernetes",
     ) from None
 
 PLUGIN = "pluginregistration"

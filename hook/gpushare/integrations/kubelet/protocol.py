@@ -20,7 +20,8 @@ try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 except ImportError:
     raise GpushareError(
-        "gpushare k8s-plugin needs grpcio and protobuf, which are not installed", "pip install 'gpushare[kubernetes]'"
+        "gpushare k8s-plugin needs grpcio and protobuf, which are not installed",
+        "pip install 'gpushare[kubernetes]', or install a package built with WITH=kubernetes",
     ) from None
 
 VERSION = "v1beta1"

@@ -20,7 +20,8 @@ try:
     from google.protobuf.message import DecodeError
 except ImportError:
     raise GpushareError(
-        "gpushare nri needs protobuf, which is not installed", "pip install 'gpushare[kubernetes]'"
+        "gpushare nri needs protobuf, which is not installed",
+        "pip install 'gpushare[kubernetes]', or install a package built with WITH=kubernetes",
     ) from None
 
 PLUGIN_SERVICE = "nri.pkg.api.v1alpha1.Plugin"
