@@ -10,7 +10,8 @@ usage: install.py install | remove | run WORDS...       the node's root is mount
 
 Variables, with their defaults: GPUSHARE_ENGINE=containerd (none: leave the engine alone, for the NRI plugin),
 GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which restarts or reloads the engine when its configuration has
-changed (never: print the command instead). The node's programs run in the node's root, so that they use only the node's files.
+changed (never: print the command instead). The node's programs run in the node's root, so that they use only the
+node's files.
 """
 
 from __future__ import annotations
