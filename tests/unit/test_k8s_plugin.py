@@ -82,7 +82,9 @@ def test_missing_grpc_is_one_line() -> None:
     command = [sys.executable, "-c", text + "sys.exit(main(sys.argv[1:]))"]
     done = subprocess.run([*command, "k8s-plugin"], cwd=TREE / "hook", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"gpushare: .*needs grpcio and protobuf.*; pip install 'gpushare\[kubernetes\]', or .*\n", done.stderr)
+    assert re.fullmatch(
+        r"gpushare: .*needs grpcio and protobuf.*; pip install 'gpushare\[kubernetes\]', or .*\n", done.stderr
+    )
     done = subprocess.run([*command, "k8s-plugin", "--help"], cwd=TREE / "hook", capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
