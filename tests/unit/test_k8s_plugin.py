@@ -16,7 +16,7 @@ import pytest
 from gpushare.cli import facts, k8s_plugin, main
 from gpushare.core.errors import ConfigError
 from gpushare.gpu import inventory
-from gpushare.integrations.kubelet import offers, plugin, protocol, service, xid
+from gpushare.integrations.kubelet import offers, plugin, protocol, service
 from gpushare.integrations.kubelet.offers import MEMORY
 
 from tests.support.engines.cri import methods
@@ -111,7 +111,6 @@ def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: 
 
 def test_options_name_every_kind() -> None:
     assert tuple(offers.VARIABLES) == k8s_plugin.KINDS
-    assert xid.IGNORED == k8s_plugin.IGNORED_XIDS
 
 
 def test_proto_matches_kubelet() -> None:

@@ -20,7 +20,9 @@ from .output import write_line
 
 FOLDER = "/var/lib/kubelet/device-plugins"
 KINDS = ("memory", "compute", "gpu", "devices")  # offers.VARIABLES, which need not be imported to parse an option
-IGNORED_XIDS = (13, 31, 43, 45, 68, 109)  # xid.IGNORED, which need not be imported to print help
+# Errors of a program, after which the GPU works on: "Xid Errors" in NVIDIA's GPU deployment documentation, the same
+# that NVIDIA's own device plugin skips by default
+IGNORED_XIDS = (13, 31, 43, 45, 68, 109)
 _MIB = 1 << 20
 # A qualified name, as Kubernetes requires it of an extended resource: DNS subdomain, slash, name
 _LABEL = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"

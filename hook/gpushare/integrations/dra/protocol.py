@@ -10,14 +10,14 @@ protobuf is missing.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ...core.errors import GpushareError
 
 try:
     import grpc as grpc  # service.py imports it from here, for the error message
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    from ..protobuf import messages
 except ImportError:
     raise GpushareError(
         "gpushare dra needs grpcio and protobuf, which are not installed",
@@ -40,7 +40,7 @@ _CLAIMS: dict[str, tuple[str, ...]] = {
     "NodeUnprepareResourceResponse": ("string error",),
     "NodeUnprepareResourcesResponse": ("NodeUnprepareResourceResponse* claims",),
 }
-# package -> message -> its fields as "type name", numbered from 1; type+: repeated; type*: map from string to type
+# package -> message -> its fields as "type name"; see protobuf.py
 _MESSAGES: dict[str, dict[str, tuple[str, ...]]] = {
     PLUGIN: {
         "InfoRequest": (),
@@ -51,42 +51,11 @@ _MESSAGES: dict[str, dict[str, tuple[str, ...]]] = {
     PACKAGES["v1.DRAPlugin"]: {**_CLAIMS, "Device": (*_CLAIMS["Device"], "string share_id")},
     PACKAGES["v1beta1.DRAPlugin"]: _CLAIMS,
 }
-_Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {"string": _Field.TYPE_STRING, "bool": _Field.TYPE_BOOL}
+_CLASSES = {package: messages(package, table) for package, table in _MESSAGES.items()}
 
 
-def _add_field(package: str, to: Any, number: int, text: str) -> None:
-    kind, name = text.split()
-    field = to.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
-    if kind.endswith("*"):  # protobuf encodes a map as repeated messages with a key and a value
-        entry = to.nested_type.add(name=name.capitalize() + "Entry")
-        entry.options.map_entry = True
-        _add_field(package, entry, 1, "string key")
-        _add_field(package, entry, 2, f"{kind[:-1]} value")
-        kind = f"{to.name}.{entry.name}+"
-    if kind.endswith("+"):
-        field.label, kind = _Field.LABEL_REPEATED, kind[:-1]
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
-    else:
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{package}.{kind}"
-
-
-@functools.cache
-def _pool(package: str) -> Any:
-    file = descriptor_pb2.FileDescriptorProto(name=f"gpushare/{package}.proto", package=package, syntax="proto3")
-    for name, fields in _MESSAGES[package].items():
-        described = file.message_type.add(name=name)
-        for number, text in enumerate(fields, 1):
-            _add_field(package, described, number, text)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-@functools.cache
 def message(package: str, name: str) -> Any:
-    return message_factory.GetMessageClass(_pool(package).FindMessageTypeByName(f"{package}.{name}"))
+    return _CLASSES[package](name)
 
 
 def handler(package: str, function: Any, request: str, response: str) -> Any:

@@ -10,14 +10,14 @@ count from 1 in the order of the table, without gaps. The import raises Gpushare
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from ...core.errors import GpushareError
 
 try:
     import grpc as grpc  # plugin.py and service.py import it from here, for the error message
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    from ..protobuf import messages
 except ImportError:
     raise GpushareError(
         "gpushare k8s-plugin needs grpcio and protobuf, which are not installed",
@@ -31,7 +31,7 @@ SERVICE = f"{VERSION}.DevicePlugin"
 HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
 MAX_MESSAGE_BYTES = 4 << 20  # that kubelet accepts: the default of gRPC for Go
 
-# message -> its fields as "type name"; type+: repeated; map: from string to string
+# message -> its fields as "type name"; see protobuf.py
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "Empty": (),
     "DevicePluginOptions": ("bool pre_start_required", "bool get_preferred_allocation_available"),
@@ -52,50 +52,10 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "PreferredAllocationResponse": ("ContainerPreferredAllocationResponse+ container_responses",),
     "ContainerAllocateRequest": ("string+ devices_ids",),
     "AllocateRequest": ("ContainerAllocateRequest+ container_requests",),
-    "ContainerAllocateResponse": ("map envs",),
+    "ContainerAllocateResponse": ("string* envs",),
     "AllocateResponse": ("ContainerAllocateResponse+ container_responses",),
 }
-_Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "string": _Field.TYPE_STRING,
-    "bool": _Field.TYPE_BOOL,
-    "int32": _Field.TYPE_INT32,
-    "int64": _Field.TYPE_INT64,
-}
-
-
-def _add_field(to: Any, number: int, text: str) -> None:
-    kind, name = text.split()
-    field = to.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
-    if kind == "map":  # protobuf encodes a map as repeated messages with a key and a value
-        entry = to.nested_type.add(name=name.capitalize() + "Entry")
-        entry.options.map_entry = True
-        _add_field(entry, 1, "string key")
-        _add_field(entry, 2, "string value")
-        kind = f"{to.name}.{entry.name}+"
-    if kind.endswith("+"):
-        field.label, kind = _Field.LABEL_REPEATED, kind[:-1]
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
-    else:
-        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{VERSION}.{kind}"
-
-
-@functools.cache
-def _pool() -> Any:
-    file = descriptor_pb2.FileDescriptorProto(name="gpushare/deviceplugin.proto", package=VERSION, syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        described = file.message_type.add(name=name)
-        for number, text in enumerate(fields, 1):
-            _add_field(described, number, text)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-@functools.cache
-def message(name: str) -> Any:
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{VERSION}.{name}"))
+message = messages(VERSION, _MESSAGES)
 
 
 def reader(name: str) -> Any:

@@ -17,9 +17,6 @@ from collections.abc import Callable, Collection
 
 from ...gpu import nvml
 
-# Errors of a program, after which the GPU works on: "Xid Errors" in NVIDIA's GPU deployment documentation
-# (docs.nvidia.com/deploy/xid-errors), the same that NVIDIA's own device plugin skips by default.
-IGNORED = (13, 31, 43, 45, 68, 109)
 _WAIT_MS = 500
 _RETRY_S = 5.0
 
