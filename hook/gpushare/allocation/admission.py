@@ -7,8 +7,6 @@ Both raise CapacityError (with the numbers and the containers that use the devic
 DeviceError. `brief` of such an error is a short form for a line about several devices.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Optional
 
 from ..core import constants

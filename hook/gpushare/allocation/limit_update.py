@@ -12,8 +12,6 @@ file `changing` with the container's id; the next start, change or prune then wr
 never has less memory than the limits in force.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -10,8 +10,6 @@ CapacityError (with the numbers and the containers that use the device), PolicyE
 result depends on the leases only, not on their order. Runs on the start path.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Optional
 
 from ..core import constants

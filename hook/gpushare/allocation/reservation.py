@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from ..core import constants
 from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.quoting import shown
 from ..request import policy
-from ..state import accounts, activity_files, leases, rebuild, shm_abi, storage
+from ..state import accounts, activity_files, leases, shm_abi, storage
 from ..state.accounts import Closed
 from ..system import idmap, procs
-from . import limit_update, placement
+from . import placement
+
+if TYPE_CHECKING:
+    from ..state import rebuild
 
 
 def reserve(
@@ -132,6 +135,8 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
     unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
     if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
         return live
+    from . import limit_update
+
     try:
         limit_update.finish(state_dir)
     except GpushareError:  # `prune` reports it
@@ -145,6 +150,8 @@ def _stop_lending_alone(state_dir: str, live: tuple[Lease, ...]) -> None:
         from ..state import agentlock
 
         if not agentlock.is_held(state_dir):
+            from . import limit_update
+
             limit_update.lend_locked(state_dir, live, ())
 
 
@@ -161,6 +168,8 @@ def recover(state_dir: str, node: Node) -> tuple[str, ...]:
 def _search(state_dir: str, node: Node) -> Optional[rebuild.SearchResult]:
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
         return None
+    from ..state import rebuild
+
     return rebuild.search(state_dir, node)
 
 
@@ -170,4 +179,6 @@ def _rebuild(state_dir: str, node: Node, searched: Optional[rebuild.SearchResult
         return ()
     if searched is None:
         return None
+    from ..state import rebuild
+
     return rebuild.run(state_dir, node, searched)

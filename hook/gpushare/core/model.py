@@ -1,7 +1,5 @@
 """Data types that modules exchange: plain, immutable, cheap to import (start path)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Optional
 
 from . import constants
@@ -30,7 +28,7 @@ class Device(NamedTuple):
     profile: str = ""  # of a MIG device: "1g.10gb"
 
     @property
-    def recorded(self) -> Device:
+    def recorded(self) -> "Device":
         """The device as lease.json has it. An older gpushare refuses a lease with fields that it does not know."""
         return self._replace(reserved_bytes=0, profile="")
 
@@ -183,7 +181,7 @@ class Amount(NamedTuple):
     percent: Optional[float]
     text: str  # as written, for messages
     foreign: bool = False  # another scheduler's, which may count memory that the driver reserves
-    ceiling: Optional[Amount] = None  # the memory limit, if it is above the request; see request/lending.py
+    ceiling: Any = None  # Optional[Amount], the memory limit, if it is above the request; see request/lending.py
 
 
 class Request(NamedTuple):

@@ -14,8 +14,6 @@ To add an operation, add its class here, to `Op` and to NEEDS (and to RECORDED i
 ContainerRoot or Editor what it calls there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Union
 
@@ -90,7 +88,7 @@ class Mount(NamedTuple):
         editor.add_mount(self)
 
     @staticmethod
-    def restore(target: str, source: str, kind: str, flags: list[str]) -> Mount:
+    def restore(target: str, source: str, kind: str, flags: list[str]) -> "Mount":
         return Mount(source, target, kind, tuple(flags), "")
 
     def put(self, root: Any, tree: int) -> None:
@@ -108,7 +106,7 @@ class InPlace(NamedTuple):
         return f"mount    {self.target} <- {self.source} ({self.kind}): in config.json"
 
     @staticmethod
-    def restore(target: str, source: str, kind: str) -> InPlace:
+    def restore(target: str, source: str, kind: str) -> "InPlace":
         return InPlace(source, target, kind)
 
 
@@ -132,7 +130,7 @@ class ImageFile(NamedTuple):
         editor.leave("ImageFile", self.source, self.target, list(self.flags))
 
     @staticmethod
-    def restore(source: str, target: str, flags: list[str]) -> ImageFile:
+    def restore(source: str, target: str, flags: list[str]) -> "ImageFile":
         return ImageFile(source, target, tuple(flags), "")
 
     def put(self, root: Any, tree: int) -> None:
@@ -158,7 +156,7 @@ class Cover(NamedTuple):
         editor.leave("Cover", self.source, self.target, list(self.flags))
 
     @staticmethod
-    def restore(source: str, target: str, flags: list[str]) -> Cover:
+    def restore(source: str, target: str, flags: list[str]) -> "Cover":
         return Cover(source, target, tuple(flags), "")
 
     def put(self, root: Any, tree: int) -> None:
@@ -179,7 +177,7 @@ class Link(NamedTuple):
         editor.leave("Link", self.target, self.text)
 
     @staticmethod
-    def restore(target: str, text: str) -> Link:
+    def restore(target: str, text: str) -> "Link":
         return Link(target, text, "")
 
     def put(self, root: Any, tree: int) -> None:
@@ -203,7 +201,7 @@ class DeviceNode(NamedTuple):
         editor.add_device(self)
 
     @staticmethod
-    def restore(*fields: Any) -> DeviceNode:
+    def restore(*fields: Any) -> "DeviceNode":
         return DeviceNode(*fields)
 
     def put(self, root: Any, tree: int) -> None:
@@ -248,7 +246,7 @@ class KernelLimit(NamedTuple):
             editor.add_kernel_limit(self.region, self.limit_bytes)
 
     @staticmethod
-    def restore(*fields: Any) -> KernelLimit:
+    def restore(*fields: Any) -> "KernelLimit":
         return KernelLimit(*fields)
 
     def grant(self, access: Any) -> None:
@@ -267,7 +265,7 @@ class LdCache(NamedTuple):
         editor.leave("LdCache", [list(entry) for entry in self.entries])
 
     @staticmethod
-    def restore(entries: list[list[Any]]) -> LdCache:
+    def restore(entries: list[list[Any]]) -> "LdCache":
         return LdCache(tuple(LdEntry(*entry) for entry in entries))
 
     def put(self, root: Any, tree: int) -> None:
@@ -288,7 +286,7 @@ class ProcMask(NamedTuple):
         editor.leave("ProcMask", list(self.bus_ids), list(self.capabilities))
 
     @staticmethod
-    def restore(bus_ids: list[str], capabilities: list[str]) -> ProcMask:
+    def restore(bus_ids: list[str], capabilities: list[str]) -> "ProcMask":
         return ProcMask(tuple(bus_ids), tuple(capabilities))
 
     def put(self, root: Any, tree: int) -> None:

@@ -9,8 +9,6 @@ Effects: reads directories and stats files of the driver root, which the host's 
 Runs on the start path, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from typing import NamedTuple, Optional

@@ -9,8 +9,6 @@
 Runs on the start path, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from typing import NamedTuple, Optional

@@ -4,8 +4,6 @@ A row's libraries are matched as `<stem>.so.<driver version>`; the endings are t
 Names are of driver branches 470 to 590; a file that a branch lacks is left out. Pure (start path).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 Links = tuple[str, ...]

@@ -10,8 +10,6 @@ are in the `access` files and, for every possible instance, in /proc/driver/nvid
 Source: NVIDIA MIG user guide, "Device nodes and capabilities".
 """
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple, Optional
 

@@ -8,8 +8,6 @@ at the end, so that limits are in place before a device is usable.
 Raises RequestError if no limit can be enforced in the image. Runs on the start path.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Optional
 
 from ..allocation import backends

@@ -3,8 +3,6 @@ prefer. Reads only, by descriptor and inside the root (inroot.py). All content i
 bounded.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -8,8 +8,6 @@ The annotation gpushare.io/applied lists what was added and removed. An image or
 record is valid only if the spec also has our own hook with the same nonce in its environment: only the engine's
 administrator can add a hook."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional

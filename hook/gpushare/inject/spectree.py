@@ -11,8 +11,6 @@ goes component by component and enters the source of each mount of config.json. 
 root, as they will in the container, also links in volumes.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -81,7 +79,7 @@ class SpecTree(inroot.View):
                     mount["destination"], path, shared=not {"shared", "rshared"}.isdisjoint(map(str, _flags(mount)))
                 )
 
-    def __enter__(self) -> SpecTree:
+    def __enter__(self) -> "SpecTree":
         return self
 
     def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:

@@ -14,8 +14,6 @@ Sources: runc 1.1 to 1.4 (urfave/cli: `-root X`, `--root=X`, flags also after th
 any unambiguous prefix of a flag works, so a prefix of a known flag is never taken for a new one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,7 +59,7 @@ class Call(NamedTuple):
     log_format: str = ""
     unknown: str = ""  # the first flag that is in no table or lacks its value
     clear: bool = True  # False: more readings than one, or none; the command's fields do not count then
-    readings: tuple[Call, ...] = ()  # of a line that is not clear
+    readings: tuple["Call", ...] = ()  # of a line that is not clear
 
 
 def _flag(word: str) -> tuple[str, str, bool]:

@@ -13,8 +13,6 @@ poststop                  release the share; idempotent, needs no pid, always ex
 The hook reads neither its environment nor its working directory: an image can set both.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -174,11 +172,11 @@ class IntoNamespace(session.Way):
 
     name = "hook"
 
-    def __init__(self, init: Optional[procs.Process] = None) -> None:
+    def __init__(self, init: "Optional[procs.Process]" = None) -> None:
         self._init = init
         self._applied: Optional[apply.Applied] = None
 
-    def image(self, start: session.Start, lease: Optional[Lease]) -> rootfs.Opened:
+    def image(self, start: session.Start, lease: Optional[Lease]) -> "rootfs.Opened":
         from ..inject import rootfs
 
         self._root = rootfs.Opened(start.bundle, self._init.pid if self._init else 0)
@@ -196,7 +194,7 @@ class IntoNamespace(session.Way):
         self.warnings = self._applied.warnings
         return True
 
-    def holder(self) -> Optional[procs.Process]:
+    def holder(self) -> "Optional[procs.Process]":
         return self._init
 
     def undo(self) -> None:

@@ -11,8 +11,6 @@ all others    execute the low-level runtime unchanged
 The lease is reserved for this process. execve keeps pid and start time, so the lease lives as long as the create.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -242,7 +240,7 @@ class IntoSpec(session.Way):
         self._leased = False
         self._nonce = ""  # of our edit, once there is one
 
-    def image(self, start: session.Start, lease: Optional[Lease]) -> SpecTree:
+    def image(self, start: session.Start, lease: Optional[Lease]) -> "SpecTree":
         """Return the root that the edited config.json will mount: without the mounts of other tools, which are
         `taken`."""
         from ..inject import specedit
@@ -260,7 +258,7 @@ class IntoSpec(session.Way):
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
         return self._tree
 
-    def check(self, steps: Plan) -> None:
+    def check(self, steps: "Plan") -> None:
         """Check the targets, except those in our own directory, which does not exist yet."""
         from ..core.ops import Mount
 
@@ -304,7 +302,7 @@ class IntoSpec(session.Way):
             specedit.write(self._path, self._clean)
 
 
-def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
+def _denied(steps: "Plan", host: Node) -> list[tuple[int, int]]:
     """Return NVIDIA's devices that the plan does not grant."""
     from ..core.ops import DeviceRule
     from ..request import deny_devices

@@ -9,8 +9,6 @@
 The programs hook, runtime and run differ in the bundle that they bring and in their Way, which carries the plan out.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -19,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
 from ..core.errors import KernelError
 from ..core.model import Bundle, Lease, Node, Request
+from ..core.ops import Plan
 from ..state import audit_log, log
 from . import deadline
 
 if TYPE_CHECKING:
-    from ..core.ops import Plan
     from ..system import inroot, procs
     from .why import Reason
 
@@ -47,7 +45,7 @@ class Preview(NamedTuple):
     """The result of a start if it happened now. `placed`: reasons for these devices; `held`: for these backends."""
 
     plan: Plan
-    placed: tuple[Reason, ...]
+    placed: tuple["Reason", ...]
     held: tuple[str, ...]
 
 
@@ -59,7 +57,7 @@ class Way:
     taken: Sequence[str] = ()
     warnings: Sequence[str] = ()
 
-    def image(self, start: Start, lease: Optional[Lease]) -> AbstractContextManager[Union[inroot.Root, str]]:
+    def image(self, start: Start, lease: Optional[Lease]) -> "AbstractContextManager[Union[inroot.Root, str]]":
         """Return the container's root, for probing."""
         raise NotImplementedError
 
@@ -73,7 +71,7 @@ class Way:
         """Carry out the plan. Return False if the same hook did so in an earlier stage. The image is open."""
         raise NotImplementedError
 
-    def holder(self) -> Optional[procs.Process]:
+    def holder(self) -> "Optional[procs.Process]":
         """Return the process that gets the lease; None: it does not exist yet, and the adopt hook sets it."""
         return None
 

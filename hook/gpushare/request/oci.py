@@ -11,8 +11,6 @@ All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (Sta
 Runs on the start path, so it imports only the standard library.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any, NamedTuple, Optional, Union

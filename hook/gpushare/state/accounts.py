@@ -8,8 +8,6 @@
 Grants are the lease's: limits multiplied by time. Use is the shim's count in the usage file, which the container can
 write, so each number is capped by what is possible. Times are of CLOCK_BOOTTIME, which cannot be set."""
 
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -86,13 +84,13 @@ def held_bytes(share: Share) -> int:
     return max(share.memory_limit_bytes, share.draining_bytes)
 
 
-def accounts(lease: Lease, usage: Optional[Usage], now: int) -> tuple[Account, ...]:
+def accounts(lease: Lease, usage: "Optional[Usage]", now: int) -> tuple[Account, ...]:
     """Return the account of each share up to `now`."""
     age_ns = max(0, now - began_ns(lease))
     return tuple(_account(share, usage, age_ns) for share in counted(lease, now).shares)
 
 
-def _account(share: Share, usage: Optional[Usage], age_ns: int) -> Account:
+def _account(share: Share, usage: "Optional[Usage]", age_ns: int) -> Account:
     granted = Account(share.granted_ns, share.granted_byte_ns)
     if usage is None or share.slot >= len(usage.buckets):
         return granted

@@ -13,8 +13,6 @@ container's environment, not even in a refusal; `gpushare inspect` has the full 
 none can end the line or add a field. Nothing here raises or waits: a line that the receiver does not accept at once is
 lost, because a start must not hang on a log."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

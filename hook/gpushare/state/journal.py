@@ -14,8 +14,6 @@ is skipped by readers, and the next line begins on a line of its own. A file tha
 `.1` and replaces the one before; running containers are then written again. Space is reserved when a file is made, so
 that a disk that fills up later loses nothing. Nothing here raises: a start never fails because of the journal."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -11,8 +11,6 @@ unknown) until an administrator frees it with `gpushare prune --assume-free`.
 The lock is one flock, held for reads, renames and arithmetic only: never across a subprocess, NVML or a mount.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType

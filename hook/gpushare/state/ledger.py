@@ -8,8 +8,6 @@ capacity_percent(device, config)     -> int      maximum sum of hard compute lim
 counts(percent, soft)                -> bool     whether a compute limit reserves device time
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple, Optional
 

@@ -10,8 +10,6 @@ number is read, root's before users', until a deadline, and only the beginning o
 container's runtime come first. The result lists what was left out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -21,8 +21,6 @@ namespaces) it counts if the directory has `storage.SHARE_MARK`, an attribute th
 mounts are ignored. The search misses a container whose processes have all left the share, by pivot_root or to a user
 namespace of another uid."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -6,11 +6,9 @@ tests/unit/test_shm_abi.py compares each offset and size with what a C compiler 
 usage_reader.py and activity_files.py read what tenants write.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from ..core import constants
 from ..core.errors import GpushareError
@@ -213,9 +211,9 @@ class Limit(NamedTuple):
     """One device of a limits file. None: no limit."""
 
     uuid: str
-    memory_limit_bytes: int | None
+    memory_limit_bytes: Optional[int]
     memory_total_bytes: int
-    compute_percent: int | None
+    compute_percent: Optional[int]
     priority: int
     flags: int
     page: int = 0

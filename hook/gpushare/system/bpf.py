@@ -11,8 +11,6 @@ Context of such a program (linux/bpf.h, struct bpf_cgroup_dev_ctx): u32 access_t
 high half: 1 mknod, 2 read, 4 write), u32 major, u32 minor. It returns 1 to allow.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import struct

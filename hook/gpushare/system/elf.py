@@ -1,8 +1,6 @@
 """Read the machine and the DT_SONAME of an ELF file. The file is untrusted: every read is bounded, and a malformed
 file counts as "not a library" (None), never as an error. Layout: System V gABI, elf(5)."""
 
-from __future__ import annotations
-
 import os
 import struct
 from typing import NamedTuple, Optional

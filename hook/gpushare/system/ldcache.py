@@ -9,8 +9,6 @@ The loader finds a name by binary search (descending `compare_names`), then chec
 Among entries for its own machine it prefers glibc-hwcaps entries, then the first regular entry.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -58,7 +56,7 @@ class Entries:
         self.raw = raw
 
     @staticmethod
-    def of(entries: Iterable[Entry]) -> Entries:
+    def of(entries: Iterable[Entry]) -> "Entries":
         return Entries(b"".join(_ENTRY.pack(*entry) for entry in entries))
 
     def __len__(self) -> int:
@@ -79,7 +77,7 @@ class Entries:
     def values(self) -> memoryview:
         return memoryview(self.raw).cast("I")[2 :: _ENTRY.size // 4]
 
-    def moved(self, by: int) -> Entries:
+    def moved(self, by: int) -> "Entries":
         """All entries with `by` added to their offsets. The table is added as one number, so no offset may carry."""
         offsets = int.from_bytes(_OFFSETS * len(self), "little")
         return Entries((int.from_bytes(self.raw, "little") + by * offsets).to_bytes(len(self.raw), "little"))

@@ -4,8 +4,6 @@ A pidfd pins the process before any data read through its pid is used. The names
 lived, so it is the container's even if another process gets the pid later.
 """
 
-from __future__ import annotations
-
 import os
 import select
 from collections.abc import Iterable
@@ -148,7 +146,7 @@ class Namespace:
         finally:
             os.close(owner)
 
-    def __enter__(self) -> Namespace:
+    def __enter__(self) -> "Namespace":
         syscalls.setns(self._container, f"/proc/{self.pid}/ns/mnt")
         return self
 

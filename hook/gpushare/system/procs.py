@@ -4,8 +4,6 @@ The kernel reuses pids. Field 22 of /proc/<pid>/stat (start time in clock ticks 
 between two processes that had the same pid in one boot. The boot id distinguishes boots. Source: proc(5).
 """
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple, Optional
 

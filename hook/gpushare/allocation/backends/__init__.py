@@ -20,8 +20,6 @@ them.
 To add a backend, add a package here that defines BACKEND (base.py), and its name to constants.BACKENDS.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import NamedTuple, Optional

@@ -1,7 +1,5 @@
 """The type of a backend. Each package of this folder defines one, named BACKEND."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 

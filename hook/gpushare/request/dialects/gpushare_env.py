@@ -12,8 +12,6 @@ unscoped one counts only for containers that name a device themselves: a sidecar
 Runs on the start path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Optional
 

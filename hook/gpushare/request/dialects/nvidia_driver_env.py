@@ -7,8 +7,6 @@ NVIDIA_GDS, _MOFED, _GDRCOPY, _NVSWITCH =enabled; NVIDIA_IMEX_CHANNELS, or mount
 Source: NVIDIA container toolkit documentation and MIG user guide. Runs on the start path.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from ...core.model import Inventory
