@@ -185,7 +185,7 @@ def test_script_without_shebang_runs_in_the_shell(node: Node, tmp_path: Path) ->
     damaged.write_text("#!/no/such/interpreter\n")
     damaged.chmod(0o755)
     done = run(node, "--", str(damaged))
-    said = f'gpushare: "{damaged}": No such file or directory; its interpreter is not there\n'
+    said = f'gpushare: "{damaged}": No such file or directory; its interpreter does not exist\n'
     assert (done.returncode, done.stderr) == (127, said)
     assert node.leases() == []
 
@@ -247,7 +247,7 @@ def test_nested_start_is_refused(node: Node) -> None:
 
 REFUSED = {
     "unit": (("--memory", "4Gx"), 64, '--memory="4Gx": unknown unit'),
-    "too much": (("--memory", "17Gi"), 75, "17Gi asked"),
+    "too much": (("--memory", "17Gi"), 75, "17Gi requested"),
     "device": (("--devices", "5"), 69, 'no device "5"'),
     "no device": (("--devices", "none"), 64, "--devices: no device is requested"),
     "backend": (("--backend", "magic"), 64, "--backend"),

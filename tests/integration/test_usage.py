@@ -130,7 +130,7 @@ def test_start_that_exceeds_a_quota_is_refused_by_name(
     first = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
     with pytest.raises(RuntimeFailed) as refused:
         container(["sleep", "inf"], env=SHARE, **node.way(way)).create()
-    said = f"policy.quotas[0] of user 0: 4 GiB of memory asked, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
+    said = f"policy.quotas[0] of user 0: 4 GiB of memory requested, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
     assert said in refused.value.last_line
     assert node.cli("limit", "set", first.id, "--memory", "7Gi").returncode == 77
     assert node.cli("limit", "set", first.id, "--memory", "2Gi").returncode == 0

@@ -279,7 +279,7 @@ def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None
     [
         (("limit", "set", "c1"), 64, "nothing to change; give --memory, --compute, --compute-mode or --priority"),
         (("limit", "set", "c1", "--device", "0"), 64, "nothing to change"),
-        (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute asked, 50% free of 100%, held by c2 (50%); "),
+        (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute requested, 50% free of 100%, held by c2 (50%)"),
         (("limit", "set", "c1", "--compute", "80"), 75, "or set --compute-mode soft"),
         (("limit", "set", "c3", "--compute", "8"), 64, 'no container "c3"'),
         (("limit", "set", "c1", "--compute", "8", "--device", ""), 2, "'--device': it is empty"),

@@ -325,15 +325,15 @@ def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Ca
     assert cli("limit", "show", "c") == (
         0,
         "SLOT  DEVICE  MEMORY USED  MEMORY  COMPUTE  MODE  PRIORITY  LAUNCHES\n"
-        "   0       0        5 GiB   8 GiB     100%  hard  normal    go\n"
-        "   1       1        1 GiB   2 GiB      30%  hard  normal    go\n",
+        "   0       0        5 GiB   8 GiB     100%  hard  normal    allowed\n"
+        "   1       1        1 GiB   2 GiB      30%  hard  normal    allowed\n",
         "",
     )
     code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--priority", "high")
     assert (code, err) == (0, "")
     assert out.splitlines()[1:] == [
-        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  go",
-        "   1       1        1 GiB           2 GiB      30%  hard  normal          go",
+        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  allowed",
+        "   1       1        1 GiB           2 GiB      30%  hard  normal          allowed",
         "slot 0: in use 5 GiB, over the limit by 1 GiB: new allocations fail until it is below",
     ]
     assert all("over its limit by 1 GiB" in text for text in (cli("inspect", "c1")[1], cli("list")[1]))

@@ -49,8 +49,8 @@ def test_virtual_size_is_scaled_limit_in_whole_blocks(memory: str, scaling: floa
     [
         (host_of(budget=""), ["GPUSHARE_MEMORY=4Gi"], PolicyError, "8 GiB on device and host .*host_memory gives none"),
         (host_of("50%", memory=0), ["GPUSHARE_MEMORY=4Gi"], PolicyError, "gives none"),
-        (host_of("50%", memory=8 * GI), ["GPUSHARE_MEMORY=4Gi"], CapacityError, "8 GiB asked, 4 GiB free of 4 GiB"),
-        (host_of("15Gi"), ["GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=4Gi"], CapacityError, "16 GiB asked, 15 GiB free"),
+        (host_of("50%", memory=8 * GI), ["GPUSHARE_MEMORY=4Gi"], CapacityError, "8 GiB requested, 4 GiB free of 4 GiB"),
+        (host_of("15Gi"), ["GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=4Gi"], CapacityError, "16 GiB requested"),
         (
             host_of(),
             ["GPUSHARE_DEVICES=any"],
@@ -108,7 +108,7 @@ def test_memory_reserved_for_migration_is_not_granted() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="25%"))
     assert grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12Gi", ON)[0].virtual_bytes == 24 * GI
-    with pytest.raises(CapacityError, match="12.5Gi asked, 12 GiB free of 12 GiB"):
+    with pytest.raises(CapacityError, match="12.5Gi requested, 12 GiB free of 12 GiB"):
         grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12.5Gi")
     host = host._replace(config=host.config._replace(sharing=(SharingRule(4, 1.5),)))
     (one,) = grant(host, "GPUSHARE_DEVICES=0")

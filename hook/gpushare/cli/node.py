@@ -36,7 +36,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
     with Progress() as progress:
-        progress.say("asking the driver")
+        progress.say("querying the driver")
         host = node.compile_node(
             paths.config,
             paths.state_dir,
@@ -61,7 +61,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
         return
     _print(host)
     if links:
-        write_line(f"linked in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
+        write_line(f"created links in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
     for change in found or ():
         write_line(f"changed: {change.text()}")
     if found == []:
@@ -69,7 +69,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
     for name, why in old:
         write_line(f"container {name} {why}: start it again")
     if recovered:
-        write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
+        write_line(f"{paths.state_dir} was lost; rebuilt the leases of running containers: {', '.join(recovered)}")
 
 
 def make_links(root: str) -> list[str]:
@@ -77,7 +77,7 @@ def make_links(root: str) -> list[str]:
     try:
         return charlinks.make(root, charlinks.DIRECTORY)
     except OSError as error:
-        log.to_stderr(f"gpushare: no link in {charlinks.DIRECTORY}: {error.strerror}")
+        log.to_stderr(f"gpushare: cannot create links in {charlinks.DIRECTORY}: {error.strerror}")
         return []
 
 
