@@ -28,10 +28,12 @@ from .output import Progress, write_json, write_line
 def refresh(paths: Paths, measure: bool, output: str) -> None:
     """Read the configuration and the driver now.
 
-    Measures the memory of a CUDA context on each kind of device, once for each driver. Reports what has changed since
-    they were last read, and which containers were started with another driver. Without this command the first container
-    that starts after a change reads them, so that its start takes longer, and context sizes are estimates. Also makes
-    the links in /dev/char by which systemd knows NVIDIA's devices.
+    Reports what has changed since the last refresh, and which containers were started with another driver. Measures the
+    memory of a CUDA context on each kind of device, once for each driver. Creates the links in /dev/char by which
+    systemd finds NVIDIA's devices.
+
+    Run it after a change of the driver or the configuration. Otherwise the next container that starts reads them, so
+    that its start takes longer, and context sizes are estimates.
     """
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
