@@ -27,8 +27,8 @@ key is an error. A changed file applies to containers that start after the chang
 * `gpushare config check` checks the file, and reports each error with its line.
 * `gpushare runtime configure ENGINE --profile workstation` (or `cluster`) writes a first file.
 * `config/config.yaml` is a sample with every key.
-* The directory of leases and limits is not a key. Set it with `--state DIR`, an option of the hook and of `gpushare`. The
-  default is `/run/gpushare`, which gpushare mounts as a tmpfs of its own.
+* The directory of leases and limits is not a key. Set it with `--state DIR`, an option of the hook and of `gpushare`.
+  The default is `/run/gpushare`, which gpushare mounts as a tmpfs of its own.
 
 | key | values | default | meaning |
 |---|---|---|---|

@@ -67,7 +67,7 @@ PROGRAMS = {
             ("--gpushare-cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
         ),
         ASKED,
-        (("docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi", "docker starts a container with a share of 4 GiB"),),
+        (("docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi", "Start a container with 4 GiB."),),
     ),
     "gpushare-hook": Program(
         "OCI hook that gives a container a share of a GPU",
@@ -187,8 +187,8 @@ def config_page() -> str:
 
 
 CONFIG_TEXT = (
-    "A host has one configuration file, in YAML. Only the key version is required, and its value is 1; an unknown key is "
-    "an error. A dot in the names below stands for a nested key. A changed file applies to containers that start after "
+    "A host has one configuration file, in YAML. Only the key version is required, and its value is 1. An unknown key "
+    "is an error. A dot in the names below stands for a nested key. A changed file applies to containers that start after "
     "the change; running containers keep their limits. gpushare-config(1) checks the file. "
     "gpushare-runtime-configure(1) with --profile writes a first file."
 )

@@ -93,7 +93,8 @@ def test_maximum_above_device_is_clamped_to_device() -> None:
         assert got(grant("GPUSHARE_DEVICES=0", host=host)) == [(0, 0, size * GI)]
 
 
-@pytest.mark.parametrize(("asked", "hint"),
+@pytest.mark.parametrize(
+    ("asked", "hint"),
     [("4", "; a number without a unit means bytes"), ("2047Ki", ""), ("0.01%", "")],
 )
 def test_limit_below_one_block_is_refused_with_hint(asked: str, hint: str) -> None:

@@ -53,7 +53,8 @@ def test_more_than_the_whole_quota_is_refused_by_policy() -> None:
     with pytest.raises(PolicyError) as refused:
         ask(pure.share(0, 0, 17 * GIB), uid=3000, caps=[Quota("*", "", memory="16Gi")])
     assert str(refused.value) == (
-        "policy.quotas[0] of user 3000 allows 16 GiB of memory in total, and 17 GiB was requested; ask for at most 16 GiB"
+        "policy.quotas[0] of user 3000 allows 16 GiB of memory in total, and 17 GiB was requested; "
+        "ask for at most 16 GiB"
     )
 
 
