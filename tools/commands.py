@@ -18,7 +18,7 @@ from tools.config_docs import WHEN
 _COMMON = {"--help", "--no-color"}
 _FORMATS = ["table", "json"]
 COMMON = (
-    ("-o, --format [table|json]", "Output for people, or for programs. [default: table]"),
+    ("-o, --format [table|json]", "Output format. [default: table]"),
     ("--no-color", "No colour, as with NO_COLOR=1."),
     ("-h, --help", "Show the help of a command and exit."),
 )

@@ -160,7 +160,7 @@ ENDS = {
     "signal": (("sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
     "not found": (("no-such",), 127, 'gpushare: "no-such": No such file or directory; no directory of PATH has it: '),
     "not found by path": (("/no/such",), 127, 'gpushare: "/no/such": No such file or directory; give the path of '),
-    "not executable": (("/etc/passwd",), 126, 'gpushare: "/etc/passwd": Permission denied; name a program, which '),
+    "not executable": (("/etc/passwd",), 126, 'gpushare: "/etc/passwd": Permission denied; name a program that '),
     "a directory": (("/etc",), 126, 'gpushare: "/etc": Permission denied; name a program'),
 }
 
@@ -241,7 +241,7 @@ def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
 
 def test_nested_start_is_refused(node: Node) -> None:
     done = run(node, "--memory", "2Gi", "--", *words(node, "--memory", "1Gi", "--", "true"))
-    assert done.returncode == 64 and "this process is in a share of a GPU; start the command as it is" in done.stderr
+    assert done.returncode == 64 and "this process is in a share of a GPU; start the command without" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -219,7 +219,7 @@ def test_forged_usage_is_bounded_by_device(cli: Callable[..., Any], start: Calla
     charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)
     (one,) = json.loads(cli("list", "--format", "json")[1])
     assert one["shares"][0]["memory_used_bytes"] == 16 * GIB
-    assert f"claims {(1 << 64) - 1} bytes of device 0" in one["note"]
+    assert f"reports {(1 << 64) - 1} bytes of device 0" in one["note"]
 
 
 def test_inspect_shows_processes_refusals_and_the_last_refusal(
@@ -359,7 +359,7 @@ def test_second_pause_reports_no_change(cli: Callable[..., Any], start: Callable
     assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
     assert cli("pause", "c1") == (0, "c1 is paused already\n", "")
     assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "paused"
-    assert "held" in cli("limit", "show", "c1")[1]
+    assert "paused" in cli("limit", "show", "c1")[1]
     assert json.loads(cli("resume", "c1", "--format", "json")[1]) == {"id": "c1", "paused": False, "changed": True}
     assert cli("resume", "c1") == (0, "c1 is running already\n", "")
     assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "running"

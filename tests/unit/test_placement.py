@@ -57,7 +57,7 @@ def test_refusal_has_numbers_and_container_names() -> None:
     with pytest.raises(CapacityError) as caught:
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", held=held)
     assert str(caught.value) == (
-        "device 0: 25% (4 GiB) asked, 1 GiB free of 16 GiB, "
+        "device 0: 25% (4 GiB) requested, 1 GiB free of 16 GiB, "
         "held by c0 (3 GiB), c1 (3 GiB), c2 (3 GiB), c3 (3 GiB) and 1 more; stop one of them, or ask for less"
     )
 

@@ -69,7 +69,7 @@ def test_number_of_containers() -> None:
     ask(pure.share(0, 0, GIB), caps=[Quota("*", "", containers=3)])
     with pytest.raises(CapacityError) as refused:
         ask(pure.share(0, 0, GIB), caps=[Quota("*", "", containers=2)])
-    assert "1 container asked, 2 of 2 used, held by a (1), b (1); stop one of them" in str(refused.value)
+    assert "1 container requested, 2 of 2 used, held by a (1), b (1); stop one of them" in str(refused.value)
 
 
 def test_first_entry_that_matches_applies_and_user_and_namespace_both_do() -> None:
