@@ -44,7 +44,7 @@ def side(text: str) -> Side:
     config: dict[str, Any] = {}
     for language, lines in blocks.fenced(text):
         if language == "ini":
-            env.update(line.split("=", 1) for line in lines)
+            env.update({name: value for name, _, value in (line.partition("=") for line in lines)})
         else:
             assert language == "yaml"
             config.update(yaml.safe_load("\n".join(lines)))
