@@ -153,7 +153,7 @@ def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], sim
         refused += [one for one in programs if one not in refused and one.poll() is not None]
     assert sorted(one.returncode for one in refused) == [75, 75, 75]
     said = [one.stderr.read() for one in refused if one.stderr]
-    assert all("policy.quotas[0] of user 0: 1 container asked, 2 of 2 used, held by" in text for text in said)
+    assert all("policy.quotas[0] of user 0: 1 container requested, 2 of 2 used, held by" in text for text in said)
     for one in programs:
         one.communicate()
     assert [one.returncode for one in programs].count(0) == 2

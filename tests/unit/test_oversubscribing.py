@@ -100,7 +100,7 @@ def test_scaled_limits_fill_device_exactly(scaling: float) -> None:
         assert one.virtual_bytes == size // 2 * 2 << 20
         assert 0 <= one.virtual_bytes / scaling - (one.memory_limit_bytes or 0) < 2 << 20
         leases.append(lease(one, container_id=f"c{number}"))
-    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) asked, .* free of 16 GiB"):
+    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) requested, .* free of 16 GiB"):
         grant(host, env[0], "CUDA_DEVICE_MEMORY_LIMIT_0=2000m", env[2], held=ledger(*leases))
 
 
@@ -123,7 +123,7 @@ def test_device_fully_reserved_for_migration_grants_nothing(memory: str) -> None
     """It must not count as a device of unknown size, which serves one container with any request."""
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="100%"))
-    with pytest.raises(CapacityError, match="asked, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
+    with pytest.raises(CapacityError, match="requested, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
         grant(host, "GPUSHARE_DEVICES=0", f"GPUSHARE_MEMORY={memory}")
     with pytest.raises(CapacityError, match="0 B of 0 B free"):
         grant(host, "GPUSHARE_DEVICES=any,free>=1Gi", f"GPUSHARE_MEMORY={memory}")
