@@ -68,7 +68,7 @@ def demo(directory: Path, cleanup: contextlib.ExitStack) -> list[show.Row]:
     seen = [tenant.expect("seen") for tenant in tenants]
     for number, tenant in enumerate(tenants):
         show.seen(number, tenant.name, seen[number])
-    show.remark(f"{show.size(context_bytes(seen[0]))} is the program's CUDA context, which counts as on any GPU.")
+    show.remark(f"{show.size(context_bytes(seen[0]))} of each limit is the program's CUDA context, as on any GPU.")
 
     show.step("Both take memory at the same time, until they are refused:")
     for tenant in tenants:
@@ -103,7 +103,7 @@ def main() -> int:
     except (AssertionError, RuntimeFailed, RuntimeError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    show.step("Limits, as the simulated GPU itself counted:")
+    show.step("The memory of each container, as the simulated GPU counted it:")
     show.verdict(rows)
     if any(row.verdict for row in rows):
         return 1

@@ -67,11 +67,11 @@ def output(text: str) -> None:
 
 def verdict(rows: list[Row]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("container", "asked for", "limit", "context", "allocated", "on the GPU", ""):
-        left = heading in ("container", "asked for", "")
+    for heading in ("container", "requested", "limit", "context", "allocated", "on the GPU", ""):
+        left = heading in ("container", "requested", "")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows:
-        mark = Text(row.verdict or "kept", style="bold red" if row.verdict else "bold green")
+        mark = Text(row.verdict or "exact", style="bold red" if row.verdict else "bold green")
         sizes = (row.limit_bytes, row.context_bytes, row.got_bytes, row.ledger_bytes)
         table.add_row(row.name, row.asked, *map(size, sizes), mark)
     console.print(Padding(table, (0, 0, 0, 2), expand=False))

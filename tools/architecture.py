@@ -60,7 +60,7 @@ BOXES = (
     Box(256, 196, 220, 84, "#fff8c5", "State in /run/gpushare", ("ledger, limits file,", "usage of every container")),
     Box(16, 196, 170, 84, "#dafbe1", "gpushare command", ("list, top, limit set,", "doctor, export")),
     Box(556, 20, 288, 270, "#f6f8fa", "Container"),
-    Box(576, 56, 248, 66, "#ffffff", "Program", ("CUDA, NVML, no change",)),
+    Box(576, 56, 248, 66, "#ffffff", "Program", ("unchanged; calls CUDA and NVML",)),
     Box(
         576,
         164,
@@ -76,7 +76,7 @@ ARROWS = (
     Arrow(186, 82, 254, 82, "create"),
     Arrow(476, 82, 554, 82, "start"),
     Arrow(366, 124, 366, 194, "reserve"),
-    Arrow(186, 238, 254, 238),
+    Arrow(186, 238, 254, 238, "read, set"),
     Arrow(574, 238, 478, 238, "charge"),
     Arrow(700, 122, 700, 162, "calls"),
     Arrow(700, 270, 700, 310),

@@ -18,7 +18,7 @@ from tools.config_docs import WHEN
 _COMMON = {"--help", "--no-color"}
 _FORMATS = ["table", "json"]
 COMMON = (
-    ("-o, --format [table|json]", "For people, or for programs. [default: table]"),
+    ("-o, --format [table|json]", "Output format. [default: table]"),
     ("--no-color", "No colour, as with NO_COLOR=1."),
     ("-h, --help", "Show the help of a command and exit."),
 )
@@ -203,7 +203,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "status": (
-        "an object as one of `gpushare top`",
+        "an object like one line of `gpushare top`",
         {"time": "", "note": "", "devices": "as in `gpushare top`", "containers": "as in `gpushare top`"},
     ),
     "inspect": (
@@ -218,7 +218,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "namespace": "namespace of its pod; null: none",
             "pod": "name of its pod; null: none",
             "container": "its name in the pod; null: none",
-            "image": "image name, where a CRI tells it; null: unknown",
+            "image": "image name, if the CRI reports it; null: unknown",
             "processes": "processes that use the GPU",
             "processes.pid": "pid on this host; null if unknown",
             "processes.container_pid": "pid in the container",
@@ -228,7 +228,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
     "usage": (
         "an object",
         {
-            "since": "begin of the period, seconds since 1970",
+            "since": "start of the period, seconds since 1970",
             "until": "its end: now",
             "by": "`user`, `namespace`, `image`",
             "journal": "path of the usage journal; null: none",

@@ -21,12 +21,14 @@ HEAD = """\
 Generated from the table of keys in `hook/gpushare/config/keys.py` by `make docs`; a test fails if the page is out of
 date.
 
-One file for a host, `/etc/gpushare/config.yaml`, in YAML. Only `version` must be there; an unknown key is an error.
-`gpushare config check` reads the file and reports errors with their line. A container that starts after a change
-uses the changed file; running containers keep their limits. `config/config.yaml` is a sample with every key.
-`gpushare runtime configure --profile workstation` (or `cluster`) writes one to begin with.
-Where leases and limits are kept is no key but an option, `--state DIR` of the hook and of `gpushare`; without it they
-are in `/run/gpushare`, a tmpfs of its own.
+A host has one configuration file, `/etc/gpushare/config.yaml`, in YAML. Only the key `version` is required; an unknown
+key is an error. A changed file applies to containers that start after the change; running containers keep their limits.
+
+* `gpushare config check` checks the file, and reports each error with its line.
+* `gpushare runtime configure ENGINE --profile workstation` (or `cluster`) writes a first file.
+* `config/config.yaml` is a sample with every key.
+* The directory of leases and limits is not a key. Set it with `--state DIR`, an option of the hook and of `gpushare`.
+  The default is `/run/gpushare`, which gpushare mounts as a tmpfs of its own.
 
 | key | values | default | meaning |
 |---|---|---|---|
@@ -35,19 +37,19 @@ are in `/run/gpushare`, a tmpfs of its own.
 TAIL = """
 ## Exit codes
 
-Of `gpushare-hook` and `gpushare`. The message is one line on standard error.
+`gpushare-hook` and `gpushare` exit with these codes. The message is one line on standard error.
 
 | code | error | when |
 |---:|---|---|
 """
 
 WHEN = {
-    "GpushareError": "anything else that a person must act on",
-    "RequestError": "the container asks for something that makes no sense",
-    "DeviceError": "the driver or a device is not there",
+    "GpushareError": "another error that needs action",
+    "RequestError": "the request is invalid",
+    "DeviceError": "the driver or a device is missing",
     "KernelError": "the kernel refused an operation; its name and path are in the message",
-    "CapacityError": "the container asks for more than is free now",
-    "PolicyError": "the container asks for something that policy does not allow",
+    "CapacityError": "the container requests more than is free now",
+    "PolicyError": "the container requests something that policy does not allow",
     "ConfigError": "the configuration file is wrong",
 }
 

@@ -39,9 +39,9 @@ BANNED = {
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.MULTILINE), use) for pattern, use in BANNED.items()]
 # The other pages of docs/ are not checked yet; the skipped files contain such words on purpose
 _PAGES = (
-    "README|comparison|compute|docker|driver|engines|glossary|helm|hook|install|lending|limits|log|migration|"
-    "mps|nri|oversubscription|placement|podman|quota|recipes|request|run|security|shim-symbols|sizes|support|"
-    "tour|usage"
+    "README|comparison|compute|docker|driver|engines|engines-reference|glossary|helm|hook|install|lending|limits|"
+    "log|migration|mps|nri|oversubscription|placement|podman|quota|recipes|request|run|security|shim-symbols|"
+    "sizes|support|tour|usage"
 )
 _SOURCES = re.compile(
     r"\.(py|c|h|mk|sh)$|(^|/)(Makefile|CONTRIBUTING\.md|simulator/README\.md)$|^docs/internals/"

@@ -22,7 +22,7 @@ from tools.commands import COMMON, EXAMPLES, EXIT_CODES, NOTE_ON_ONE, Command, w
 
 FILES = (
     ("/etc/gpushare/config.yaml", "the configuration"),
-    ("/run/gpushare", "leases and shares; for a user without rights over the host $XDG_RUNTIME_DIR/gpushare"),
+    ("/run/gpushare", "leases and shares; without root: $XDG_RUNTIME_DIR/gpushare"),
 )
 
 
@@ -42,7 +42,7 @@ ASKED = (
         "GPUSHARE_MEMORY, GPUSHARE_COMPUTE, GPUSHARE_DEVICES",
         "The request, from the container's environment.",
     ),
-    ("NVIDIA_VISIBLE_DEVICES", "Devices for the container, where GPUSHARE_DEVICES is not set."),
+    ("NVIDIA_VISIBLE_DEVICES", "Devices for the container, if GPUSHARE_DEVICES is not set."),
 )
 PROGRAMS = {
     "gpushare-runtime": Program(
@@ -67,7 +67,7 @@ PROGRAMS = {
             ("--gpushare-cri", "The engine is a CRI: trust its annotations to name the container and its pod."),
         ),
         ASKED,
-        (("docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi", "Docker starts it."),),
+        (("docker run --runtime gpushare -e GPUSHARE_MEMORY=4Gi IMAGE nvidia-smi", "Start a container with 4 GiB."),),
     ),
     "gpushare-hook": Program(
         "OCI hook that gives a container a share of a GPU",
@@ -79,7 +79,8 @@ PROGRAMS = {
             "places devices, the driver and the shim into the container. If it fails, it undoes everything, prints "
             "one line with the reason, and exits with a code other than 0: the container does not start.",
             "poststop: it releases the share. It can run twice, and always exits with 0.",
-            "adopt: the stage that gpushare-runtime(8) adds to config.json.",
+            "adopt: gpushare-runtime(8) adds this stage to config.json. It takes the steps that config.json cannot "
+            "express, and ties the share to the container's first process.",
             "gpushare-hook reads neither its environment nor its working directory, because an image can set both.",
         ),
         (
@@ -100,7 +101,7 @@ def escaped(text: str) -> str:
     text = (
         text.replace("\\", "\\e").replace("-", "\\-").replace("`", "\\(ga").replace("'", "\\(aq").replace("^", "\\(ha")
     )
-    text = text.replace("~", "\\(ti")
+    text = text.replace("~", "\\(ti").replace('"', "\\(dq")  # macros such as .B remove a plain quotation mark
     return f"\\&{text}" if text.startswith(".") else text
 
 
@@ -186,10 +187,10 @@ def config_page() -> str:
 
 
 CONFIG_TEXT = (
-    "One YAML file for a host. Only the key version must be there, and its value is 1; an unknown key is an error. A "
-    "dot in the names below stands for a nested key. A container that starts after a change uses the changed file; "
-    "running containers keep their limits. gpushare-config(1) checks the file. gpushare-runtime-configure(1) with "
-    "--profile writes one to begin with."
+    "A host has one configuration file, in YAML. Only the key version is required, and its value is 1. An unknown "
+    "key is an error. A dot in the names below stands for a nested key. A changed file applies to containers that "
+    "start after the change; running containers keep their limits. gpushare-config(1) checks the file. gpushare- "
+    "runtime-configure(1) with --profile writes a first file."
 )
 
 

@@ -39,11 +39,16 @@ class Step(NamedTuple):
 
 
 def side(text: str) -> Side:
-    """The first block of `text`: NAME=VALUE lines; the other lines are YAML."""
-    _, lines = next(blocks.fenced(text))
-    env = dict(line.split("=", 1) for line in lines if re.match(r"[A-Z_0-9]+=", line))
-    rest = "\n".join(line for line in lines if not re.match(r"[A-Z_0-9]+=", line))
-    return Side(env, yaml.safe_load(rest) or {})
+    """The variables of the `ini` blocks in `text`, and the configuration of the `yaml` blocks."""
+    env: dict[str, str] = {}
+    config: dict[str, Any] = {}
+    for language, lines in blocks.fenced(text):
+        if language == "ini":
+            env.update({name: value for name, _, value in (line.partition("=") for line in lines)})
+        else:
+            assert language == "yaml"
+            config.update(yaml.safe_load("\n".join(lines)))
+    return Side(env, config)
 
 
 def steps() -> list[Step]:

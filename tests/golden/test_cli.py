@@ -155,9 +155,8 @@ def world(
         path.write_text(json.dumps({**value, "init_pid": PID, "cgroup": f"/{name[:12]}"}))
     _name(state, tmp_path, LONG, "train")
     (state / "containers" / "torn" / "lease.json").write_text("{")
-    log.record(
-        str(state), "refused", "gpushare: device 0: 8Gi asked", CapacityError("device 0: 8Gi asked", "ask for less")
-    )
+    refusal = CapacityError("device 0: 8Gi requested", "ask for less")
+    log.record(str(state), "refused", "gpushare: device 0: 8Gi requested", refusal)
     monkeypatch.setattr(
         leases, "why_dead", lambda _, lease, __: "its init (pid 12) is gone" if lease.id == "dead" else ""
     )

@@ -360,7 +360,7 @@ LACKING: dict[str, tuple[tuple[Lack, str], ...]] = {
     "oversubscribe": (
         (
             lambda stage, one: less_promised(stage),
-            "host memory of oversubscribed shares: 4 GiB asked, 1 GiB free of 5 GiB",
+            "host memory of oversubscribed shares: 4 GiB requested, 1 GiB free of 5 GiB",
         ),
     ),
 }

@@ -103,7 +103,7 @@ def test_device_that_a_container_has_is_not_measured(
     container: Callable[..., Container], node: Node, model: ModelHost
 ) -> None:
     one = container(["sleep", "inf"], env={"GPUSHARE_DEVICES": "0"}, **node.way("hook")).start()
-    assert contexts(node) == [(False, 0, "a container has all of it")]
+    assert contexts(node) == [(False, 0, "a container has the whole device")]
     one.close()
     assert contexts(node) == [(False, model.model.context_bytes, "")]
 

@@ -100,7 +100,7 @@ def test_explain_predicts_the_start_and_changes_nothing(container: MakeContainer
 
 def test_explain_reports_a_container_without_request(container: MakeContainer, node: Node) -> None:
     one = container(["true"], hook=node.hook())
-    assert node.cli("explain", str(one.bundle)).stdout == "nothing requested: this container is left alone\n"
+    assert node.cli("explain", str(one.bundle)).stdout == "nothing requested: gpushare does not change this container\n"
 
 
 def test_explain_counts_only_other_containers(container: MakeContainer, node: Node) -> None:

@@ -62,7 +62,8 @@ def test_hard_limit_that_does_not_fit_is_refused_with_the_free_percentage(
     first = start(way, COMPUTE="60%")
     with pytest.raises(RuntimeFailed) as refused:
         start(way, COMPUTE="50%")
-    assert f"device 0: 50% of compute asked, 40% free of 100%, held by {first.id} (60%); " in refused.value.last_line
+    line = refused.value.last_line
+    assert f"device 0: 50% of compute requested, 40% free of 100%, held by {first.id} (60%); " in line
     second = start(way, COMPUTE="40%")
     start(way, COMPUTE="50%", COMPUTE_MODE="soft")
     start(way)
@@ -81,7 +82,7 @@ def test_configured_maximum_and_overcommit_are_enforced(
         limit_of(clamped, start("hook", clamped, **words)) for words in ({}, {"COMPUTE": "80%"}, {"COMPUTE": "60%"})
     ]
     assert [limit.compute_percent for limit in found] == [70, 70, 60]
-    with pytest.raises(RuntimeFailed, match="1% of compute asked, 0% free of 200%"):
+    with pytest.raises(RuntimeFailed, match="1% of compute requested, 0% free of 200%"):
         start("hook", clamped, COMPUTE="1%")
     strict = make_node(simhost, "strict", policy={"max_compute": "70%"})
     for words in ({}, {"COMPUTE": "71%"}):

@@ -33,8 +33,8 @@ def test_demo_runs_twice() -> None:
     assert "\x1b" not in done.stdout  # only terminals get colours
     for word in ("alice", "bob"):
         assert f"  {word}-" in done.stdout, "gpushare list shows both"
-    assert done.stdout.count(" kept") == 2 and "not a byte more" in done.stdout
-    assert "300 MiB is the program's CUDA context" in done.stdout
+    assert done.stdout.count(" exact") == 2 and "not a byte more" in done.stdout
+    assert "300 MiB of each limit is the program's CUDA context" in done.stdout
     assert pictures.texts(pictures.draw("demo")) == pictures.drawn("demo"), "run `make pictures`"
 
 

@@ -118,7 +118,7 @@ def test_freed_memory_is_granted_to_the_next_container(
     one.until(lambda: one.group().current_bytes <= 4 * GIB)
     container(["true"], env={"GPUSHARE_MEMORY": "12Gi"}, **node.way(way)).create()
     done = node.cli("limit", "set", one.container.id, "--memory", "5Gi")
-    assert done.returncode == 75 and "0 B free" not in done.stdout and "5Gi asked" in done.stderr
+    assert done.returncode == 75 and "0 B free" not in done.stdout and "5Gi requested" in done.stderr
 
 
 def test_changed_compute_limit_applies_within_a_second(grown: Callable[..., Grown], way: str) -> None:
@@ -213,7 +213,7 @@ def sleeper(container: MakeContainer, node: Node) -> Iterator[Container]:
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "more memory than there is": (("--memory", "17Gi"), 75, "17Gi asked"),
+    "more memory than there is": (("--memory", "17Gi"), 75, "17Gi requested"),
     "nothing": ((), 64, "nothing to change"),
     "nonsense": (("--memory", "6Gj"), 64, "--memory"),
     "no such slot": (("--memory", "1Gi", "--device", "3"), 64, "slot"),

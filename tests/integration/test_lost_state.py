@@ -84,9 +84,9 @@ def test_living_containers_keep_their_host_memory(
 
     first, second = start("6Gi"), start("6Gi")
     unmounted(node)
-    with pytest.raises(RuntimeFailed, match="5Gi asked, 4 GiB free of 16 GiB"):
+    with pytest.raises(RuntimeFailed, match="5Gi requested, 4 GiB free of 16 GiB"):
         start("5Gi")
-    with pytest.raises(RuntimeFailed, match="host memory of oversubscribed shares: 4.50 GiB asked, 2 GiB free of 20"):
+    with pytest.raises(RuntimeFailed, match="oversubscribed shares: 4.50 GiB requested, 2 GiB free of 20"):
         start("3Gi")
     for one in (first, second):
         (share,) = listed(node)[one.id]["shares"]

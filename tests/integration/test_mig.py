@@ -67,7 +67,7 @@ def test_containers_share_one_mig_device(
             *("/usr/lib/gpushare/pages:", MIG_UUIDS[1]),
         ]
     assert not peaks(parts[0]) and not peaks(simhost / "dev/nvidia0")
-    with pytest.raises(RuntimeFailed, match="device 0:1: 1025Mi asked, 1 GiB free of 4 GiB"):
+    with pytest.raises(RuntimeFailed, match="device 0:1: 1025Mi requested, 1 GiB free of 4 GiB"):
         start(container, node, way, "0:1", memory="1025Mi")
     other = start(container, node, way, "any", memory="4Gi")
     assert seen(other)["uuid"] == MIG_UUIDS[0] and peaks(parts[0])
@@ -131,7 +131,7 @@ def test_mig_device_can_be_oversubscribed(
         assert total == whole and said["got"] < used <= whole and processes == [used]
         assert peaks(parts[1])[os.stat(f"/proc/{filled.pid}/ns/pid").st_ino] <= limit
     assert said["got"] > 2 * GIB
-    with pytest.raises(RuntimeFailed, match="host memory of oversubscribed shares: 1.50 GiB asked, 0 B free of 3 GiB"):
+    with pytest.raises(RuntimeFailed, match="oversubscribed shares: 1.50 GiB requested, 0 B free of 3 GiB"):
         start(container, node, "runtime", "0:0", memory="1Gi", oversubscribe="true")
 
 
@@ -144,7 +144,7 @@ def test_whole_mig_device_is_enforced_by_the_hardware(
     assert said["totals"] == [4 * GIB, 4 * GIB] and 3 * GIB < said["got"] < 4 * GIB
     told = node.cli("explain", str(one.bundle))
     assert "memory by the hardware (all of a MIG device)" in told.stdout, told
-    with pytest.raises(RuntimeFailed, match="device 0:0 is taken as a whole"):
+    with pytest.raises(RuntimeFailed, match="device 0:0 is in exclusive use"):
         start(container, node, way, "0:0", memory="1Gi")
 
 

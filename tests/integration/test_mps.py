@@ -240,7 +240,7 @@ def test_container_beyond_the_client_limit_is_refused(host: Node, container: Cal
     assert known["clients"] == 48
     ready.write_text(json.dumps({**known, "clients": 1}))
     one = container("hook").start()
-    with pytest.raises(RuntimeFailed, match="serves 1 processes at most, and 1 containers have it"):
+    with pytest.raises(RuntimeFailed, match="serves 1 processes at most, and 1 containers use it"):
         container("hook").create()
     assert list(host.leases()) == [one.id]
 

@@ -121,7 +121,7 @@ def test_policy_sets_the_maximum_of_each_container(host: Host) -> None:
     host.mps("start")
     assert host.ask("get_default_active_thread_percentage") == "60.0"
     assert host.ask("get_default_device_pinned_mem_limit 0") == "4G"
-    hint = "No container is given it: add mps to policy.allowed_backends (shim)"
+    hint = "No container uses it until mps is in policy.allowed_backends (now: shim)"
     assert hint in host.node.cli("mps", "start").stdout, "and whom it gets at all"
     more = {"max_memory": "25%", "max_compute": "60%", "allowed_backends": ["shim", "mps"]}
     write_config(host.node.config, host.node.driver_root, policy=more)
@@ -270,7 +270,7 @@ def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland
     assert done.stdout.strip() == str(CONNECTION_FAILED), "there is no GPU to serve"
     assert "NEW CLIENT" in (host.folder / "log" / "control.log").read_text()
     note = host.mps("status")[0]["note"]
-    assert re.fullmatch(r"server \d+ has died \(status 1\): programs that had it must be started again", note)
+    assert re.fullmatch(r"server \d+ has died \(status 1\): programs that used it must be started again", note)
     now = time.time()
     one, later = (
         Lease(name, "held", "", "", (), 1, 1, created=at) for name, at in (("one", now - 60), ("later", now + 60))

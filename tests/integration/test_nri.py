@@ -134,7 +134,7 @@ def test_pod_gets_its_share(engine: Engine) -> None:
 
 
 def test_refused_request_fails_with_its_reason(engine: Engine) -> None:
-    with engine.pod() as pod, pytest.raises(Exception, match="99Gi asked, 16 GiB free"):
+    with engine.pod() as pod, pytest.raises(Exception, match="99Gi requested, 16 GiB free"):
         pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "99Gi"}))
 
 

@@ -272,7 +272,7 @@ def test_privileged_container_without_policy_entry_gets_no_gpu(
     for edit in (privileged, silent):
         root = shutil.copytree(image, image.parent / edit.__name__, symlinks=True)
         one = container(["sleep", "inf"], edit=edit, rootfs=root, **rest).start()
-        assert "withheld from this privileged container" in node.cli("explain", str(one.bundle)).stdout
+        assert "to this privileged container" in node.cli("explain", str(one.bundle)).stdout
         assert (opened(one, 195, 0), opened(one, 195, 255)) == (EPERM, EPERM)
         assert EPERM not in (opened(one, 1, 1), opened(one, 10, 229))
         one.delete()

@@ -160,7 +160,7 @@ ENDS = {
     "signal": (("sh", "-c", "kill -TERM $$"), -signal.SIGTERM, ""),
     "not found": (("no-such",), 127, 'gpushare: "no-such": No such file or directory; no directory of PATH has it: '),
     "not found by path": (("/no/such",), 127, 'gpushare: "/no/such": No such file or directory; give the path of '),
-    "not executable": (("/etc/passwd",), 126, 'gpushare: "/etc/passwd": Permission denied; name a program, which '),
+    "not executable": (("/etc/passwd",), 126, 'gpushare: "/etc/passwd": Permission denied; name a program that '),
     "a directory": (("/etc",), 126, 'gpushare: "/etc": Permission denied; name a program'),
 }
 
@@ -185,7 +185,7 @@ def test_script_without_shebang_runs_in_the_shell(node: Node, tmp_path: Path) ->
     damaged.write_text("#!/no/such/interpreter\n")
     damaged.chmod(0o755)
     done = run(node, "--", str(damaged))
-    said = f'gpushare: "{damaged}": No such file or directory; its interpreter is not there\n'
+    said = f'gpushare: "{damaged}": No such file or directory; its interpreter does not exist\n'
     assert (done.returncode, done.stderr) == (127, said)
     assert node.leases() == []
 
@@ -241,13 +241,13 @@ def test_background_process_keeps_the_lease(node: Node, tmp_path: Path) -> None:
 
 def test_nested_start_is_refused(node: Node) -> None:
     done = run(node, "--memory", "2Gi", "--", *words(node, "--memory", "1Gi", "--", "true"))
-    assert done.returncode == 64 and "this process is in a share of a GPU; start the command as it is" in done.stderr
+    assert done.returncode == 64 and "this process is in a share of a GPU; start the command without" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 REFUSED = {
     "unit": (("--memory", "4Gx"), 64, '--memory="4Gx": unknown unit'),
-    "too much": (("--memory", "17Gi"), 75, "17Gi asked"),
+    "too much": (("--memory", "17Gi"), 75, "17Gi requested"),
     "device": (("--devices", "5"), 69, 'no device "5"'),
     "no device": (("--devices", "none"), 64, "--devices: no device is requested"),
     "backend": (("--backend", "magic"), 64, "--backend"),

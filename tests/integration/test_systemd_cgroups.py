@@ -1,5 +1,5 @@
 """Containers in cgroups of a real systemd, with runc or crun and real device nodes: they open their GPU and no other,
-and keep both when systemd or the runtime writes device rules again. docs/engines.md has the table."""
+and keep both when systemd or the runtime writes device rules again. docs/engines-reference.md has the table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """docker, podman and containerd with systemd's cgroups, under a real systemd and with real device nodes: a container
-keeps its GPU, and gets no other, when systemd, the engine or the runtime writes device rules again. docs/engines.md has
-the table."""
+keeps its GPU, and gets no other, when systemd, the engine or the runtime writes device rules again.
+docs/engines-reference.md has the table."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Podman:
         low_level = "gpushare" if way == "runtime" else str(self.machine.devices_alone)
         podman = (*self._podman, "--runtime", low_level, *hooks)
         # podman 5 sends its own device rules, too. crun 1.28 refuses: the container must stay as it is. crun 1.21
-        # applies them, so the GPU is lost (docs/engines.md)
+        # applies them, so the GPU is lost (docs/engines-reference.md)
         sends = version_of("podman") >= (5, 0) and self.machine.low_level.endswith("/crun")
         update = (*podman, "update", "--cpu-shares", "100", "c1")
         if sends:

@@ -130,7 +130,7 @@ def test_start_that_exceeds_a_quota_is_refused_by_name(
     first = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
     with pytest.raises(RuntimeFailed) as refused:
         container(["sleep", "inf"], env=SHARE, **node.way(way)).create()
-    said = f"policy.quotas[0] of user 0: 4 GiB of memory asked, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
+    said = f"policy.quotas[0] of user 0: 4 GiB of memory requested, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
     assert said in refused.value.last_line
     assert node.cli("limit", "set", first.id, "--memory", "7Gi").returncode == 77
     assert node.cli("limit", "set", first.id, "--memory", "2Gi").returncode == 0
@@ -153,7 +153,7 @@ def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], sim
         refused += [one for one in programs if one not in refused and one.poll() is not None]
     assert sorted(one.returncode for one in refused) == [75, 75, 75]
     said = [one.stderr.read() for one in refused if one.stderr]
-    assert all("policy.quotas[0] of user 0: 1 container asked, 2 of 2 used, held by" in text for text in said)
+    assert all("policy.quotas[0] of user 0: 1 container requested, 2 of 2 used, held by" in text for text in said)
     for one in programs:
         one.communicate()
     assert [one.returncode for one in programs].count(0) == 2

@@ -120,7 +120,7 @@ def test_hostile_text_adds_no_field_or_line(tmp_path: Path, text: str) -> None:
         (RequestError("NVIDIA_VISIBLE_DEVICES=hunter2 and GPUSHARE_X=hunter2"), "request", "NVIDIA_VISIBLE_DEVICES"),
         (RequestError("hunter2=GPUSHARE_MEMORY"), "request", None),
         (RequestError("gpushare_x hunter2: y"), "request", None),
-        (CapacityError("device 0: 4 GiB asked, 1 GiB free"), "capacity", None),
+        (CapacityError("device 0: 4 GiB requested, 1 GiB free"), "capacity", None),
         (ConfigError("/etc/hunter2 is wrong"), "config", None),
         (GpushareError("hunter2"), "other", None),
         (ZeroDivisionError("hunter2"), "internal", None),

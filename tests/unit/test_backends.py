@@ -169,8 +169,8 @@ def test_each_limit_gets_its_enforcer(backend: str, allowed: tuple[str, ...], en
         (asked("dmem"), node("dmem"), (), {"dmem": "old kernel"}, DeviceError, "old kernel; add shim to"),
         (asked("mps", compute=False), node(), (), {"mps": "down"}, DeviceError, "mps cannot: down"),
         (asked("mps"), node(), (other("shim"),), {}, DeviceError, "other containers on this device do not use MPS"),
-        (asked("shim"), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on the device"),
-        (asked("shim", compute=False), node(), (other("mps"),), {}, DeviceError, "containers of MPS are on"),
+        (asked("shim"), node(), (other("mps"),), {}, DeviceError, "containers that use MPS are on the device"),
+        (asked("shim", compute=False), node(), (other("mps"),), {}, DeviceError, "containers that use MPS are on"),
         (asked("dmem"), node(), (), {"dmem": "old kernel"}, DeviceError, "memory of device 0: dmem cannot: old"),
         (asked("dmem", name="0:0"), node(mig=True), (), {}, DeviceError, "no regions for MIG devices"),
         (asked("dmem", memory=False), node(), (), {}, RequestError, '"dmem" was requested, but no limit on memory'),
@@ -274,7 +274,9 @@ def test_container_without_limit_is_refused_on_mps_device(
     policy = model.Policy(allowed_backends=allowed, unlimited="shared")
     host = node()._replace(config=model.Config(policy=policy))
     assert given(request, host).compute_backend == "shim"
-    with pytest.raises(DeviceError, match="shim cannot: containers of MPS are on the device.*; use another device"):
+    with pytest.raises(
+        DeviceError, match="shim cannot: containers that use MPS are on the device.*; use another device"
+    ):
         given(request, host, other("mps"))
 
 

@@ -91,7 +91,7 @@ def test_request_for_total_gets_capacity(name: str) -> None:
 
 @pytest.mark.parametrize("name", AMOUNTS)
 def test_request_above_total_is_refused(name: str) -> None:
-    with pytest.raises(CapacityError, match="asked, "):
+    with pytest.raises(CapacityError, match="requested, "):
         granted(AMOUNTS[name](TOTAL + 256), [])
 
 
@@ -104,7 +104,7 @@ def test_policy_of_100_percent_allows_total(over_maximum: str) -> None:
 
 @pytest.mark.parametrize("env", [("GPUSHARE_MEMORY=16Gi",), ("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=16128Mi")])
 def test_own_request_is_never_clamped(env: tuple[str, ...]) -> None:
-    with pytest.raises(CapacityError, match=r"asked, 15\.6"):
+    with pytest.raises(CapacityError, match=r"requested, 15\.6"):
         granted((env, {}), [])
 
 

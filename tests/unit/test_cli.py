@@ -50,7 +50,7 @@ def test_config_check_reports_errors(tmp_path: Path, cli: Callable[..., Any], mo
         assert (code, text) == (78, "") and f"{bad}:2: memory_overcomit" in error
         assert cli("config", command, "/none.yaml")[0] == 78
     monkeypatch.setattr(constants, "CONFIG_PATH", "/none.yaml")
-    assert "defaults hold" in cli("--config", "/none.yaml", "config", "check")[1]
+    assert "defaults apply" in cli("--config", "/none.yaml", "config", "check")[1]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "ls"])
@@ -97,8 +97,8 @@ def test_ordinary_user_learns_what_is_hidden(cli: Callable[..., Any], monkeypatc
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
     for command in ("devices", "status"):
         code, text, error = cli(command)
-        assert code == 0 and text and "not those of root and of other users" in error and error.count("\n") == 1
-    assert "not those of root" in cli("inspect", "x")[2]
+        assert code == 0 and text and "not the shares of root and of other users" in error and error.count("\n") == 1
+    assert "not the shares of root" in cli("inspect", "x")[2]
 
 
 def test_limit_set_names_the_real_cause(
@@ -179,13 +179,13 @@ def test_refresh_links_device_nodes_for_systemd(
     monkeypatch.setattr(node, "compile_node", lambda config, directory, **_: host)
     monkeypatch.setattr(node, "read_node", lambda config, directory, **_: host)
     monkeypatch.setattr(charlinks, "DIRECTORY", str(tmp_path / "dev/char"))
-    assert f"linked in {tmp_path}/dev/char: 195:0\n" in cli("refresh")[1]
+    assert f"created links in {tmp_path}/dev/char: 195:0\n" in cli("refresh")[1]
     assert os.readlink(tmp_path / "dev/char/195:0") == f"{tmp_path}/dev/nvidia0"
     assert "linked" not in cli("refresh")[1]
     (tmp_path / "dev/char/195:0").unlink()
     monkeypatch.setattr(os, "symlink", lambda *args: (_ for _ in ()).throw(OSError(13, "Permission denied")))
     code, _, error = cli("refresh")
-    assert code == 0 and "no link in " in error and "Permission denied" in error
+    assert code == 0 and "cannot create links in " in error and "Permission denied" in error
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_bar_is_full_only_at_the_limit(used: int, limit: int, text: str) -> None
     [
         (("limit", "set", "c1"), 64, "nothing to change; give --memory, --compute, --compute-mode or --priority"),
         (("limit", "set", "c1", "--device", "0"), 64, "nothing to change"),
-        (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute asked, 50% free of 100%, held by c2 (50%); "),
+        (("limit", "set", "c1", "--compute", "80"), 75, "80% of compute requested, 50% free of 100%, held by c2 (50%)"),
         (("limit", "set", "c1", "--compute", "80"), 75, "or set --compute-mode soft"),
         (("limit", "set", "c3", "--compute", "8"), 64, 'no container "c3"'),
         (("limit", "set", "c1", "--compute", "8", "--device", ""), 2, "'--device': it is empty"),

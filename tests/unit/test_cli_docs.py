@@ -240,3 +240,4 @@ def test_pages_of_removed_commands_are_deleted(tmp_path: Path) -> None:
 def test_text_is_escaped_for_groff() -> None:
     assert man_pages.escaped(".TH x") == "\\&.TH x"
     assert man_pages.escaped("'so /etc/passwd").startswith("\\(aq") and man_pages.escaped("a\\b") == "a\\eb"
+    assert man_pages.items([('"path": "/x"', "a")]).splitlines()[1] == ".B \\(dqpath\\(dq: \\(dq/x\\(dq"

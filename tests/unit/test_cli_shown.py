@@ -219,7 +219,7 @@ def test_forged_usage_is_bounded_by_device(cli: Callable[..., Any], start: Calla
     charge(start("c1", pure.share(0, 0, 4 * GIB)), 0, 1, (1 << 64) - 1)
     (one,) = json.loads(cli("list", "--format", "json")[1])
     assert one["shares"][0]["memory_used_bytes"] == 16 * GIB
-    assert f"claims {(1 << 64) - 1} bytes of device 0" in one["note"]
+    assert f"reports {(1 << 64) - 1} bytes of device 0" in one["note"]
 
 
 def test_inspect_shows_processes_refusals_and_the_last_refusal(
@@ -325,15 +325,15 @@ def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Ca
     assert cli("limit", "show", "c") == (
         0,
         "SLOT  DEVICE  MEMORY USED  MEMORY  COMPUTE  MODE  PRIORITY  LAUNCHES\n"
-        "   0       0        5 GiB   8 GiB     100%  hard  normal    go\n"
-        "   1       1        1 GiB   2 GiB      30%  hard  normal    go\n",
+        "   0       0        5 GiB   8 GiB     100%  hard  normal    allowed\n"
+        "   1       1        1 GiB   2 GiB      30%  hard  normal    allowed\n",
         "",
     )
     code, out, err = cli("limit", "set", "c1", "--memory", "4Gi", "--device", "0", "--priority", "high")
     assert (code, err) == (0, "")
     assert out.splitlines()[1:] == [
-        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  go",
-        "   1       1        1 GiB           2 GiB      30%  hard  normal          go",
+        "   0       0        5 GiB  8 GiB -> 4 GiB     100%  hard  normal -> high  allowed",
+        "   1       1        1 GiB           2 GiB      30%  hard  normal          allowed",
         "slot 0: in use 5 GiB, over the limit by 1 GiB: new allocations fail until it is below",
     ]
     assert all("over its limit by 1 GiB" in text for text in (cli("inspect", "c1")[1], cli("list")[1]))
@@ -359,7 +359,7 @@ def test_second_pause_reports_no_change(cli: Callable[..., Any], start: Callable
     assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
     assert cli("pause", "c1") == (0, "c1 is paused already\n", "")
     assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "paused"
-    assert "held" in cli("limit", "show", "c1")[1]
+    assert "paused" in cli("limit", "show", "c1")[1]
     assert json.loads(cli("resume", "c1", "--format", "json")[1]) == {"id": "c1", "paused": False, "changed": True}
     assert cli("resume", "c1") == (0, "c1 is running already\n", "")
     assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "running"

@@ -238,7 +238,7 @@ def test_profile_never_replaces_edited_file(cli: Callable[..., Any], root: Path)
     assert (
         code == 78
         and "memory_overcommit 1.5 (profile: 1.0)" in error
-        and error.endswith("; without --profile it stays, --force replaces it\n")
+        and error.endswith("; leave out --profile to keep it, or add --force to replace it\n")
     )
     assert tree(root) == before
     assert cli("--profile", "cluster", "--force")[0] == 0

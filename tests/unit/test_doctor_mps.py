@@ -79,7 +79,7 @@ def test_rootless_user_skips_mps(machine: Machine, monkeypatch: pytest.MonkeyPat
 
 
 DIED = f"[2099-01-31 12:00:00.123 Control {PID:5}] Server 45 exited with status 1\n"
-START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, and start it again; then "
+START, AGAIN = "gpushare mps start --device 0", "gpushare mps stop --force --device 0, start it again, then "
 ABSENT, USERS, OTHER = None, mps_control.Daemon(1, 1000), mps_control.Daemon(9, 0)
 DEAD = {"start": 1}
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "other pid": ({"listens": OTHER}, FAIL, f"pid 9 listens for GPU 0, and pid {PID} was given", AGAIN),
     "limits changed": ({"said": "100.0%, 1G"}, FAIL, "its limits are 100.0%, 1G, not 60.0%, 1G", AGAIN),
     "server died": (
-        *({"log": DIED}, WARN, "GPU 0: server 45 has died (status 1): programs that had it in c1 must be"),
+        *({"log": DIED}, WARN, "GPU 0: server 45 has died (status 1): programs that used it in c1 must be"),
         "start these programs again",
     ),
     "a server ended": ({"log": DIED.replace("1\n", "0\n")}, OK, "runs on GPU 0", ""),

@@ -162,11 +162,11 @@ def test_refusal_is_last_line_and_recorded(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> bool:
-        raise CapacityError("8 GiB asked,\n\x1b[31m4 GiB free", "ask for less")
+        raise CapacityError("8 GiB requested,\n\x1b[31m4 GiB free", "ask for less")
 
     monkeypatch.setattr(request, "mentions", refuse)
     assert call(bundle(), "--state", str(state_dir), "prestart") == 75
-    expected = "gpushare: 8 GiB asked,\\x0a\\x1b[31m4 GiB free; ask for less\n"
+    expected = "gpushare: 8 GiB requested,\\x0a\\x1b[31m4 GiB free; ask for less\n"
     assert capfd.readouterr().err == expected
     assert (state_dir / "errors" / "c1").read_text() == expected
     assert log.read(str(state_dir), "c1") == expected[len("gpushare: ") : -1]

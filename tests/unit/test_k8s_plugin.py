@@ -43,9 +43,9 @@ def stale_socket(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words", "code", "line"),
     [
-        (shutil.rmtree, (), 1, r"\"/tmp/gpushare-\w+\": No such file or directory; is this a node of a cluster\?"),
-        (None, (), 1, r"\"/tmp/gpushare-\w+/kubelet.sock\": kubelet is not there; is this a node"),
-        (lambda folder: (folder / "kubelet.sock").touch(), (), 1, 'kubelet.sock": kubelet is not there'),
+        (shutil.rmtree, (), 1, r"\"/tmp/gpushare-\w+\": No such file or directory; start kubelet"),
+        (None, (), 1, r"\"/tmp/gpushare-\w+/kubelet.sock\": kubelet has no socket there; start kubelet"),
+        (lambda folder: (folder / "kubelet.sock").touch(), (), 1, 'kubelet.sock": kubelet has no socket there'),
         (stale_socket, (), 1, 'kubelet.sock": kubelet does not answer; '),
         (None, ("--memory-unit", "1000k"), 64, '--memory-unit="1000k": not whole MiB; write 1Mi, 64Mi or 1Gi'),
         (None, ("--memory-unit", "x"), 64, '--memory-unit="x": not an amount of memory'),

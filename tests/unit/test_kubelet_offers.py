@@ -362,7 +362,7 @@ def test_pod_may_add_compute_limit() -> None:
         ((f"GPUSHARE_CDI_A={FIRST}",), None, "GPUSHARE_CDI_A=.* contradict"),
         ((), {"gpushare.io/memory": "8Gi"}, "gpushare.io/memory=.* contradict"),
         ((GIVEN + "0",), None, "given twice"),
-        ((f"{constants.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these resources"),
+        ((f"{constants.ENV_ALLOCATED_GPU}={FIRST}",), None, "one of these"),
     ],
 )
 def test_contradicting_request_in_pod_is_refused(env: tuple[str, ...], annotations: Any, match: str) -> None:

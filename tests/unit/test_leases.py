@@ -204,7 +204,7 @@ def test_undo_removes_only_own_lease(state: str) -> None:
 
 def test_refused_request_leaves_no_files(state: str) -> None:
     reserve(state, "c1", 10 * GIB)
-    with pytest.raises(CapacityError, match=r"8 GiB asked|8589934592 asked") as refused:
+    with pytest.raises(CapacityError, match=r"8 GiB requested|8589934592 requested") as refused:
         reserve(state, "c2", 8 * GIB)
     assert "6 GiB free of 16 GiB" in str(refused.value) and "held by c1 (10 GiB)" in str(refused.value)
     assert os.listdir(f"{state}/containers") == ["c1"]

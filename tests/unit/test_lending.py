@@ -94,7 +94,7 @@ def test_requests_and_not_limits_fill_a_device() -> None:
     for number in range(4):
         _, shares = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
         others = (*others, lease(*shares, container_id=f"c{number + 2}"))
-    with pytest.raises(CapacityError, match=r"4Gi\.\.12Gi asked, 0 B free of 16 GiB"):
+    with pytest.raises(CapacityError, match=r"4Gi\.\.12Gi requested, 0 B free of 16 GiB"):
         shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
 
 

@@ -204,7 +204,7 @@ def test_only_running_container_can_be_changed(held: Callable[..., Lease], state
 def test_compute_limit_without_activity_files_is_refused(state: str, held: Callable[..., Lease], init: int) -> None:
     lease = held(share(GIB, 50))
     for after in (share(GIB, 60), share(GIB, 50, soft=True), share(GIB, None, soft=True)):
-        with pytest.raises(DeviceError, match="/usr/lib/gpushare/pages/GPU-.*could not be held"):
+        with pytest.raises(DeviceError, match="/usr/lib/gpushare/pages/GPU-.*it can have no compute limit"):
             REFUSE_UNHELD(init, lease, lease._replace(shares=(after,)))
     for after in (share(2 * GIB, 50), share(GIB, None), share(GIB, 100), share(GIB, 50, paused=True)):
         REFUSE_UNHELD(init, lease, lease._replace(shares=(after,)))

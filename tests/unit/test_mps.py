@@ -95,7 +95,7 @@ ONE = model.Request("own", model.Selection("list", names=("0",)), (), backend="m
 CASES = [
     ({}, ONE, 0, None),
     ({}, ONE, 47, None),
-    ({}, ONE, 48, "serves 48 processes at most, and 48 containers have it"),
+    ({}, ONE, 48, "serves 48 processes at most, and 48 containers use it"),
     ({"clients": 60}, ONE, 48, None),
     ({"clients": 60}, ONE, 60, "serves 60 processes at most"),
     ({}, ONE._replace(compute=((None, 60),)), 0, None),
@@ -222,7 +222,7 @@ def test_dead_server_lists_its_containers(tmp_path: Path, logged_at: str, had: s
     ]
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "control.log").write_text(f"[{logged_at} Control     7] Server 45 exited with status -9\n")
-    told = f"server 45 has died (status -9): programs that had it{had} must be started again"
+    told = f"server 45 has died (status -9): programs that used it{had} must be started again"
     assert mps_status.deaths(str(tmp_path), 7, made) == told
     assert mps_status.deaths(str(tmp_path), 7, ()) == told.replace(had, "")
     assert mps_status.deaths(str(tmp_path), 8, made) == ""

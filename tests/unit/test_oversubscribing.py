@@ -49,8 +49,8 @@ def test_virtual_size_is_scaled_limit_in_whole_blocks(memory: str, scaling: floa
     [
         (host_of(budget=""), ["GPUSHARE_MEMORY=4Gi"], PolicyError, "8 GiB on device and host .*host_memory gives none"),
         (host_of("50%", memory=0), ["GPUSHARE_MEMORY=4Gi"], PolicyError, "gives none"),
-        (host_of("50%", memory=8 * GI), ["GPUSHARE_MEMORY=4Gi"], CapacityError, "8 GiB asked, 4 GiB free of 4 GiB"),
-        (host_of("15Gi"), ["GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=4Gi"], CapacityError, "16 GiB asked, 15 GiB free"),
+        (host_of("50%", memory=8 * GI), ["GPUSHARE_MEMORY=4Gi"], CapacityError, "8 GiB requested, 4 GiB free of 4 GiB"),
+        (host_of("15Gi"), ["GPUSHARE_DEVICES=all", "GPUSHARE_MEMORY=4Gi"], CapacityError, "16 GiB requested"),
         (
             host_of(),
             ["GPUSHARE_DEVICES=any"],
@@ -100,7 +100,7 @@ def test_scaled_limits_fill_device_exactly(scaling: float) -> None:
         assert one.virtual_bytes == size // 2 * 2 << 20
         assert 0 <= one.virtual_bytes / scaling - (one.memory_limit_bytes or 0) < 2 << 20
         leases.append(lease(one, container_id=f"c{number}"))
-    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) asked, .* free of 16 GiB"):
+    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) requested, .* free of 16 GiB"):
         grant(host, env[0], "CUDA_DEVICE_MEMORY_LIMIT_0=2000m", env[2], held=ledger(*leases))
 
 
@@ -108,7 +108,7 @@ def test_memory_reserved_for_migration_is_not_granted() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="25%"))
     assert grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12Gi", ON)[0].virtual_bytes == 24 * GI
-    with pytest.raises(CapacityError, match="12.5Gi asked, 12 GiB free of 12 GiB"):
+    with pytest.raises(CapacityError, match="12.5Gi requested, 12 GiB free of 12 GiB"):
         grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12.5Gi")
     host = host._replace(config=host.config._replace(sharing=(SharingRule(4, 1.5),)))
     (one,) = grant(host, "GPUSHARE_DEVICES=0")
@@ -123,7 +123,7 @@ def test_device_fully_reserved_for_migration_grants_nothing(memory: str) -> None
     """It must not count as a device of unknown size, which serves one container with any request."""
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="100%"))
-    with pytest.raises(CapacityError, match="asked, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
+    with pytest.raises(CapacityError, match="requested, 0 B free of 0 B; .* lower oversubscription.turn_memory"):
         grant(host, "GPUSHARE_DEVICES=0", f"GPUSHARE_MEMORY={memory}")
     with pytest.raises(CapacityError, match="0 B of 0 B free"):
         grant(host, "GPUSHARE_DEVICES=any,free>=1Gi", f"GPUSHARE_MEMORY={memory}")

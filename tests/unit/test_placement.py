@@ -57,7 +57,7 @@ def test_refusal_has_numbers_and_container_names() -> None:
     with pytest.raises(CapacityError) as caught:
         grant("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=25%", held=held)
     assert str(caught.value) == (
-        "device 0: 25% (4 GiB) asked, 1 GiB free of 16 GiB, "
+        "device 0: 25% (4 GiB) requested, 1 GiB free of 16 GiB, "
         "held by c0 (3 GiB), c1 (3 GiB), c2 (3 GiB), c3 (3 GiB) and 1 more; stop one of them, or ask for less"
     )
 
@@ -68,7 +68,7 @@ def test_refusal_with_one_container_names_it() -> None:
             "GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI), container_id="train"))
         )
     assert str(caught.value) == (
-        "device 0: 8Gi asked, 4 GiB free of 16 GiB, held by train (12 GiB); stop it, or ask for less"
+        "device 0: 8Gi requested, 4 GiB free of 16 GiB, held by train (12 GiB); stop it, or ask for less"
     )
 
 
@@ -80,7 +80,7 @@ def test_request_above_device_size_has_no_hint_to_stop_containers() -> None:
 def test_overcommit_does_not_raise_limit_of_one_container() -> None:
     """A container shown a GPU of 20 GiB could never fill it."""
     host = node(devices=1, overcommit=2.0)
-    with pytest.raises(CapacityError, match="^device 0: 20Gi asked, and it has 16 GiB; ask for at most 16 GiB$"):
+    with pytest.raises(CapacityError, match="^device 0: 20Gi requested, and it has 16 GiB; ask for at most 16 GiB$"):
         grant("GPUSHARE_MEMORY=20Gi", host=host)
     full = ledger(lease(share(0, 0, 16 * GI)))
     assert got(grant("GPUSHARE_MEMORY=16Gi", host=host, held=full)) == [(0, 0, 16 * GI)]
@@ -93,7 +93,10 @@ def test_maximum_above_device_is_clamped_to_device() -> None:
         assert got(grant("GPUSHARE_DEVICES=0", host=host)) == [(0, 0, size * GI)]
 
 
-@pytest.mark.parametrize(("asked", "hint"), [("4", "; a number alone is bytes"), ("2047Ki", ""), ("0.01%", "")])
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [("4", "; a number without a unit means bytes"), ("2047Ki", ""), ("0.01%", "")],
+)
 def test_limit_below_one_block_is_refused_with_hint(asked: str, hint: str) -> None:
     """GPUSHARE_MEMORY=4 probably means 4Gi; no program could start with 4 bytes."""
     with pytest.raises(
@@ -145,7 +148,7 @@ def test_unlimited_request_takes_whole_device() -> None:
     assert got(shares) == [(0, 0, None)]
     held = ledger(lease(*shares))
     for env in ("NVIDIA_VISIBLE_DEVICES=0", "GPUSHARE_DEVICES=0"):
-        with pytest.raises(CapacityError, match=r"device 0 is taken as a whole, held by c1 \(all\)"):
+        with pytest.raises(CapacityError, match=r"device 0 is in exclusive use, held by c1 \(all\)"):
             grant(env, "GPUSHARE_MEMORY=1Gi", held=held)
     with pytest.raises(CapacityError, match=r"all of device 0 was requested, but 1 GiB is granted, held by c1"):
         grant("NVIDIA_VISIBLE_DEVICES=0", held=ledger(lease(share(0, 0, GI))))
@@ -310,10 +313,10 @@ def test_hard_compute_limits_never_exceed_device() -> None:
     with pytest.raises(CapacityError) as caught:
         grant(*env, "GPUSHARE_COMPUTE=41%", host=one, held=held)
     assert str(caught.value) == (
-        "device 0: 41% of compute asked, 40% free of 100%, held by a (30%), b (30%); "
+        "device 0: 41% of compute requested, 40% free of 100%, held by a (30%), b (30%); "
         "stop one of them, ask for less, or set GPUSHARE_COMPUTE_MODE=soft"
     )
-    with pytest.raises(CapacityError, match=r"99% of compute asked, 50% free of 50%; ask for less, or set"):
+    with pytest.raises(CapacityError, match=r"99% of compute requested, 50% free of 50%; ask for less, or set"):
         host = one._replace(config=one.config._replace(compute_overcommit=0.5))
         grant(*env, "GPUSHARE_COMPUTE=99%", host=host)
 
@@ -328,7 +331,7 @@ def test_soft_or_missing_compute_limit_does_not_count() -> None:
     assert grant(*env, "GPUSHARE_COMPUTE=30%", host=one, held=held)[0].compute_percent == 30
     for env_of_more in ((), ("GPUSHARE_COMPUTE=100%",), ("GPUSHARE_COMPUTE=80%", "GPUSHARE_COMPUTE_MODE=soft")):
         grant(*env, *env_of_more, host=one, held=held)
-    with pytest.raises(CapacityError, match="80% of compute asked, 30% free"):
+    with pytest.raises(CapacityError, match="80% of compute requested, 30% free"):
         grant(*env, "GPUSHARE_COMPUTE=80%", host=one, held=held)
 
 
@@ -345,7 +348,7 @@ def test_compute_overcommit_grants_more_than_device() -> None:
     twice = twice._replace(config=twice.config._replace(compute_overcommit=2.0))
     held = ledger(lease(compute(90), container_id="a"), lease(compute(90), container_id="b"))
     assert grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=20%", host=twice, held=held)[0].compute_percent == 20
-    with pytest.raises(CapacityError, match="21% of compute asked, 20% free of 200%"):
+    with pytest.raises(CapacityError, match="21% of compute requested, 20% free of 200%"):
         grant("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=21%", host=twice, held=held)
 
 

@@ -43,8 +43,8 @@ def test_quota_of_a_user_counts_all_of_its_containers_and_names_them() -> None:
     with pytest.raises(CapacityError) as refused:
         ask(pure.share(0, 0, 4 * GIB), pure.share(1, 1, GIB), caps=caps)
     assert str(refused.value) == (
-        "policy.quotas[0] of user 1000: 5 GiB of memory asked, 12 GiB of 16 GiB used, held by a (8 GiB), b (4 GiB); "
-        "stop one of them, or ask for less"
+        "policy.quotas[0] of user 1000: 5 GiB of memory requested, 12 GiB of 16 GiB used, "
+        "held by a (8 GiB), b (4 GiB); stop one of them, or ask for less"
     )
     ask(pure.share(0, 0, 16 * GIB), uid=3000, caps=caps)  # each user has the quota for itself
 
@@ -53,14 +53,15 @@ def test_more_than_the_whole_quota_is_refused_by_policy() -> None:
     with pytest.raises(PolicyError) as refused:
         ask(pure.share(0, 0, 17 * GIB), uid=3000, caps=[Quota("*", "", memory="16Gi")])
     assert str(refused.value) == (
-        "policy.quotas[0] of user 3000 allows 16 GiB of memory in all, and 17 GiB is requested; ask for at most 16 GiB"
+        "policy.quotas[0] of user 3000 allows 16 GiB of memory in total, and 17 GiB was requested; "
+        "ask for at most 16 GiB"
     )
 
 
 def test_share_without_limits_counts_as_the_whole_device() -> None:
     with pytest.raises(CapacityError, match=r"c \(16 GiB\)"):
         ask(pure.share(0, 0, GIB), uid=2000, caps=[Quota("2000", "", memory="16Gi")])
-    with pytest.raises(CapacityError, match=r"100% of compute asked, 130% of 200% used, held by a \(100%\), b \(30%\)"):
+    with pytest.raises(CapacityError, match=r"100% of compute requested, 130% of 200% used, held by a \(100%\), b"):
         ask(pure.share(0, 0, GIB), caps=[Quota("*", "", compute_percent=200)])
 
 
@@ -68,7 +69,7 @@ def test_number_of_containers() -> None:
     ask(pure.share(0, 0, GIB), caps=[Quota("*", "", containers=3)])
     with pytest.raises(CapacityError) as refused:
         ask(pure.share(0, 0, GIB), caps=[Quota("*", "", containers=2)])
-    assert "1 container asked, 2 of 2 used, held by a (1), b (1); stop one of them" in str(refused.value)
+    assert "1 container requested, 2 of 2 used, held by a (1), b (1); stop one of them" in str(refused.value)
 
 
 def test_first_entry_that_matches_applies_and_user_and_namespace_both_do() -> None:
@@ -98,7 +99,7 @@ def test_changed_limits_are_within_the_quota_and_lower_ones_always_granted() -> 
         return limit_request.shares(B, limit_request.parse(memory=text), host, LIVE)[0].memory_limit_bytes
 
     assert change("2Gi") == 2 * GIB  # 8 and 4 GiB exceed the quota already
-    with pytest.raises(CapacityError, match=r"5 GiB of memory asked, 8 GiB of 10 GiB used, held by a \(8 GiB\)"):
+    with pytest.raises(CapacityError, match=r"5 GiB of memory requested, 8 GiB of 10 GiB used, held by a \(8 GiB\)"):
         change("+1Gi")
 
 
@@ -163,7 +164,7 @@ WRONG = [
     ("{user: root}", "policy.quotas[0]: caps nothing; give memory, compute or containers"),
     (
         "{user: no-such-user, memory: 4Gi}",
-        'policy.quotas[0].user: "no-such-user" is no user of this host; give its uid',
+        'policy.quotas[0].user: "no-such-user" is not a user of this host; give its uid',
     ),
     ("{user: root, memory: 50%}", 'policy.quotas[0].memory: "50%": a percentage; a quota is on all devices together'),
     ("{user: root, memory: 4Gy}", 'policy.quotas[0].memory: "4Gy"'),

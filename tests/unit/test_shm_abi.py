@@ -282,7 +282,9 @@ def test_file_of_other_version_is_not_damaged() -> None:
         (b"\0" * shm_abi.LIMITS_SIZE, shm_abi.read_limits),
     ):
         magic = data[:8] if read is usage_reader.read_usage else struct.pack("<Q", shm_abi.LIMITS_MAGIC)
-        with pytest.raises(shm_abi.RegionError, match=f"is of version 9, this is {shm_abi.ABI_VERSION}; use the"):
+        with pytest.raises(
+            shm_abi.RegionError, match=f"is of version 9, and this gpushare uses version {shm_abi.ABI_VERSION}; use"
+        ):
             read(magic + struct.pack("<I", 9) + data[12:])
 
 

@@ -127,7 +127,7 @@ def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Conf
     if device.uuid in ledger.exclusive:
         whole = (name for name, size in ledger.holders.get(device.uuid, ()) if size is None)
         raise CapacityError(
-            f"device {device_name(device)} is taken as a whole{held}",
+            f"device {device_name(device)} is in exclusive use{held}",
             "stop that container, or give it a limit",
             f"held whole by {constants.short(next(whole, 'another container'))}",
         )
@@ -159,13 +159,13 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
         raise RequestError(
             f"{memory.text} of device {device_name(device)} is less than one block "
             f"of {human(device.granularity_bytes)}",
-            "ask for more; a number alone is bytes" if memory.text.isdigit() else "ask for more",
+            "ask for more; a number without a unit means bytes" if memory.text.isdigit() else "ask for more",
         )
     asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
     if known and used + size > total:
         free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
         raise CapacityError(
-            f"device {device_name(device)}: {asked} asked, {free} free of {human(total)}{_held_by(device, ledger)}",
+            f"device {device_name(device)}: {asked} requested, {free} free of {human(total)}{_held_by(device, ledger)}",
             f"stop {_whom(device, ledger)}, or ask for less"
             if size <= total
             else f"ask for at most {human(most if most > 0 else total)}"
@@ -176,7 +176,7 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     if known and size > device.memory_bytes:  # memory_overcommit does not enlarge a device for one container
         has = human(device.memory_bytes)
         raise CapacityError(
-            f"device {device_name(device)}: {asked} asked, and it has {has}", f"ask for at most {has}", f"has {has}"
+            f"device {device_name(device)}: {asked} requested, and it has {has}", f"ask for at most {has}", f"has {has}"
         )
     return size
 
@@ -190,7 +190,7 @@ def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger:
     if used + percent > total:
         free = max(0, total - used)
         raise CapacityError(
-            f"device {device_name(device)}: {percent}% of compute asked, {free}% free of {total}%"
+            f"device {device_name(device)}: {percent}% of compute requested, {free}% free of {total}%"
             + _held([f"{constants.short(name)} ({size}%)" for name, size in held]),
             (f"stop {'it' if len(held) == 1 else 'one of them'}, ask for less, " if held else "ask for less, ")
             + f"or set {constants.ENV_COMPUTE_MODE}=soft",
@@ -206,7 +206,7 @@ def _page_of(device: Device, ledger: Ledger, config: Config) -> int:
     most = min(rule.split_count, MAX_PEERS) if rule else MAX_PEERS
     free = next((number for number in range(MAX_PEERS) if number not in taken), None)
     if free is None or len(taken) >= most:
-        because = f"sharing.split_count is {most}" if most < MAX_PEERS else "the most there can be"
+        because = f"sharing.split_count is {most}" if most < MAX_PEERS else "the maximum"
         raise CapacityError(
             f"device {device_name(device)} serves {len(taken)} containers already, {because}",
             "stop one of them, or ask for another device",

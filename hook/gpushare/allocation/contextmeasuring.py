@@ -19,8 +19,8 @@ from ..state.ledger import ledger_of
 from .backends.mps import state as mps
 
 TOTAL_S = 30.0  # for all devices together
-_NO_TIME = "the other devices took all the time"
-_TAKEN = "a container has all of it"
+_NO_TIME = "measuring the other devices took all of the time"
+_TAKEN = "a container has the whole device"
 
 
 def measured(node: Node, known: tuple[Context, ...], again: bool = False) -> tuple[Context, ...]:

@@ -371,6 +371,6 @@ def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
             raise KernelError(f"mounts of pid {pid}: {error.strerror}", "run as root") from error
         if not has_pages:
             raise DeviceError(
-                f"container {shown(constants.short(after.id))} has no {target}, so a compute limit could not be held",
+                f"container {shown(constants.short(after.id))} has no {target}, so it can have no compute limit",
                 "start it again with the limit",
             )

@@ -95,7 +95,7 @@ def require_budget(
     if ledger.host_bytes + asked > budget:
         free = max(0, budget - ledger.host_bytes)
         raise CapacityError(
-            f"host memory of oversubscribed shares: {human(asked)} asked, {human(free)} free of {human(budget)} "
+            f"host memory of oversubscribed shares: {human(asked)} requested, {human(free)} free of {human(budget)} "
             f"({KEY})",
             "ask for less, or stop an oversubscribed container" if ledger.host_bytes else "ask for less",
         )

@@ -101,13 +101,13 @@ def _applying(
 def _refuse(quota: str, kind: _Kind, asked: int, used: int, cap: int, held: Sequence[tuple[str, int]]) -> None:
     if asked > cap:
         raise PolicyError(
-            f"{quota} allows {kind.asked(cap)} in all, and {kind.text(asked)} is requested",
+            f"{quota} allows {kind.asked(cap)} in total, and {kind.text(asked)} was requested",
             f"ask for at most {kind.text(cap)}",
         )
     names = [f"{constants.short(name)} ({kind.text(size)})" for name, size in held if size]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise CapacityError(
-        f"{quota}: {kind.asked(asked)} asked, {kind.text(used)} of {kind.text(cap)} used, "
+        f"{quota}: {kind.asked(asked)} requested, {kind.text(used)} of {kind.text(cap)} used, "
         f"held by {', '.join(names[:_NAMED])}{more}",
         f"stop {'it' if len(names) == 1 else 'one of them'}"
         + ("" if kind.name == "containers" else ", or ask for less"),

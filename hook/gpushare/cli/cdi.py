@@ -45,7 +45,11 @@ def cdi_group() -> None:
     help="Output format.  [default: by FILE's ending, else yaml]",
 )
 @click.option(
-    "--program", callback=given, default="", metavar="FILE", help="gpushare-hook, when it is not beside this program."
+    "--program",
+    callback=given,
+    default="",
+    metavar="FILE",
+    help="Path of gpushare-hook, if it is not in the directory of this program.",
 )
 @click.option("--for-builds", is_flag=True, help="Let BuildKit give the devices to each step that names one.")
 @with_no_color
@@ -74,7 +78,8 @@ def generate(paths: Paths, path: Optional[str], kind: Optional[str], program: st
             host.write([change])
         write_line("nothing to do" if change.before == text else change.describe())
     for uuid in devices.device_names(node)[1]:
-        log.to_stderr(f"gpushare: device {shown(uuid)} is left out: CDI has no such names; containers can ask for any")
+        why = "CDI does not allow its name; request gpushare.io/share=any"
+        log.to_stderr(f"gpushare: device {shown(uuid)} is left out, because {why}")
     for note in foreign_owners([settings.hook]):
         log.to_stderr(f"gpushare: {note}")
 

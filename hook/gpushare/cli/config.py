@@ -44,7 +44,7 @@ def check(paths: Paths, file: Optional[str], output: str) -> int:
     if output == "json":
         write_json({"file": found, "valid": True, "config": _nested(effective(loaded))})
     else:
-        write_line(f"{path}: {'valid' if found else 'no such file, so the defaults hold'}")
+        write_line(f"{path}: {'valid' if found else 'no such file, so the defaults apply'}")
     return 0
 
 

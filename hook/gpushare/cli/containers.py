@@ -358,7 +358,7 @@ def _print_uses(one: facts.Container) -> None:
         *((_HOST,) if virtual else ()),
         *((_BORROWED,) if lent else ()),
         *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
-        *(Column("page", True, leaves=1), Column("uuid", leaves=2)),
+        *(Column("activity file", True, leaves=1), Column("uuid", leaves=2)),
     )
     rows = [
         (

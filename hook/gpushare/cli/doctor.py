@@ -53,7 +53,7 @@ def _rows(check: checks.Check, result: checks.Result) -> list[tuple[str, str, st
 def _examined(paths: Paths) -> list[tuple[checks.Check, checks.Result]]:
     settings = settings_of(paths, "")
     with output.Progress() as progress:
-        progress.say("asking the driver")
+        progress.say("querying the driver")
         machine = checks.probe(paths.config, paths.state_dir, settings)
         return list(checks.examine(machine, lambda name: progress.say(f"checking {name}")))
 

@@ -24,14 +24,19 @@ from .runtime import settings_of
     help="kubelet's directory.",
 )
 @click.option(
-    "--cdi", callback=given, default="/var/run/cdi", show_default=True, metavar="DIR", help="For CDI specifications."
+    "--cdi",
+    callback=given,
+    default="/var/run/cdi",
+    show_default=True,
+    metavar="DIR",
+    help="Directory for CDI specifications.",
 )
 @click.option(
     "--program",
     callback=given,
     default="",
     metavar="FILE",
-    help="gpushare-hook on the node, when it is not beside this program.",
+    help="Path of gpushare-hook on the node, if it is not in the directory of this program.",
 )
 @click.option("--server", callback=given, default="", metavar="URL", help="API server.  [default: the pod's]")
 @click.option(

@@ -23,10 +23,10 @@ from .output import write_json, write_text
 
 _INDENT = 13  # of the text after a label
 WITHHELD = (
-    "nothing requested: NVIDIA's devices are withheld from this privileged container, "
+    "nothing requested: gpushare denies NVIDIA's devices to this privileged container, "
     "which is not among policy.privileged_containers"
 )
-NARROWED = "nothing requested: the device rules of this container reach NVIDIA's devices, which are taken out of them"
+NARROWED = "nothing requested: gpushare removes NVIDIA's devices from the device rules of this container"
 
 
 @click.command()
@@ -95,7 +95,7 @@ def _restore(directory: str, output: str) -> None:
     if output == "json":
         write_json({"restored": before is not spec})
     else:
-        click.echo(f"{path}: {'as it was' if before is not spec else 'nothing of gpushare is in it'}")
+        click.echo(f"{path}: {'restored' if before is not spec else 'it has no changes of gpushare'}")
 
 
 def of_bundle(paths: Paths, bundle: Bundle, way: str) -> tuple[Optional[Request], Optional[session.Preview]]:

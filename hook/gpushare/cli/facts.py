@@ -19,7 +19,7 @@ from ..system import procs, rootless
 from .names import Name, Names
 from .options import Paths
 
-_OWN_ONLY = "an ordinary user sees the shares of this user only, not those of root and of other users"
+_OWN_ONLY = "without root you see only your own shares, not the shares of root and of other users"
 NONE = "no container has a share of a GPU"
 GONE = ("dead", "ended")  # states of containers whose share is free; ended: a program of `gpushare run` has exited
 _STATES = {"reserved": "starting", "held": "running"}
@@ -85,7 +85,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
         limit = share.ceiling_bytes
         most = share.device.memory_bytes or used
         if used > most:
-            notes.append(f"the usage page claims {used} bytes of device {share.device.index}, which has {most}")
+            notes.append(f"the usage file reports {used} bytes of device {share.device.index}, which has {most}")
         if limit is not None and limit < min(used, most):
             notes.append(
                 f"slot {share.slot}: over its limit by {human(min(used, most) - limit)}, "
@@ -216,7 +216,7 @@ def none() -> str:
 def warn_of_hidden_shares() -> None:
     """For an ordinary user, write a line on standard error about what the table does not count."""
     if rootless.is_rootless():
-        log.to_stderr(f"gpushare: {_OWN_ONLY}, so less may be free than this shows; root sees all of them")
+        log.to_stderr(f"gpushare: {_OWN_ONLY}, so less may be free than this shows")
 
 
 def context_source(device: Device, inventory: Inventory) -> str:
@@ -232,7 +232,7 @@ def host(paths: Paths) -> Node:
     from .output import Progress
 
     with Progress() as progress:
-        progress.say("asking the driver")
+        progress.say("querying the driver")
         return node.compile_node(paths.config, paths.state_dir, write=False)
 
 

@@ -184,7 +184,7 @@ _CELLS: tuple[Callable[[Share], str], ...] = (
     _percent,
     lambda share: "soft" if share.soft else "hard",
     lambda share: "high" if share.priority else "normal",
-    lambda share: "held" if share.paused else "go",
+    lambda share: "paused" if share.paused else "allowed",
 )
 
 

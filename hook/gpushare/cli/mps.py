@@ -116,12 +116,12 @@ def start(
         )
         return
     for one, (how, new) in done:
-        what = {"running": "runs already", "adopted": "ran already and is used now"}.get(how, "runs")
+        what = {"running": "runs already", "adopted": "was running and is used now"}.get(how, "runs")
         write_line(f"MPS {what} on {device_name(one)} ({one.uuid}): pid {new.pid}, at most {_limits(new)}")
     rules = host.config.policy
     if done and not backends.allows(rules, mps.NAME):
         allowed = ", ".join(rules.allowed_backends)
-        write_line(f"No container is given it: add {mps.NAME} to policy.allowed_backends ({allowed})")
+        write_line(f"No container uses it until {mps.NAME} is in policy.allowed_backends (now: {allowed})")
 
 
 def _limits(found: mps.MpsState) -> str:
@@ -172,7 +172,8 @@ def status(paths: Paths, wanted: tuple[str, ...], output: str) -> None:
         for row in rows:
             if row.seen.affected:
                 which = ", ".join(constants.short(one.id) for one in row.seen.affected)
-                write_line(f"MPS on {device_name(row.device)} is not the one they were started with; restart: {which}")
+                name = device_name(row.device)
+                write_line(f"MPS on {name} is a newer daemon than these containers started with; restart them: {which}")
     if any(row.seen.state in ("dead", "changed") or row.seen.affected for row in rows):
         raise SystemExit(1)
 

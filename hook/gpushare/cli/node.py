@@ -28,15 +28,17 @@ from .output import Progress, write_json, write_line
 def refresh(paths: Paths, measure: bool, output: str) -> None:
     """Read the configuration and the driver now.
 
-    Measures the memory of a CUDA context on each kind of device, once for each driver. Reports what has changed since
-    they were last read, and which containers were started with another driver. Without this command the first container
-    that starts after a change reads them, so that its start takes longer, and context sizes are estimates. Also makes
-    the links in /dev/char by which systemd knows NVIDIA's devices.
+    Reports what has changed since the last refresh, and which containers were started with another driver. Measures the
+    memory of a CUDA context on each kind of device, once for each driver. Creates the links in /dev/char by which
+    systemd finds NVIDIA's devices.
+
+    Run it after a change of the driver or the configuration. Otherwise the next container that starts reads them, so
+    that its start takes longer, and context sizes are estimates.
     """
     storage.prepare(paths.state_dir)
     before = node.last(paths.state_dir)
     with Progress() as progress:
-        progress.say("asking the driver")
+        progress.say("querying the driver")
         host = node.compile_node(
             paths.config,
             paths.state_dir,
@@ -61,7 +63,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
         return
     _print(host)
     if links:
-        write_line(f"linked in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
+        write_line(f"created links in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
     for change in found or ():
         write_line(f"changed: {change.text()}")
     if found == []:
@@ -69,7 +71,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
     for name, why in old:
         write_line(f"container {name} {why}: start it again")
     if recovered:
-        write_line(f"{paths.state_dir} was lost; leases of live containers again: {', '.join(recovered)}")
+        write_line(f"{paths.state_dir} was lost; rebuilt the leases of running containers: {', '.join(recovered)}")
 
 
 def make_links(root: str) -> list[str]:
@@ -77,7 +79,7 @@ def make_links(root: str) -> list[str]:
     try:
         return charlinks.make(root, charlinks.DIRECTORY)
     except OSError as error:
-        log.to_stderr(f"gpushare: no link in {charlinks.DIRECTORY}: {error.strerror}")
+        log.to_stderr(f"gpushare: cannot create links in {charlinks.DIRECTORY}: {error.strerror}")
         return []
 
 

@@ -33,7 +33,7 @@ SOCKET = "/var/run/nri/nri.sock"
     "--hook",
     callback=given,
     metavar="FILE",
-    help="gpushare-hook as the engine sees it, if it is not beside this program.",
+    help="Path of gpushare-hook for the engine, if it is not in the directory of this program.",
 )
 @with_no_color
 @click.pass_obj

@@ -57,7 +57,7 @@ def with_format(command: Command) -> Command:
         type=choice,
         default="table",
         show_default=True,
-        help="For people, or for programs.",
+        help="Output format.",
     )
     return option(with_no_color(command))
 

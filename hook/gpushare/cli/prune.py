@@ -98,8 +98,8 @@ def _print(found: list[Item], dry_run: bool, problems: list[str]) -> None:
         )
     if any(not item.removed for item in found):
         log.to_stderr(
-            "gpushare: a lease cannot be read, so its devices get no new ones; if its container is gone: "
-            "gpushare prune --assume-free"
+            "gpushare: a lease cannot be read, so gpushare grants nothing on its devices; if its container is gone, "
+            "run gpushare prune --assume-free"
         )
     for problem in problems:
         log.to_stderr(f"gpushare: {problem}")

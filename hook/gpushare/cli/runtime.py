@@ -52,14 +52,14 @@ def runtime() -> None:
     callback=given,
     default="",
     metavar="FILE",
-    help="gpushare-runtime, if it is not beside this program.",
+    help="Path of gpushare-runtime, if it is not in the directory of this program.",
 )
 @click.option(
     "--engine-version",
     callback=given,
     default="",
     metavar="N.N",
-    help="containerd's version.  [default: asked]",
+    help="containerd's version.  [default: reported by containerd]",
 )
 @click.option("--dump", type=click.File(), help="Output of `containerd config dump`.  [default: run it]")
 @click.option(
@@ -172,7 +172,9 @@ def profile_changes(profile: str, path: str, host: Host, force: bool) -> list[Ch
         except ConfigError as error:
             other = [str(error)]
         what = ", ".join(other) or "only in its comments"
-        raise ConfigError(f"{path} was edited and differs: {what}", "without --profile it stays, --force replaces it")
+        raise ConfigError(
+            f"{path} was edited and differs: {what}", "leave out --profile to keep it, or add --force to replace it"
+        )
     return [Change(path, there, wanted)]
 
 

@@ -17,7 +17,7 @@ from .topscreen import CONTAINERS, DEVICES
 def status(paths: Paths, output: str) -> None:
     """Show the GPUs of this host and the containers that share them.
 
-    `gpushare devices` and `gpushare list` show more of each, `gpushare doctor` looks for faults.
+    `gpushare devices` and `gpushare list` show more of each, `gpushare doctor` checks the host for problems.
     """
     taken = Sampler(paths).take()
     if output == "json":

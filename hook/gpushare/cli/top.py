@@ -34,7 +34,7 @@ def top(paths: Paths, once: bool, interval: float, sort: str, output: str) -> in
     Keys: h or ? shows all keys, q quits, m p c t a n sort, r reverses the order, up and down scroll. TREND shows the
     compute use of the last samples. `stats` is another name of this command.
 
-    THROTTLED is the time for which the compute limit held threads back, in percent of the time since the last sample:
+    THROTTLED is the time for which threads waited for the compute limit, in percent of the time since the last sample:
     200% means two threads all the time. The first sample counts from the container's start. In a pipe samples are
     printed one below the other; as JSON each sample is one line.
     """

@@ -39,18 +39,18 @@ _KEYS = (
     ("m", "sort by memory in use"),
     ("p", "sort by memory in use, in percent of the limit"),
     ("c", "sort by compute in use"),
-    ("t", "sort by the time that the compute limit held threads back"),
+    ("t", "sort by the time that threads waited for the compute limit"),
     ("a", "sort by age"),
     ("n", "sort by name, or by ID without a name"),
-    ("left right", "sort by the previous or next of these"),
+    ("left right", "sort by the previous or next column"),
     ("r", "reverse the order"),
     ("up down", "scroll; also page up, page down, home and end"),
     ("space", "take a sample now"),
 )
 _COLUMNS = (
-    ("COMPUTE", "percent of the device's time in the last second, of the limit"),
-    ("TREND", "the same in the last samples, a full block is the whole device"),
-    ("THROTTLED", "how long the compute limit held threads back; 200% is two threads all the time"),
+    ("COMPUTE", "percent of the device's time used in the last second, and the limit"),
+    ("TREND", "compute use in the last samples; a full block is the whole device"),
+    ("THROTTLED", "how long threads waited for the compute limit; 200% is two threads all the time"),
     ("REFUSED", "allocations that the memory limit refused"),
 )
 

@@ -18,7 +18,7 @@ from .runtime import settings_of
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Show what would be done, do nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--force", is_flag=True, help="Do it even if containers hold a share or MPS runs; they keep running.")
 @click.option("--purge", is_flag=True, help="Also remove /etc/gpushare and the usage journal.")
 @click.option("--root", callback=given, default="/", metavar="DIR", help="Change files below DIR.")
@@ -54,4 +54,4 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
     for command in plan.next():
         log.to_stderr(f"gpushare: now run: {command}")
     where = os.path.dirname(settings.program)
-    log.to_stderr(f"gpushare: the programs stay in {where}; remove them as they were installed")
+    log.to_stderr(f"gpushare: the programs stay in {where}; remove them in the way in which they were installed")

@@ -45,7 +45,7 @@ _COLUMNS = tuple(
     type=click.Choice(["table", "json", "csv"]),
     default="table",
     show_default=True,
-    help="For people, or for programs.",
+    help="Output format.",
 )
 @with_no_color
 @click.pass_obj

@@ -69,11 +69,11 @@ def _wrong(item: Mapping[str, Any], key: str) -> Iterator[Wrong]:
     named = [name for name in ("user", "namespace") if name in item]
     if len(named) != 1:
         problem = "names a user and a namespace" if named else "names no user and no namespace"
-        yield Wrong(key, problem, "give one of them; * is every one, each with a quota of its own")
+        yield Wrong(key, problem, "give one of them; * means every user or namespace, each with a quota of its own")
     if not any(name in item for name in ("memory", "compute", "containers")):
         yield Wrong(key, "caps nothing", "give memory, compute or containers")
     if "user" in item and _uid(item["user"]) is None:
-        yield Wrong(f"{key}.user", f"{shown(item['user'])} is no user of this host", "give its uid")
+        yield Wrong(f"{key}.user", f"{shown(item['user'])} is not a user of this host", "give its uid")
     if "memory" in item:
         try:
             size_bytes(f"{key}.memory", item["memory"])

@@ -55,7 +55,7 @@ def devices(machine: Machine) -> Result:
         return Result(
             WARN,
             f"NVML reports no memory size of device {', '.join(unknown)}: requests for a percentage of it are refused",
-            "run nvidia-smi, which says why",
+            "run nvidia-smi: its output shows the reason",
         )
     return Result(OK, ", ".join(shown) + mig)
 

@@ -46,7 +46,7 @@ def programs(machine: Machine) -> Result:
     snapshot = broken_snapshot(paths[0])
     if snapshot:
         what = f"Python does not start from {snapshot}: containers with a share do not start"
-        return Result(FAIL, what, "remove it: they start some 30 ms later then")
+        return Result(FAIL, what, "remove it; containers then start some 30 ms later")
     names = f"{base.RUNTIME_PROGRAM}, {base.CRI_PROGRAM} and {base.HOOK_PROGRAM}"
     return Result(OK, f"{names} in {os.path.dirname(paths[0])}")
 
@@ -176,4 +176,4 @@ def configuration(machine: Machine) -> Result:
     if machine.config_error is not None:
         return failed(machine.config_error)
     there = os.path.exists(machine.config_path)
-    return Result(OK, f"{machine.config_path}: valid" if there else f"no {machine.config_path}, so the defaults hold")
+    return Result(OK, f"{machine.config_path}: valid" if there else f"no {machine.config_path}, so the defaults apply")

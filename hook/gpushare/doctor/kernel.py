@@ -61,7 +61,7 @@ def features(_: Machine) -> Result:
     if refused:
         if os.geteuid() != 0:
             return Result(SKIP, f"Linux {release}; mounts need root")
-        return Result(FAIL, "; ".join(refused), "let this system have mounts (CAP_SYS_ADMIN, seccomp, AppArmor)")
+        return Result(FAIL, "; ".join(refused), "allow mounts on this system (CAP_SYS_ADMIN, seccomp, AppArmor)")
     return Result(OK, f"Linux {release} has all {len(FEATURES)} system calls")
 
 
@@ -83,13 +83,13 @@ def file_leases(machine: Machine) -> Result:
     finally:
         os.close(namespace)
     if not refused:
-        return Result(OK, f"the owner of what containers are shown is hidden on all {len(trees)} file systems")
+        return Result(OK, f"all {len(trees)} file systems can hide the owner of files that containers see")
     if (short_read("/proc/sys/fs/leases-enable") or "").strip() == "0":
         return Result(OK, "fs.leases-enable is 0")
     return Result(
         WARN,
         f"{', '.join(refused)} cannot hide the owner of its files: root of a container can lease them (F_SETLEASE), "
-        "which holds up its neighbours' starts for minutes",
+        "which delays its neighbours' starts for minutes",
         "sysctl fs.leases-enable=0, and the same in /etc/sysctl.d",
     )
 
@@ -108,7 +108,7 @@ def cgroups(_: Machine) -> Result:
     v2 = any(mount.fstype == "cgroup2" for mount in kinds)
     detail = "v1 and v2 (hybrid)" if v1 and v2 else "v1" if v1 else "v2" if v2 else ""
     if not detail:
-        return Result(FAIL, "no cgroup hierarchy decides on devices", "mount /sys/fs/cgroup")
+        return Result(FAIL, "no cgroup hierarchy controls device access", "mount /sys/fs/cgroup")
     manager = "systemd" if os.path.isdir("/run/systemd/system") else "no systemd"
     detail = f"{detail}, {manager}"
     if not v2 or v1:

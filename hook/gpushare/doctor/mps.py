@@ -46,7 +46,7 @@ class Case(NamedTuple):
     @property
     def again(self) -> str:
         device = device_name(self.device)
-        return f"gpushare mps stop --force --device {device}, and start it again; then the containers that have it"
+        return f"gpushare mps stop --force --device {device}, start it again, then restart the containers that use it"
 
     def affected(self) -> str:
         """Names of the containers that were started with a daemon that has ended; "" if there are none."""

@@ -109,7 +109,7 @@ def _read(reader: int, pid: int) -> dict[str, Any]:
         os.waitpid(pid, os.WNOHANG)  # without waiting, because the child may be stuck in the kernel
         return {
             "error": f"the driver did not answer within {_DEADLINE_S:.0f} s",
-            "hint": "run nvidia-smi: it may say why",
+            "hint": "run nvidia-smi: its output may show the reason",
         }
     status = os.waitpid(pid, 0)[1]
     try:
@@ -166,7 +166,8 @@ def _path(steps: Plan, stem: str) -> str:
 def _checked(code: int, call: str) -> None:
     if code:
         raise GpushareError(
-            f"{call} returned {code} in a process with the library over the driver", "run nvidia-smi: it may say why"
+            f"{call} returned {code} in a process with the library over the driver",
+            "run nvidia-smi: its output may show the reason",
         )
 
 

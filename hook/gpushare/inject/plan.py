@@ -65,8 +65,8 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
     for share in shares:
         uuid = share.device.uuid
         own, everything = activity_files.path(state_dir, uuid, share.page), activity_files.directory(state_dir, uuid)
-        ops.append(Mount(own, f"{constants.PAGES_DIR}/{uuid}", "file", _DATA, "what it tells others of its work"))
-        ops.append(Mount(everything, f"{constants.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "what others tell"))
+        ops.append(Mount(own, f"{constants.PAGES_DIR}/{uuid}", "file", _DATA, "own activity file"))
+        ops.append(Mount(everything, f"{constants.PEERS_DIR}/{uuid}", "dir", ("ro", *_DATA), "all activity files"))
     return ops
 
 
@@ -82,7 +82,7 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
         limits,
         TenantTmpfs(f"{state}/rw", storage.TENANT_BYTES, storage.TENANT_INODES),
         Mount(f"{state}/share", constants.PRIVATE_DIR, "dir", _FILE, "limits and private libraries, host-only"),
-        Mount(f"{state}/rw", constants.RW_DIR, "dir", _DATA, "what this container's processes count"),
+        Mount(f"{state}/rw", constants.RW_DIR, "dir", _DATA, "usage file"),
         *_pages(config.state_dir, shares),
         _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(constants.REAL_CUDA),
         _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(constants.REAL_NVML),
@@ -114,7 +114,7 @@ def _libraries32(files: DriverFiles, shares: tuple[Share, ...], image: Image, no
     libraries = list(files.libraries32)
     if _limited(shares):
         libraries = [library for library in libraries if library.stem not in ALWAYS]
-        notes.append("no 32-bit libcuda and libnvidia-ml: they could not hold the limit")
+        notes.append("no 32-bit libcuda and libnvidia-ml: the shim has no 32-bit version")
     return [_Shown(library, library.source, "32-bit driver library") for library in libraries]
 
 

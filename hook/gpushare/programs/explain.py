@@ -18,7 +18,7 @@ from ..core.quoting import printable, setting
 from ..gpu.selectors import device_name
 from .why import Reason
 
-NOTHING = "nothing requested: this container is left alone\n"
+NOTHING = "nothing requested: gpushare does not change this container\n"
 
 
 def selection_text(selection: Selection) -> str:

@@ -72,9 +72,8 @@ def main(argv: Optional[Sequence[str]] = None, stdin: int = 0) -> int:
     options = Options("", "", "")
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["-h"], ["--help"]):
-        os.write(
-            1, f"usage: {_SYNOPSIS}\nAn OCI hook: the runtime runs it and writes the state to its input.\n".encode()
-        )
+        text = "An OCI hook: runc or crun runs it and writes the container's state to its standard input."
+        os.write(1, f"usage: {_SYNOPSIS}\n{text}\n".encode())
         return 0
     try:
         options = parse(words)

@@ -159,7 +159,7 @@ class HostRoot(apply.ContainerRoot):
         except syscalls.SyscallError as error:
             raise KernelError(
                 f"cannot put a private layer over {shown(directory)}: {os.strerror(error.errno)}",
-                "see `gpushare run` in the documentation for the mount points that would have to be there",
+                "docs/run.md lists the mount points that must exist",
             ) from None
 
     def _dev(self, scratch: str) -> int:

@@ -62,7 +62,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
     if os.path.lexists(constants.LIMITS):
         raise RequestError(
             f"{constants.LIMITS} exists already: this process is in a share of a GPU",
-            "start the command as it is: it has the same share",
+            "start the command without `gpushare run`: it has the same share",
         )
     find(job.command[0])
     try:
@@ -91,7 +91,8 @@ def resolve(bundle: Bundle, host: Node) -> session.Start:
     found = session.resolve(bundle, lambda: host, on_host=True)
     if found is None or found.request.selection.kind == "none":
         raise RequestError(
-            f"{constants.ENV_DEVICES}: no device is requested", "name one, or start the command as it is"
+            f"{constants.ENV_DEVICES}: no device is requested",
+            "name a device, or start the command without `gpushare run`",
         )
     request = found.request._replace(dialect=constants.RUN_DIALECT)
     return found._replace(request=request, host=backends.for_programs(request, host))
@@ -134,10 +135,10 @@ def _search_path() -> list[str]:
 
 def _what_to_do(program: str, number: int) -> str:
     if number != errno.ENOENT:
-        return "name a program, which may be executed"
+        return "name a program that this user may execute"
     if "/" not in program:
         return "no directory of PATH has it: give its path"
-    return "its interpreter is not there" if os.path.exists(program) else "give the path of a program"
+    return "its interpreter does not exist" if os.path.exists(program) else "give the path of a program"
 
 
 def _cannot(program: str, number: int) -> CannotExecute:

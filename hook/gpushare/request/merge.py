@@ -47,7 +47,7 @@ def _same(one: Selection, other: Selection, inventory: Inventory) -> bool:
 def _disagree(one: Value, other: Value, what: str) -> RequestError:
     return RequestError(
         f"{setting(one.name, one.value)} and {setting(other.name, other.value)} {what}",
-        "leave one of them out, or use GPUSHARE_* variables, which win",
+        "leave one of them out, or use GPUSHARE_* variables, which override them",
     )
 
 

@@ -92,7 +92,7 @@ def refuse_injected(bundle: Bundle, policy: Policy) -> None:
     if found and not accepted(policy.accept_cdi, bundle):
         raise PolicyError(
             f"config.json has {found}: devices that other software puts there are not accepted on this node",
-            f"ask with {constants.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
+            f"request devices with {constants.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
         )
 
 

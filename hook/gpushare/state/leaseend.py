@@ -36,7 +36,7 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
                 return f"lease of {shown(container_id)} is kept: {lease.reason}, and {user or 'it has just changed'}"
         elif lease is not None and not leases.why_dead(state_dir, lease, procs.boot_id()):
             pid = lease.init_pid or lease.creator_pid
-            return f"lease of {shown(container_id)} is kept: pid {pid} or one that it left is alive"
+            return f"lease of {shown(container_id)} is kept: pid {pid}, or a process that it started, is alive"
         final = accounts.closed(state_dir, lease, known=True) if isinstance(lease, Lease) else None
         gone = leases.drop(state_dir, container_id, lease.shares if isinstance(lease, Lease) else ())
     if gone and ended and final:

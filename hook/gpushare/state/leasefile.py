@@ -149,7 +149,7 @@ def from_json(data: bytes, container_id: str) -> Lease:
     for slot, one in enumerate(shares):
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
         if one.slot != slot or min(*sizes, one.granted_ns, one.granted_byte_ns) < 0:
-            raise ValueError(f"share {slot} has numbers that cannot be")  # it would distort the sums
+            raise ValueError(f"share {slot} has impossible numbers")  # it would distort the sums
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
         if one.lending not in ("", constants.MOVABLE, constants.EVICT):

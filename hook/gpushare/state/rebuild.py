@@ -143,7 +143,8 @@ def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
         remarks.append(f"{count} containers have shares of a state directory that is in use at another place")
     if ignored:
         remarks.append(
-            f"{len(ignored)} mounts like shares were ignored: anyone can make them; first of pid {ignored[0]}"
+            f"{len(ignored)} mounts that look like shares were ignored, because any user can create such mounts; "
+            f"the first is of pid {ignored[0]}"
         )
     return tuple(oldest[key] for key in sorted(oldest)), tuple(remarks)
 

@@ -362,7 +362,8 @@ def check(data: bytes, what: str, magic: int, size: int) -> None:
         raise RegionError(f"{what} is damaged: {len(data)} bytes, must be {size}")
     found, version, stated = struct.unpack_from("<QII", data)
     if found == magic and version != ABI_VERSION:
-        raise RegionError(f"{what} is of version {version}, this is {ABI_VERSION}", "use the gpushare that wrote it")
+        problem = f"{what} is of version {version}, and this gpushare uses version {ABI_VERSION}"
+        raise RegionError(problem, "use the gpushare that wrote it")
     if (found, version, stated) != (magic, ABI_VERSION, size):
         raise RegionError(f"{what} is damaged: magic {found:#x}, version {version}, size {stated}")
 

@@ -9,9 +9,9 @@ BACKEND = Backend(
     enforces=LIMITS,
     lends=True,
     why_unsupported=lambda limit, site: None,
-    alone="containers of MPS are on the device, and the driver does not slice time between those",
+    alone="containers that use MPS are on the device, and the driver gives them no time slices of their own",
     enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "
-    "waits. For all processes of the container together.",
+    "waits. All processes of the container count together.",
     bypassed_by="a program that bypasses the CUDA library on purpose, and work outside of CUDA: "
     "OpenGL, Vulkan, video codecs (docs/security.md)",
     changes_live="memory, compute, mode, priority, pause: at once",

@@ -86,7 +86,7 @@ def shares_of(claim: dict[str, Any], pool: str, offers: dict[str, Offer]) -> lis
         if result["driver"] != DRIVER:
             continue
         if result.get("adminAccess"):
-            raise RequestError(f"{where} wants adminAccess, which gpushare does not give", "leave out adminAccess")
+            raise RequestError(f"{where} requests adminAccess, which gpushare does not grant", "leave out adminAccess")
         if result["pool"] != pool:
             raise RequestError(
                 f"{where} has a device of pool {shown(result['pool'])}, and this is {shown(pool)}", "delete the pod"

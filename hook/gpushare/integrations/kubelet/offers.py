@@ -159,7 +159,7 @@ def _require_divided(
         why = f"{size} units of {kind} are not free on {names}, where the container's {other} is"
     raise RequestError(
         f"{why} (kubelet chose {free})",
-        "ask for less; a container gets its share of one device, or equal parts of as few as have so much",
+        "request less; a container gets its share on one device, or equal parts on as few devices as possible",
     )
 
 

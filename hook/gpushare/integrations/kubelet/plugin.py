@@ -45,7 +45,7 @@ _RETRY_S = 5.0  # after a failed registration
 _SOCKET_NAME = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
 # inotify(7): files created, deleted, moved in or out; the directory itself deleted or moved; fail if it is no directory
 _EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
-_NO_KUBELET = "is this a node of a cluster? give --kubelet where its directory is elsewhere"
+_NO_KUBELET = "start kubelet, or name its directory with --kubelet"
 
 Report = Callable[[str], None]
 
@@ -143,7 +143,7 @@ class Plugin:
         place = os.path.join(self._settings.folder, protocol.SOCKET)
         here = _identity(place)
         if here is None:
-            raise GpushareError(f"{shown(place)}: kubelet is not there", _NO_KUBELET)
+            raise GpushareError(f"{shown(place)}: kubelet has no socket there", _NO_KUBELET)
         for one in self._services:
             label = re.sub("[^a-z0-9-]", "-", one.name.rpartition("/")[2].lower())
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))

@@ -78,7 +78,7 @@ def _refuse_partial_compute(shares: list[_Share]) -> None:
     limited = next((share.name for share in shares if share.compute), None)
     if without and limited:
         raise RequestError(
-            f"{without} has no compute, and {limited} has",
+            f"{without} requests no compute, and {limited} does",
             "request compute for all devices of a container, or for none",
         )
 
@@ -98,7 +98,7 @@ def _once(shares: Iterable[_Share]) -> dict[str, str]:
             name, other = found.setdefault(key, (share.name, text))
             if text != other:
                 raise RequestError(
-                    f"{name} has {key} {shown(other)} and {share.name} has {shown(text)}: a container has one",
+                    f"{name} has {key} {shown(other)} and {share.name} has {shown(text)}: a container can have one",
                     "give all devices of a container the same parameters in the claim",
                 )
     return {_ONCE[key]: text for key, (_, text) in found.items() if text}
@@ -109,7 +109,7 @@ def read(env: Env, inventory: Inventory) -> dict[str, str]:
     given: dict[str, list[str]] = {}
     for name, value in env:
         if name in constants.ALLOCATED:
-            raise RequestError(f"{name} beside a claim: a container has one of these", "leave out one of them")
+            raise RequestError(f"{name} beside a claim: a container can have one of these", "leave out one of them")
         if name.startswith(constants.ENV_CLAIM_PREFIX):
             given.setdefault(name, []).append(value)
     shares = [_parse(name, one_value(name, values) or "") for name, values in given.items()]

@@ -66,7 +66,7 @@ def _mig(name: str, text: str) -> bool:
 def _require_unit(name: str, text: str) -> None:
     """Refuse a number below 1 MiB without a unit. It was meant as GiB, and every device has that many bytes."""
     if text.isdigit() and int(text) < 1 << 20:
-        raise wrong(name, text, "a number alone is bytes", f"write {text}Gi, if that is meant")
+        raise wrong(name, text, "a number without a unit means bytes", f"did you mean {text}Gi?")
 
 
 def _bytes(name: str, text: str) -> int:

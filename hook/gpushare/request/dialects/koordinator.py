@@ -35,7 +35,7 @@ def _gpus(one: Value) -> list[dict[str, Any]]:
     for gpu in found or []:
         minor = gpu.get("minor") if isinstance(gpu, dict) else None
         if not isinstance(minor, int) or isinstance(minor, bool) or not isinstance(gpu.get("resources") or {}, dict):
-            raise wrong(one.name, one.value, "a device without minor and resources", _HINT)
+            raise wrong(one.name, one.value, "a device has no minor number or no resources", _HINT)
     return found or []
 
 

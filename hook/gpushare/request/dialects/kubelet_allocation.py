@@ -42,7 +42,7 @@ def read(env: Env) -> dict[str, str]:
             given[name] = value
     primary = [name for name in _PRIMARY if name in given]
     if len(primary) > 1:
-        raise RequestError(f"{' and '.join(primary)}: a container has one of these resources", "leave out a limit")
+        raise RequestError(f"{' and '.join(primary)}: a container can have one of these", "leave out a limit")
     if not primary:
         name, value = next(iter(given.items()))
         raise RequestError(f"{setting(name, value)}: kubelet gave no memory with it", "add the limit for memory")

@@ -47,9 +47,9 @@ def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
             parsed = parsed._replace(compute=(limit,), ignored=parsed.ignored + ignored)
         elif one.name == "CUDA_MPS_CLIENT_PRIORITY":
             below = number(one, 0, 1, "a priority")
-            why = (f"{setting(one.name, one.value)}: below normal is not there, it is normal",) if below else ()
-            parsed = parsed._replace(ignored=parsed.ignored + why)
+            why = f"{setting(one.name, one.value)}: gpushare has no priority below normal, so normal applies"
+            parsed = parsed._replace(ignored=parsed.ignored + ((why,) if below else ()))
         else:
-            why = (f"{setting(one.name, one.value)}: gpushare keeps the limits itself, without an MPS daemon",)
-            parsed = parsed._replace(ignored=parsed.ignored + why)
+            why = f"{setting(one.name, one.value)}: gpushare enforces the limits itself, without an MPS daemon"
+            parsed = parsed._replace(ignored=(*parsed.ignored, why))
     return parsed

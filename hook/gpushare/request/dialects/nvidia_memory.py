@@ -91,7 +91,7 @@ def _compute(one: Optional[Value]) -> tuple[Limit, ...]:
         return ()
     top, bottom = fraction(one, "a portion of a device")
     if top > bottom:
-        raise wrong(one.name, one.value, "more than a device", "write a portion such as 0.5")
+        raise wrong(one.name, one.value, "more than one device", "write a portion such as 0.5")
     percent = max(1, (200 * top + bottom) // (2 * bottom))
     return (Limit(one, size=percent if percent < 100 else None),)
 

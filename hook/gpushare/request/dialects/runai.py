@@ -79,7 +79,7 @@ def read(values: tuple[Value, ...], inventory: Inventory) -> ParsedRequest:
     limits = [_limit(one) for one in values if one.key.about == "memory"]
     counts = _counts(limits)
     ignored = [
-        f"{setting(limit.source.name, limit.source.value)}: {counts[0].source.name} is what counts"
+        f"{setting(limit.source.name, limit.source.value)}: {counts[0].source.name} overrides it"
         for limit in limits
         if limit not in counts
     ]

@@ -56,7 +56,8 @@ def _numbers(values: tuple[Value, ...], inventory: Inventory) -> Numbers:
     used = {one.number for one in values if one.number is not None}
     fits = [numbers for numbers in (places, by_index) if used <= numbers.keys()]
     if len(fits) == 2 and any(places[n] != by_index[n] for n in used):
-        raise wrong(older.name, older.value, f"{_plain(used)} could be a place in it, or an index", "name the devices")
+        problem = f"{_plain(used)} could be a position in this list, or an index on the host"
+        raise wrong(older.name, older.value, problem, "name the devices")
     return Numbers(fits[0] if fits else by_index, older)
 
 

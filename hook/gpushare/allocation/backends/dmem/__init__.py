@@ -46,9 +46,9 @@ BACKEND = Backend(
     change=_change,
     in_cgroup=True,
     optional=False,
-    enforced_by="the kernel's dmem cgroup controller, asked by the driver: an allocation over the limit fails, "
-    "for all of the container together, whichever way it is made. The shim holds the same limit above it.",
-    bypassed_by="managed memory, which the driver does not charge there; who may write to cgroups",
+    enforced_by="the kernel's dmem cgroup controller, which the driver charges: an allocation over the limit fails, "
+    "however it is made. All processes of the container count together. The shim enforces the same limit too.",
+    bypassed_by="managed memory, which the driver does not charge there; a process that may write to cgroups",
     changes_live="memory: at once",
     tested="on a cgroup tree of plain files; not run on hardware",
 )

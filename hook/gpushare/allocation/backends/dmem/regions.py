@@ -100,9 +100,9 @@ def unsupported(device: Device, inventory: Inventory) -> Optional[str]:
     if capacity is None and tree and _nvml(inventory):
         return None
     if capacity is None:
-        return "the kernel has no dmem controller (Linux 6.14, with cgroup v2), and the driver no limits of its own"
+        return "the kernel has no dmem controller (Linux 6.14, with cgroup v2), and the driver has no limits of its own"
     if not region_of(device, capacity):
-        return f"the driver has no region for {device.bus_id} in {CAPACITY} (615 or newer has)"
+        return f"the driver has no region for {device.bus_id} in {CAPACITY} (615 or newer has one)"
     return None
 
 

@@ -219,7 +219,7 @@ def _launch(
             preexec_fn=prepare,
         )
     except subprocess.TimeoutExpired:
-        raise DeviceError(f"{mps_control.NAME} -d has not come up in {_START_S:.0f} s", f"see {folder}/log") from None
+        raise DeviceError(f"{mps_control.NAME} -d did not start within {_START_S:.0f} s", f"see {folder}/log") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(f"{shown(control.program)}: {error}") from None
     daemon = mps_control.listening(control.pipe)

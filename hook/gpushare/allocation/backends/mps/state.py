@@ -135,7 +135,7 @@ def unsupported(site: Site) -> Optional[str]:
         return "it was started with --shm host, and the container's /dev/shm is not the host's (--ipc=host)"
     containers = len(site.ledger.holders.get(uuid, ()))  # `Backend.alone`: they all use it
     if containers >= found.clients:
-        return f"it serves {found.clients} processes at most, and {containers} containers have it"
+        return f"it serves {found.clients} processes at most, and {containers} containers use it"
     return None
 
 

@@ -134,7 +134,7 @@ def deaths(folder: str, pid: int, containers: Sequence[Lease]) -> str:
     then = _unix(found[-1][1])
     had = ", ".join(constants.short(one.id) for one in containers if one.created < then)
     where = f" in {had}" if had else ""
-    return f"server {server} has died (status {status}): programs that had it{where} must be started again"
+    return f"server {server} has died (status {status}): programs that used it{where} must be started again"
 
 
 def _unix(text: str) -> float:
