@@ -122,14 +122,16 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     bool by_launch = !c->over && !n && !t->whole && since > end;
     bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
     int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
+    bool overrun = t->whole && !c->over; /* most measurements include the end of a kernel */
     if (!c->before_ns || !(c->over || c->cut || by_launch) ||
-        took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
+        took > (int64_t)max64((1 + overrun) * MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
     uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
-    cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
+    uint32_t up = overrun ? step / 3 : step; /* the lower quartile, or the median */
+    cost->found_ns = took > (int64_t)found ? found + up : found - min64(step, found);
     cost->finds += cost->finds < SURE_FINDS;
     return kind;
 }
