@@ -179,12 +179,6 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
 
-/* The launches ran one after another, and the interval is so short that most such intervals overlap
- * no other context. */
-static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
-    return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
-}
-
 /* Return how much of an interval's time this context used, by probe events or by the activity of
  * all contexts. */
 static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
@@ -231,9 +225,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     own = own < most ? own : most;
     if (sure)
         gs_throttle_spread(segment, own, 0.5f);
-    /* The duration of brief intervals is known without the reports of other contexts. Such a report
-     * must not lower it. */
-    bool brief = is_brief(t, segment);
+    /* Most brief intervals overlap no other context, so their duration is known without the reports
+     * of other contexts. Such a report must not lower it. */
+    bool brief = segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
     /* Few such intervals run without preemption. */
     bool is_long = segment->work_ns >= (int64_t)whole(t);
     bool streak = t->straddled >= STREAK && !(brief && own < segment->work_ns);
