@@ -122,14 +122,16 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     bool by_launch = !c->over && !n && !t->whole && since > end;
     bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
     int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
+    bool overrun = t->whole && !c->over; /* most measurements include the end of a kernel */
     if (!c->before_ns || !(c->over || c->cut || by_launch) ||
-        took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
+        took > (int64_t)max64((1 + overrun) * MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
     uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
-    cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
+    uint32_t up = overrun ? step / 3 : step; /* the lower quartile, or the median */
+    cost->found_ns = took > (int64_t)found ? found + up : found - min64(step, found);
     cost->finds += cost->finds < SURE_FINDS;
     return kind;
 }
@@ -175,12 +177,6 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         sum += t->whole && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
-}
-
-/* The launches ran one after another, and the interval is so short that most such intervals overlap
- * no other context. */
-static bool is_brief(const struct gs_throttle *t, const struct gs_segment *segment) {
-    return segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -229,9 +225,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     own = own < most ? own : most;
     if (sure)
         gs_throttle_spread(segment, own, 0.5f);
-    /* The duration of brief intervals is known without the reports of other contexts. Such a report
-     * must not lower it. */
-    bool brief = is_brief(t, segment);
+    /* Most brief intervals overlap no other context, so their duration is known without the reports
+     * of other contexts. Such a report must not lower it. */
+    bool brief = segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
     /* Few such intervals run without preemption. */
     bool is_long = segment->work_ns >= (int64_t)whole(t);
     bool streak = t->straddled >= STREAK && !(brief && own < segment->work_ns);

@@ -90,7 +90,7 @@ static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer,
     uint64_t most = sure ? cost->found_ns + 2 * EDGE : MOST_SWITCH;
     for (unsigned i = 0; i < n; i++) {
         uint64_t found_ns = (uint32_t)(peer[i].activity->switch_ns >> 32 * kind);
-        bool valid = found_ns && found_ns <= (sure ? UINT32_MAX : MOST_SWITCH);
+        bool valid = found_ns && found_ns <= (sure ? UINT32_MAX : 2 * MOST_SWITCH);
         sum += valid ? max64(least, min64(found_ns, most)) : 0;
         measured_by += valid;
     }

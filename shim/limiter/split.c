@@ -71,22 +71,19 @@ bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length) {
     return length >= (int64_t)t->slice_ns * 5 / 4;
 }
 
-/* The state of a peer between two adjacent timestamps: without work; waiting with work that
- * leaves timestamps; waiting with work that can run for a slice without one; on the device all
- * the time. */
-enum peer_state { AWAY, WAITING, LASTING, HOLDING };
+/* The state of a peer between two adjacent timestamps: without work; with work that leaves
+ * timestamps; waiting with work that can run for a slice without one. */
+enum peer_state { AWAY, PRESENT, LASTING };
 
 static enum peer_state peer_state(const struct gs_throttle *t, const struct gs_activity *a,
                                   uint64_t from, uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     if (a->busy_from_ns && max64(a->horizon_ns, a->busy_from_ns) <= from && a->busy_until_ns > to)
-        return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : WAITING;
+        return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : PRESENT;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns <= from && run->end_ns >= to)
-            return ran_throughout(run)                 ? HOLDING
-                   : gs_throttle_lasts(t, own_ns(run)) ? LASTING
-                                                       : WAITING;
+            return !ran_throughout(run) && gs_throttle_lasts(t, own_ns(run)) ? LASTING : PRESENT;
         if (run->end_ns <= from)
             break;
     }
@@ -151,22 +148,14 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
             enum peer_state s = i == a->owner || i == b->owner
                                     ? AWAY
                                     : peer_state(t, peer[i].activity, a->at, b->at);
-            if (s == HOLDING && !mine)
-                return 0;
             unseen += s == LASTING;
             present += s != AWAY;
         }
         unseen += !mine && lasting;
     }
-    double alone = (double)a->after + (double)whole(t);
-    double most = (double)t->slice_ns * 5 / 4 + switch_ns;
-    /* The time is too long for one context alone, even if no peer's work lasts for a slice. */
-    bool preempted = same && unseen == 0 && gap > (alone < most ? alone : most);
-    if (preempted)
-        unseen = present + !mine;
     if (unclaimed && !present)
         return gap > switch_ns ? gap - switch_ns : 0;
-    if (!mine && ((!lasting && !preempted) || unseen == 0))
+    if (!mine && (!lasting || unseen == 0))
         return 0;
     if (same && unseen == 0)
         return gap;

@@ -30,7 +30,7 @@
 #define FINDS 32u              /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u        /* until here all measurements have the same weight */
 #define PROMPT_MOST 2u         /* launches that had to wait without one late probe event */
-#define WHOLE_FOR 6u           /* preemptions: kernels are whole for so many after a late one */
+#define WHOLE_FOR 32u          /* preemptions: kernels are whole for so many after a late one */
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */

@@ -37,6 +37,15 @@ def test_configured_switch_cost_does_not_matter(told_us: int) -> None:
         assert ledger.charged_ns / 45e6 == pytest.approx(ledger.held_ns / 45e6, abs=1.3)
 
 
+@pytest.mark.parametrize("switch_us", [15, 250])
+def test_preemption_cost_does_not_include_the_end_of_a_kernel(switch_us: int) -> None:
+    """Without preemption inside kernels, a launch waits for the end of a kernel and for the switch of 500 us."""
+    tenants = [Tenant(30, "bimodal"), Tenant(70, "bimodal")]
+    ledgers = simulate(tenants, ms=RUN_MS, switch_us=switch_us, preempt_us=500, whole_kernels=1)
+    for target, ledger in zip((30, 70), ledgers):
+        assert ledger.share() == pytest.approx(target, abs=POINTS)
+
+
 @pytest.mark.parametrize("program", ["stream", "sync"])
 @pytest.mark.parametrize("limits", [(30, 70), (25, 25, 25, 25)], ids=str)
 def test_limit_holds_without_preemption_inside_kernels(limits: tuple[float, ...], program: str) -> None:
