@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
+from ....core import constants
 from ....core.model import Node, Share
 from ....core.ops import Op
 from ....system import rootless
@@ -46,6 +47,7 @@ BACKEND = Backend(
     change=_change,
     in_cgroup=True,
     optional=False,
+    lends=(constants.EVICT,),  # movable memory is managed memory, which is not counted there
     enforced_by="the kernel's dmem cgroup controller, asked by the driver: an allocation over the limit fails, "
     "for all of the container together, whichever way it is made. The shim holds the same limit above it.",
     bypassed_by="managed memory, which the driver does not charge there; who may write to cgroups",
