@@ -1,0 +1,178 @@
+"""The program `gpushare agent`, killed while it takes memory back from a real container: nothing is lost, and the next
+agent completes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from gpushare.state import leases, shm_abi, storage
+from gpushare.system import procs
+
+from simulator.ledger import Ledger
+from tests.support import host
+from tests.support.host import Node
+from tests.support.judge import taken
+from tests.support.kills import Kills
+from tests.support.lending import start_agent, wait_until_lent
+from tests.support.tenant import Tenant
+
+ASK = Path(__file__).parent / "programs" / "ask.py"
+GIB = 1 << 30
+REQUEST, LIMIT = 4 * GIB, 12 * GIB
+DEVICE_BYTES = LIMIT + (GIB >> 1)
+ASKED_BYTES = 3 * GIB
+KILLS = 200
+IN_MAKE_TEST = 67  # every 67th of them
+ENDS_S = 60.0  # more than an agent needs on a busy machine
+
+
+@pytest.fixture
+def node(make_node: Callable[..., Node], make_host: Callable[..., Path]) -> Node:
+    return make_node(make_host(memory_bytes=DEVICE_BYTES), policy={"lending": "evict"})
+
+
+@pytest.fixture
+def waiting(node: Node, tmp_path: Path) -> Iterator[Tenant]:
+    """A container of 4 GiB that asks for memory after each go()."""
+    env = {"GPUSHARE_MEMORY": "4Gi", "ASK": str(ASKED_BYTES)}
+    one = Tenant(tmp_path / "tenants", "waiting", env, node, program=ASK)
+    one.container.start()
+    one.expect("seen")
+    yield one
+    one.close()
+
+
+class Strace:
+    """Agents that strace kills at a system call, and the calls of one that completes its work."""
+
+    def __init__(self, node: Node, log: Path) -> None:
+        self._node, self._log = node, log
+        self._names: list[str] = []
+        self.first = self.end = 0  # the calls from the first search for waiting containers to the kill of the borrower
+
+    def start(self, at: int = 0) -> subprocess.Popen[bytes]:
+        """Start an agent that is killed at its call `at`, counted from 0 since `first`; without `at` its calls are
+        logged."""
+        options = ["-o", str(self._log)]
+        if at:
+            name = self._names[at]
+            options = ["-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={self._names[: at + 1].count(name)}"]
+        words = ["strace", "-qq", *options, host.BIN / "gpushare", "--config", self._node.config]
+        words += ["--state", self._node.state, "agent"]
+        return subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def read(self) -> None:
+        lines = self._log.read_text(errors="replace").splitlines()
+        calls = [line for line in lines if not line.startswith(("---", "+++"))]
+        self._names = [line.partition("(")[0] for line in calls]
+        self._names = ["" if name == "execve" else name for name in self._names]  # strace does not count that one
+        self.first = next(n for n, line in enumerate(calls) if line.startswith('write(1, "lending memory'))
+        self.end = 1 + next(n for n, line in enumerate(calls) if "SIGKILL" in line and n > self.first)
+
+
+@contextmanager
+def borrower(node: Node, directory: Path) -> Iterator[Tenant]:
+    """A container that has borrowed all of the device, from an agent that was killed then."""
+    with ExitStack() as stack:
+        agent = stack.enter_context(start_agent(node))
+        one = Tenant(directory, "borrower", {"GPUSHARE_MEMORY": "4Gi..12Gi"}, node)
+        stack.callback(one.close)
+        one.container.start()
+        one.expect("seen")
+        wait_until_lent(node)
+        one.go()
+        assert one.expect("full")["got_bytes"] > LIMIT - GIB
+        agent.kill()
+        agent.wait()
+        yield one
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + ENDS_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def wants(node: Node, one: Tenant) -> int:
+    return storage.read_usage(str(node.state), one.container.id, 1).wanted_bytes(0)
+
+
+def check_ledger(node: Node, requests: dict[str, int]) -> None:
+    """Leases and limits files have the requests, whatever was borrowed; no lease is damaged or missing."""
+    seen = leases.view(str(node.state))
+    assert not seen.damaged
+    assert {lease.id: lease.shares[0].memory_limit_bytes for lease in seen.live} == requests
+    for container_id in requests:
+        path = Path(storage.container_dir(str(node.state), container_id), "share", "limits")
+        (limit,) = storage.read_limits(str(path)).devices
+        assert limit.memory_limit_bytes == REQUEST
+        assert not limit.flags & shm_abi.DEVICE_LENDING or limit.virtual_bytes == LIMIT
+
+
+def used_bytes(node: Node) -> int:
+    with Ledger(str(node.driver_root / "dev" / "nvidia0")) as ledger:
+        return ledger.used_bytes
+
+
+def completed(node: Node, waiting: Tenant, borrowing: Tenant) -> None:
+    """The waiting container has its memory, the borrower has ended with a reason, and nothing else is on the device."""
+    waiting.expect("full", ENDS_S)
+    assert borrowing.container.wait() == 128 + signal.SIGKILL
+    check_ledger(node, {waiting.container.id: REQUEST})
+    own = taken(node.driver_root, waiting.pid_namespace()).current_bytes
+    assert ASKED_BYTES < own <= REQUEST
+    until(lambda: used_bytes(node) == own, "the driver has memory of a container that has ended")
+    said = {
+        line["needed_by"]
+        for line in node.decisions()
+        if line.get("id") == borrowing.container.id == line["id"] and line["decision"] == "evicted"
+    }
+    assert said == {waiting.container.id}
+    waiting.go()
+    waiting.expect("freed")
+    until(lambda: wants(node, waiting) == 0, "it states a need that is served")
+
+
+def test_agent_killed_while_it_takes_memory_back_is_continued_by_the_next(
+    node: Node, waiting: Tenant, tmp_path: Path, kills: Kills
+) -> None:
+    """kill -9 at each of 200 points, from the first search of an agent to the end of the borrower."""
+    strace = Strace(node, tmp_path / "calls")
+    with borrower(node, tmp_path / "tenants") as one:
+        waiting.go()
+        until(lambda: wants(node, waiting) > 0, "no need was stated")
+        with strace.start() as agent:
+            completed(node, waiting, one)
+            for pid in procs_below(agent.pid):
+                os.kill(pid, signal.SIGTERM)
+            assert agent.wait(ENDS_S) == 0
+    strace.read()
+    assert strace.end - strace.first > 100
+    for number in kills.some(0, KILLS, IN_MAKE_TEST):
+        at = strace.first + 1 + number * (strace.end - strace.first) // KILLS
+        with borrower(node, tmp_path / "tenants") as one:
+            waiting.go()
+            until(lambda: wants(node, waiting) > 0, "no need was stated")
+            with strace.start(at) as agent:
+                assert agent.wait(ENDS_S) == -signal.SIGKILL, f"call {at}"
+            alive = procs.find(one.container.pid) is not None
+            kills.left += alive
+            if alive:
+                check_ledger(node, {waiting.container.id: REQUEST, one.container.id: REQUEST})
+            with start_agent(node) as agent:
+                completed(node, waiting, one)
+                agent.kill()
+        assert node.leases() == [waiting.container.id], f"call {at}"
+    kills.some_left_something()
+
+
+def procs_below(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
