@@ -244,7 +244,7 @@ class Share(NamedTuple):
 
     @property
     def host_promise_bytes(self) -> int:
-        """What it counts against oversubscription.host_memory."""
+        """The bytes that count against oversubscription.host_memory."""
         return self.virtual_bytes if self.has_host_part else 0
 
     @property
