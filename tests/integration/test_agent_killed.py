@@ -3,9 +3,7 @@ agent completes it."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,11 +14,10 @@ from gpushare.state import leases, shm_abi, storage
 from gpushare.system import procs
 
 from simulator.ledger import Ledger
-from tests.support import host
 from tests.support.host import Node
 from tests.support.judge import taken
 from tests.support.kills import Kills
-from tests.support.lending import start_agent, wait_until_lent
+from tests.support.lending import Strace, start_agent, wait_until_lent
 from tests.support.tenant import Tenant
 
 ASK = Path(__file__).parent / "programs" / "ask.py"
@@ -28,8 +25,8 @@ GIB = 1 << 30
 REQUEST, LIMIT = 4 * GIB, 12 * GIB
 DEVICE_BYTES = LIMIT + (GIB >> 1)
 ASKED_BYTES = 3 * GIB
-KILLS = 200
-IN_MAKE_TEST = 67  # every 67th of them
+POINTS = 24
+IN_MAKE_TEST = 12  # every 12th of them
 ENDS_S = 60.0  # more than an agent needs on a busy machine
 
 
@@ -47,34 +44,6 @@ def waiting(node: Node, tmp_path: Path) -> Iterator[Tenant]:
     one.expect("seen")
     yield one
     one.close()
-
-
-class Strace:
-    """Agents that strace kills at a system call, and the calls of one that completes its work."""
-
-    def __init__(self, node: Node, log: Path) -> None:
-        self._node, self._log = node, log
-        self._names: list[str] = []
-        self.first = self.end = 0  # the calls from the first search for waiting containers to the kill of the borrower
-
-    def start(self, at: int = 0) -> subprocess.Popen[bytes]:
-        """Start an agent that is killed at its call `at`, counted from 0 since `first`; without `at` its calls are
-        logged."""
-        options = ["-o", str(self._log)]
-        if at:
-            name = self._names[at]
-            options = ["-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={self._names[: at + 1].count(name)}"]
-        words = ["strace", "-qq", *options, host.BIN / "gpushare", "--config", self._node.config]
-        words += ["--state", self._node.state, "agent"]
-        return subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def read(self) -> None:
-        lines = self._log.read_text(errors="replace").splitlines()
-        calls = [line for line in lines if not line.startswith(("---", "+++"))]
-        self._names = [line.partition("(")[0] for line in calls]
-        self._names = ["" if name == "execve" else name for name in self._names]  # strace does not count that one
-        self.first = next(n for n, line in enumerate(calls) if line.startswith('write(1, "lending memory'))
-        self.end = 1 + next(n for n, line in enumerate(calls) if "SIGKILL" in line and n > self.first)
 
 
 @contextmanager
@@ -144,35 +113,25 @@ def completed(node: Node, waiting: Tenant, borrowing: Tenant) -> None:
 def test_agent_killed_while_it_takes_memory_back_is_continued_by_the_next(
     node: Node, waiting: Tenant, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 at each of 200 points, from the first search of an agent to the end of the borrower."""
-    strace = Strace(node, tmp_path / "calls")
+    """kill -9 at points from the first search of an agent to the end of the borrower. tests/shim/test_agent_killed.py
+    has more points, without a runtime."""
+    strace = Strace(node.config, node.state, tmp_path / "calls")
     with borrower(node, tmp_path / "tenants") as one:
         waiting.go()
         until(lambda: wants(node, waiting) > 0, "no need was stated")
-        with strace.start() as agent:
-            completed(node, waiting, one)
-            for pid in procs_below(agent.pid):
-                os.kill(pid, signal.SIGTERM)
-            assert agent.wait(ENDS_S) == 0
-    strace.read()
-    assert strace.end - strace.first > 100
-    for number in kills.some(0, KILLS, IN_MAKE_TEST):
-        at = strace.first + 1 + number * (strace.end - strace.first) // KILLS
+        strace.record(lambda: completed(node, waiting, one))
+    for part in kills.some(0, POINTS, IN_MAKE_TEST):
         with borrower(node, tmp_path / "tenants") as one:
             waiting.go()
             until(lambda: wants(node, waiting) > 0, "no need was stated")
-            with strace.start(at) as agent:
-                assert agent.wait(ENDS_S) == -signal.SIGKILL, f"call {at}"
+            with strace.start_to_be_killed(part, POINTS) as agent:
+                assert agent.wait(ENDS_S) == -signal.SIGKILL, f"point {part}"
             alive = procs.find(one.container.pid) is not None
             kills.left += alive
             if alive:
                 check_ledger(node, {waiting.container.id: REQUEST, one.container.id: REQUEST})
-            with start_agent(node) as agent:
+            with start_agent(node) as next_agent:
                 completed(node, waiting, one)
-                agent.kill()
-        assert node.leases() == [waiting.container.id], f"call {at}"
+                next_agent.kill()
+        assert node.leases() == [waiting.container.id], f"point {part}"
     kills.some_left_something()
-
-
-def procs_below(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
