@@ -17,7 +17,7 @@ from simulator.ledger import Ledger
 from tests.support.host import Node
 from tests.support.judge import taken
 from tests.support.kills import Kills
-from tests.support.lending import Strace, start_agent, wait_until_lent
+from tests.support.lending import Strace, killed, start_agent, wait_until_lent
 from tests.support.tenant import Tenant
 
 ASK = Path(__file__).parent / "programs" / "ask.py"
@@ -50,7 +50,7 @@ def waiting(node: Node, tmp_path: Path) -> Iterator[Tenant]:
 def borrower(node: Node, directory: Path) -> Iterator[Tenant]:
     """A container that has borrowed all of the device, from an agent that was killed then."""
     with ExitStack() as stack:
-        agent = stack.enter_context(start_agent(node))
+        agent = stack.enter_context(killed(start_agent(node)))
         one = Tenant(directory, "borrower", {"GPUSHARE_MEMORY": "4Gi..12Gi"}, node)
         stack.callback(one.close)
         one.container.start()
@@ -116,22 +116,21 @@ def test_agent_killed_while_it_takes_memory_back_is_continued_by_the_next(
     """kill -9 at points from the first search of an agent to the end of the borrower. tests/shim/test_agent_killed.py
     has more points, without a runtime."""
     strace = Strace(node.config, node.state, tmp_path / "calls")
-    with borrower(node, tmp_path / "tenants") as one:
+    with borrower(node, tmp_path / "recorded") as one:
         waiting.go()
         until(lambda: wants(node, waiting) > 0, "no need was stated")
         strace.record(lambda: completed(node, waiting, one))
     for part in kills.some(0, POINTS, IN_MAKE_TEST):
-        with borrower(node, tmp_path / "tenants") as one:
+        with borrower(node, tmp_path / str(part)) as one:
             waiting.go()
             until(lambda: wants(node, waiting) > 0, "no need was stated")
-            with strace.start_to_be_killed(part, POINTS) as agent:
+            with killed(strace.start_to_be_killed(part, POINTS)) as agent:
                 assert agent.wait(ENDS_S) == -signal.SIGKILL, f"point {part}"
             alive = procs.find(one.container.pid) is not None
             kills.left += alive
             if alive:
                 check_ledger(node, {waiting.container.id: REQUEST, one.container.id: REQUEST})
-            with start_agent(node) as next_agent:
+            with killed(start_agent(node)):
                 completed(node, waiting, one)
-                next_agent.kill()
         assert node.leases() == [waiting.container.id], f"point {part}"
     kills.some_left_something()

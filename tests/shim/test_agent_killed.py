@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gpushare.core import constants
 from gpushare.core.model import Share
-from gpushare.state import leasefile, leases, shm_abi, storage
+from gpushare.state import leasefile, leases, shm_abi, storage, usage_reader
 from gpushare.system import procs
 
 from simulator.ledger import Ledger
@@ -25,7 +25,7 @@ from tests.shim.box import GIB, Box
 from tests.shim.inside import PRELUDE
 from tests.shim.test_live import TALK
 from tests.support import host, kills
-from tests.support.lending import Strace
+from tests.support.lending import Strace, children, killed
 from tests.support.rootfs import run
 from tests.unit import pure
 
@@ -76,12 +76,10 @@ class Program:
         return line
 
     def wants(self) -> int:
-        return shm_usage(self.box).wanted_bytes(0)
+        return usage(self.box).wanted_bytes(0)
 
 
-def shm_usage(box: Box) -> Any:
-    from gpushare.state import usage_reader
-
+def usage(box: Box) -> usage_reader.Usage:
     return usage_reader.read_usage(box.usage.read_bytes(), 1)
 
 
@@ -100,7 +98,12 @@ class Stage:
     @contextmanager
     def program(self, name: str, text: str, limit: int) -> Iterator[Program]:
         lent: dict[str, Any] = {"whole": [limit], "lending": constants.EVICT} if limit > REQUEST else {}
-        arguments = {"simhost": self.simhost, "gpu_bytes": DEVICE_BYTES, "compute": [100], "company": self.company}
+        arguments: dict[str, Any] = {
+            "simhost": self.simhost,
+            "gpu_bytes": DEVICE_BYTES,
+            "compute": [100],
+            "company": self.company,
+        }
         with Box([REQUEST], **arguments, **lent) as box, ExitStack() as stack:
             one = Program(name, box, text)
             stack.callback(self.end, one)
@@ -145,7 +148,7 @@ class Stage:
     @contextmanager
     def borrower(self, name: str) -> Iterator[Program]:
         """A program that has borrowed all of the device, from an agent that was killed then."""
-        with self.agent() as agent, self.program(name, "say('begin')\n" + BORROW, LIMIT) as one:
+        with killed(self.agent()) as agent, self.program(name, "say('begin')\n" + BORROW, LIMIT) as one:
             assert one.says() == "begin"
             until(lambda: lends(one), "the agent does not lend")
             one.go()
@@ -169,7 +172,7 @@ class Stage:
         waiting.says()
         assert borrower.process.wait(ENDS_S) != 0  # that of unshare, whose child was killed
         self.check(waiting)
-        held = shm_usage(waiting.box).used_bytes(0)
+        held = usage(waiting.box).used_bytes(0)
         assert ASKED < held <= REQUEST
         until(lambda: self.used_bytes() == held, "the driver has memory of a program that has ended")
         assert f"id={borrower.name} " in self.log.read_text()
@@ -180,10 +183,6 @@ class Stage:
     def used_bytes(self) -> int:
         with Ledger(str(self.simhost / "dev" / "nvidia0")) as ledger:
             return ledger.used_bytes
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -215,12 +214,11 @@ def test_agent_killed_200_times_while_it_takes_memory_back_loses_nothing(tmp_pat
         for number in SOME:
             with stage.borrower(f"borrower{number}") as one:
                 ask()
-                with stage.strace.start_to_be_killed(number, KILLS) as agent:
+                with killed(stage.strace.start_to_be_killed(number, KILLS)) as agent:
                     assert agent.wait(ENDS_S) == -signal.SIGKILL, f"kill {number}"
                 if one.process.poll() is None and procs.find(one.init) is not None:
                     unfinished += 1
                     stage.check(waiting, one)
-                with stage.agent() as agent:
+                with killed(stage.agent()):
                     stage.completed(waiting, one)
-                    agent.kill()
     assert unfinished > 0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpushare.monitor.eviction import HOLD_S
 from gpushare.state import shm_abi, storage
@@ -45,6 +46,22 @@ def wait_until_lent(node: Node) -> None:
             time.sleep(0.02)
 
 
+@contextmanager
+def killed(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Kill a process and its children at the end of the block, also after an error."""
+    with process:
+        try:
+            yield process
+        finally:
+            for pid in children(process.pid) if process.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Strace:
     """Agents that strace kills at a system call, and the calls of one that completes its work."""
 
@@ -71,8 +88,8 @@ class Strace:
             try:
                 completed()
             finally:
-                for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-                    os.kill(int(pid), signal.SIGTERM)
+                for pid in children(agent.pid):
+                    os.kill(pid, signal.SIGTERM)
             assert agent.wait() == 0
         lines = self._log.read_text(errors="replace").splitlines()
         calls = [line for line in lines if not line.startswith(("---", "+++"))]
