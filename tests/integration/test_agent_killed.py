@@ -17,7 +17,7 @@ from simulator.ledger import Ledger
 from tests.support.host import Node
 from tests.support.judge import taken
 from tests.support.kills import Kills
-from tests.support.lending import Strace, killed, start_agent, wait_until_lent
+from tests.support.lending import Strace, killed, start_agent
 from tests.support.tenant import Tenant
 
 ASK = Path(__file__).parent / "programs" / "ask.py"
@@ -55,7 +55,7 @@ def borrower(node: Node, directory: Path) -> Iterator[Tenant]:
         stack.callback(one.close)
         one.container.start()
         one.expect("seen")
-        wait_until_lent(node)
+        until(lambda: lends(node, one), "the agent does not lend")
         one.go()
         assert one.expect("full")["got_bytes"] > LIMIT - GIB
         agent.kill()
@@ -72,6 +72,11 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 def wants(node: Node, one: Tenant) -> int:
     return storage.read_usage(str(node.state), one.container.id, 1).wanted_bytes(0)
+
+
+def lends(node: Node, one: Tenant) -> bool:
+    path = Path(storage.container_dir(str(node.state), one.container.id), "share", "limits")
+    return bool(storage.read_limits(str(path)).devices[0].flags & shm_abi.DEVICE_LENDING)
 
 
 def check_ledger(node: Node, requests: dict[str, int]) -> None:
