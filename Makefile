@@ -133,7 +133,7 @@ test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the progr
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json (ATTACK_ARGS="--runtime crun")
 	@$(VENV_PYTHON) -m tests.security $(ATTACK_ARGS)
 
-KILL_TESTS := $(addprefix tests/integration/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py)
+KILL_TESTS := $(addprefix tests/integration/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py test_agent_killed.py) tests/shim/test_agent_killed.py
 # Each test in so many parts, for the workers; what was survived is in build/kills, so an interrupted run goes on there.
 KILL_PARTS := 12
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them

@@ -64,6 +64,9 @@ Where the kernel has no dmem controller, drivers from 615 on count the memory of
 calls `nvmlDeviceSetMemoryLimits_v1` (soft and hard limit with the same value) when the container is created and when
 the limit changes. The start waits for NVML, which takes seconds without persistence mode.
 
+A container that [borrows memory](lending.md#with-the-limits-of-driver-615) has its request as `dmem.min` (soft limit)
+and its limit as `dmem.max` (hard limit).
+
 The tests use cgroup trees of plain files, in which real crun wrote the values that `gpushare-runtime` put into
 config.json, and a stand-in for that NVML. On a kernel without the controller, real runc and crun refuse to start the
 container. This was **not run on hardware**; the check `dmem` of `make gpu-check` tells whether a machine has the

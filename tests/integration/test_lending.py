@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -161,6 +163,55 @@ def test_two_requests_at_once_are_both_served(
             assert one.expect("full")["got_bytes"] > REQUEST - GIB
         assert time.monotonic() - began < RECLAIM_S
         assert first.container.wait() != 0 != second.container.wait()
+
+
+@pytest.mark.parametrize("how", ["stopped", "paused"])
+def test_borrower_that_does_not_run_is_ended(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, how: str
+) -> None:
+    """Its process is stopped, or its cgroup is frozen, as by `docker pause`: the other has its request in time."""
+    node = make_node(simhost, policy={"lending": "evict"})
+    with agent(node, []):
+        first = tenants("first", node, "hook", BOTH)
+        first.expect("seen")
+        wait_until_lent(node)
+        first.go()
+        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        if how == "stopped":
+            os.kill(first.container.pid, signal.SIGSTOP)
+        else:
+            first.container.command("pause", first.container.id)
+        began = time.monotonic()
+        second = tenants("second", node, "hook", BOTH)
+        second.expect("seen")
+        second.go()
+        assert second.expect("full")["got_bytes"] > REQUEST - GIB
+        assert time.monotonic() - began < RECLAIM_S
+        assert first.container.wait() == 128 + signal.SIGKILL
+
+
+def test_limit_can_change_while_memory_is_borrowed(
+    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path
+) -> None:
+    """Below what is borrowed, also to one amount: the request counts at once, and the rest can be taken back."""
+    node = make_node(simhost, policy={"lending": "evict"})
+    with agent(node, []):
+        first = tenants("first", node, "hook", BOTH)
+        first.expect("seen")
+        wait_until_lent(node)
+        first.go()
+        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        for memory, request_bytes, limit_bytes in (("4Gi..6Gi", REQUEST, 6 * GIB), ("2Gi", 2 * GIB, 2 * GIB)):
+            changed = node.cli("limit", "set", first.container.id, "--memory", memory)
+            assert changed.returncode == 0, changed.stderr
+            share = shares(node)[first.container.id]
+            assert [share[f"memory_{name}_bytes"] for name in ("request", "limit")] == [request_bytes, limit_bytes]
+            assert share["memory_borrowed_bytes"] > LIMIT - GIB - request_bytes
+        second = tenants("second", node, "hook", {"GPUSHARE_MEMORY": "10Gi"})  # with 2 GiB exactly the device
+        second.expect("seen")
+        second.go()
+        assert second.expect("full")["got_bytes"] > 9 * GIB
+        assert first.container.wait() == 128 + signal.SIGKILL
 
 
 def test_request_is_the_limit_without_an_agent(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ MakeContainer = Callable[..., Container]
 GIB = 1 << 30
 TENANT = TREE / "demo" / "tenant.py"
 GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SHARE = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "50%"}
 POD = {
     "io.kubernetes.cri.container-type": "container",
@@ -40,8 +45,9 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def usage(node: Node, by: str = "user") -> list[dict[str, Any]]:
-    done = node.cli("usage", "--format", "json", "--by", by)
+def usage(node: Node, by: str = "user", prefix: tuple[str, ...] = (), *more: str) -> list[dict[str, Any]]:
+    """`prefix`: words before the command."""
+    done = node.cli("usage", "--format", "json", "--by", by, *more, prefix=prefix)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)["groups"]
     return found
@@ -84,6 +90,79 @@ def test_reboot_ends_containers_without_a_line(container: MakeContainer, booked:
     assert (group["containers"], group["running"], group["end_unknown"]) == (2, 0, 2)
     assert 0 < group["gpu_seconds_granted"] < 60  # up to the start of the second, which would have found it dead
     assert (tmp_path / "lib" / "usage.log").read_text() == text  # reading writes nothing
+
+
+@pytest.fixture
+def reboot(tmp_path: Path) -> Iterator[Callable[[Node], tuple[str, ...]]]:
+    """reboot(node) -> words before each command of the next boot: /run is empty, the boot has another id, and its
+    clocks begin again. All processes of the node have been killed."""
+    boot_id = tmp_path / "boot_id"
+    mounted: list[str] = []
+
+    def begin(node: Node) -> tuple[str, ...]:
+        rootfs.run("umount", "--lazy", node.state)
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        rootfs.run("mount", "--bind", boot_id, BOOT_ID)
+        mounted.append(BOOT_ID)
+        passed = {"monotonic": time.CLOCK_MONOTONIC, "boottime": time.CLOCK_BOOTTIME}
+        clocks = [f"--{name}=-{int(time.clock_gettime(clock)) - 1}" for name, clock in passed.items()]
+        return ("unshare", "--fork", "--time", *clocks, "--")
+
+    yield begin
+    for point in mounted:
+        rootfs.run("umount", point)
+
+
+def lost(one: Container) -> None:
+    """Kill a container, and remove what its runtime keeps in /run: no hook runs for it."""
+    os.kill(one.pid, signal.SIGKILL)
+    one.wait()
+    shutil.rmtree(one.bundle / "runtime")
+    one.after_kill()
+
+
+def test_usage_spans_kills_and_a_reboot(
+    container: MakeContainer, booked: Node, tmp_path: Path, reboot: Callable[[Node], tuple[str, ...]], way: str
+) -> None:
+    """Containers that are killed, with and without their hook, and two that run at the reboot. Each counts once, by
+    the time that it ran, and the next boot's container of the same id is another one."""
+    mounts = python_mounts(TENANT, GRAB)
+    began = time.monotonic()
+    killed = container(["sleep", "inf"], env=SHARE, mounts=mounts, annotations=POD, **booked.way(way, cri=True)).start()
+    assert killed.exec(PYTHON, f"/opt/{GRAB.name}").returncode == 0
+    killed.kill()
+    killed.wait()
+    killed.delete()
+    unreported = container(["sleep", "inf"], env=SHARE, annotations=POD, **booked.way(way, cri=True)).start()
+    lost(unreported)
+    running, last = (
+        container(["sleep", "inf"], env=SHARE, annotations=POD, **booked.way(way, cri=True)).start() for _ in range(2)
+    )
+    (before,) = usage(booked, "namespace")
+    assert (before["containers"], before["running"], before["end_unknown"]) == (4, 2, 1)
+    journal = (tmp_path / "lib" / "usage.log").read_text()
+    for one in (running, last):
+        lost(one)
+    prefix = reboot(booked)
+    rebooted = datetime.datetime.now().isoformat()
+    (after,) = usage(booked, "namespace", prefix)
+    assert (after["containers"], after["running"], after["end_unknown"]) == (4, 0, 3)
+    assert (tmp_path / "lib" / "usage.log").read_text() == journal, "reading writes nothing"
+    arguments = {"env": SHARE, "annotations": POD, **booked.way(way, cri=True)}
+    with Container(tmp_path / "later", ["sleep", "inf"], prefix=prefix, id=last.id, **arguments) as again:
+        again.start()
+        (after,) = usage(booked, "namespace", prefix)
+        assert (after["containers"], after["running"], after["end_unknown"]) == (5, 1, 3)
+        assert after["memory_peak_bytes"] > 3.5 * GIB and after["refused"] >= 1
+        passed = time.monotonic() - began
+        assert 0 < after["gpu_seconds_granted"] < 5 * passed / 2
+        assert after["memory_byte_seconds_granted"] < 5 * 4 * GIB * passed
+        (new,) = usage(booked, "namespace", prefix, "--since", rebooted)
+        assert (new["containers"], new["running"], new["end_unknown"]) == (1, 1, 0)
+        again.delete()
+        (after,) = usage(booked, "namespace", prefix)
+        assert (after["containers"], after["running"], after["end_unknown"]) == (5, 0, 3)
+        assert (tmp_path / "lib" / "usage.log").read_text().startswith(journal)
 
 
 def test_lost_state_directory_loses_no_account(container: MakeContainer, booked: Node) -> None:

@@ -111,9 +111,9 @@ class Node:
             return {"hook": self.hook(cri=cri)}
         return {"runtime": self.runtime(BIN / ("gpushare-runtime-cri" if cri else "gpushare-runtime"))}
 
-    def cli(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run `gpushare` against this node."""
-        command = [BIN / "gpushare", "--config", self.config, "--state", self.state, *args]
+    def cli(self, *args: str, timeout_s: float = 60, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """Run `gpushare` against this node, with `prefix` before its words."""
+        command = [*prefix, BIN / "gpushare", "--config", self.config, "--state", self.state, *args]
         return subprocess.run(
             [str(word) for word in command],
             stdin=subprocess.DEVNULL,

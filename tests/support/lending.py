@@ -1,11 +1,15 @@
-"""Run `gpushare agent` for tests, and wait until it lends."""
+"""Run `gpushare agent` for tests, wait until it lends, and kill it at a system call."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from gpushare.monitor.eviction import HOLD_S
 from gpushare.state import shm_abi, storage
@@ -40,3 +44,56 @@ def wait_until_lent(node: Node) -> None:
         while not storage.read_limits(str(path)).devices[0].flags & shm_abi.DEVICE_LENDING:
             assert time.monotonic() < end, f"{path}: not lent"
             time.sleep(0.02)
+
+
+@contextmanager
+def killed(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Kill a process and its children at the end of the block, also after an error."""
+    with process:
+        try:
+            yield process
+        finally:
+            for pid in children(process.pid) if process.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Strace:
+    """Agents that strace kills at a system call, and the calls of one that completes its work."""
+
+    def __init__(self, config: Path, state: Path, log: Path) -> None:
+        self._words = [str(BIN / "gpushare"), "--config", str(config), "--state", str(state), "agent"]
+        self._log = log
+        self._names: list[str] = []
+        self._first = self._end = 0  # the calls from the first search for waiting containers to the end of the borrower
+
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        words = ["strace", "-qq", *(options or ("-o", str(self._log))), *self._words]
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def start_to_be_killed(self, part: int, parts: int) -> subprocess.Popen[bytes]:
+        """Start an agent that is killed after `part` of `parts` of its work."""
+        at = self._first + 1 + part * (self._end - self._first) // parts
+        name = self._names[at]
+        which = self._names[: at + 1].count(name)
+        return self.start("-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={which}")
+
+    def record(self, completed: Callable[[], None]) -> None:
+        """Run an agent until its work is completed, and read its calls."""
+        with self.start() as agent:
+            try:
+                completed()
+            finally:
+                for pid in children(agent.pid):
+                    os.kill(pid, signal.SIGTERM)
+            assert agent.wait() == 0
+        lines = self._log.read_text(errors="replace").splitlines()
+        calls = [line for line in lines if not line.startswith(("---", "+++"))]
+        self._names = [line.partition("(")[0] for line in calls]
+        self._first = next(n for n, line in enumerate(calls) if line.startswith('write(1, "lending memory'))
+        self._end = 1 + next(n for n, line in enumerate(calls) if line.startswith("pidfd_send_signal("))
+        assert self._end - self._first > 100

@@ -224,6 +224,22 @@ def test_width_selects_columns_and_bar_length(state: Path) -> None:
     assert "state" in titles(taken._replace(lines=(dead, *taken.lines[1:])), 80)[0]
 
 
+@pytest.mark.parametrize("lending", ["", "evict"])
+def test_borrowed_memory_is_shown_where_memory_is_lent(start: Callable[..., Path], state: Path, lending: str) -> None:
+    """On the screen and in a pipe: request, limit, use, and the part of it that is borrowed."""
+    share = pure.share(0, 0, 4 * GIB)._replace(lending=lending, virtual_bytes=12 * GIB if lending else 0)
+    charge(start("c1", share), 0, 1, 7 * GIB if lending else 3 * GIB)
+    taken = sample.Sampler(Paths("/none.yaml", str(state))).take()
+    screen = drawn(taken, View(), 160, 24)
+    rows = topscreen.rows_of(topscreen.without_empty(topscreen.PLAIN, taken.lines), taken.lines)[0]
+    assert ("BORROWED" in screen) is bool(lending)
+    if lending:
+        assert "7 GiB of 4 GiB..12 GiB" in screen and re.search(r" 3 GiB ", screen)
+        assert rows[2:5] == ["7 GiB", "4 GiB..12 GiB", "3 GiB"]
+    else:
+        assert "3 GiB of 4 GiB" in screen and rows[2:4] == ["3 GiB", "4 GiB"]
+
+
 def test_narrow_screen_keeps_percentage_and_cuts_long_names(state: Path) -> None:
     taken = many(state, 3)
     name = Name("namespace/a-pod-with-a-long-name/container")

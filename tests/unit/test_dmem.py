@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from gpushare.allocation import backends, placement
+from gpushare.allocation import backends, lending, placement
 from gpushare.allocation.backends.dmem import regions as dmem
-from gpushare.core import model
+from gpushare.core import constants, model, quantity
 from gpushare.core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError
 from gpushare.core.ops import KernelLimit, Plan
 from gpushare.gpu import nvmllimits
 from gpushare.inject import plan, specedit
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
-from gpushare.state import shm_abi
+from gpushare.state import agentlock, shm_abi
 from gpushare.system import syscalls
 
 from tests.unit.pure import bundle, device, files, image, lease
@@ -112,6 +112,60 @@ def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Pat
     assert written(tree) == (f"{REGION} max", f"{REGION} 0")
     undo()
     assert written(tree) == (f"{REGION} max", f"{REGION} 0")
+
+
+def lent_share(request_bytes: int = 4 * GIB, limit_bytes: int = 12 * GIB) -> model.Share:
+    return model.Share(0, GPU, request_bytes, memory_backend="dmem", virtual_bytes=limit_bytes, lending=constants.EVICT)
+
+
+def test_lent_share_has_request_as_soft_limit(tree: Path, tmp_path: Path) -> None:
+    """dmem.min protects the request, and dmem.max allows what is borrowed; a live change sets both."""
+    before = lent_share()
+    (op,) = limits(tmp_path, before)
+    assert op.describe() == f"kernel   dmem.max {REGION} {12 * GIB} and dmem.min {4 * GIB}"
+    dmem.enforce(os.getpid(), [op])
+    assert written(tree) == (f"{REGION} {12 * GIB}", f"{REGION} {4 * GIB}")
+    for request_gib, limit_gib in ((4, 6), (2, 6), (3, 3)):
+        after = lent_share(request_gib * GIB, limit_gib * GIB)
+        backends.change((before,), (after,), str(tmp_path))
+        assert written(tree) == (f"{REGION} {limit_gib * GIB}", f"{REGION} {request_gib * GIB}")
+        before = after
+    assert not limits(tmp_path, before)[0].request_bytes, "its request is its limit"
+
+
+def test_refused_change_restores_both_limits(tree: Path, tmp_path: Path, failing: dict[bytes, int]) -> None:
+    """The kernel accepts the hard limit and refuses the soft one."""
+    before = lent_share()
+    dmem.enforce(os.getpid(), limits(tmp_path, before))
+    failing[f"{REGION} {2 * GIB}".encode()] = errno.EINVAL
+    with pytest.raises(syscalls.SyscallError):
+        backends.change((before,), (lent_share(2 * GIB, 8 * GIB),), str(tmp_path))
+    assert written(tree) == (f"{REGION} {12 * GIB}", f"{REGION} {4 * GIB}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "runs", "note"),
+    [
+        ("evict", True, ""),
+        ("evict", False, "gpushare agent does not run"),
+        ("movable", True, "backend dmem cannot lend with policy.lending movable"),
+    ],
+)
+def test_dmem_share_is_lent_only_with_the_agent(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, runs: bool, note: str
+) -> None:
+    """Where nothing takes the memory back in a known time, dmem.max is the request."""
+    monkeypatch.setattr(agentlock, "is_held", lambda *_: runs)
+    rules = model.Policy(allowed_backends=("dmem", "shim"), lending=mode)
+    host = model.Node(model.Config(policy=rules, host_memory="64Gi"), inventory(tmp_path))
+    wanted = quantity.amount_or_range("GPUSHARE_MEMORY", "4Gi..12Gi")
+    request = model.Request("own", model.Selection("list", names=("0",)), ("compute",), ((None, wanted),))
+    (share,) = placement.grant(request, host, placement.Ledger({}))
+    assert (share.memory_backend, share.memory_limit_bytes) == ("dmem", 4 * GIB)
+    (op,) = dmem.ops((share,), host.inventory, str(tmp_path))
+    assert (op.limit_bytes, op.soft_bytes) == ((4 if note else 12) * GIB, 4 * GIB)
+    notes = lending.notes(request, (share,), host.config)
+    assert [note in line for line in notes] == ([True] if note else [])
 
 
 def test_shim_allocation_touches_no_cgroup(tree: Path, tmp_path: Path) -> None:
@@ -227,6 +281,15 @@ def test_newer_driver_is_limited_through_nvml(nvml_dir: Path, tmp_path: Path, tr
     ]
 
 
+def test_lent_share_has_both_limits_in_nvml(nvml_dir: Path, tmp_path: Path, tree: Path) -> None:
+    (op,) = dmem.ops((lent_share(),), inventory(tmp_path, driver_version="615.71"), str(tmp_path))
+    assert op.describe().endswith(f"through NVML: {12 * GIB}, soft {4 * GIB}")
+    dmem.enforce(os.getpid(), [op])
+    backends.change((lent_share(),), (lent_share(limit_bytes=6 * GIB),), str(tmp_path))
+    calls = [line.split()[2:] for line in (nvml_dir / "limits").read_text().splitlines()]
+    assert calls == [[str(4 * GIB), str(12 * GIB)], [str(4 * GIB), str(6 * GIB)]]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
@@ -249,9 +312,9 @@ def test_driver_that_rejects_limit_refuses_start(
 
 def test_library_without_function_is_named(nvml_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="libc.so.6 has no nvmlDeviceSetMemoryLimits_v1"):
-        nvmllimits.put("libc.so.6", GPU.uuid, "/cgroup", GIB)
+        nvmllimits.put("libc.so.6", GPU.uuid, "/cgroup", GIB, GIB)
     with pytest.raises(DeviceError, match="nvmlDeviceGetHandleByUUID returned 3"):
-        nvmllimits.put(str(nvml_dir / "libnvidia-ml.so.615.71"), "MIG-1", "/cgroup", GIB)
+        nvmllimits.put(str(nvml_dir / "libnvidia-ml.so.615.71"), "MIG-1", "/cgroup", GIB, GIB)
 
 
 # The plan and config.json
@@ -309,6 +372,12 @@ def test_unified_limit_is_added_and_stripped(tmp_path: Path, spec: dict[str, Any
     assert unified["dmem.max"] == unified["dmem.min"] == f"{REGION} {GIB}"
     others = (spec.get("linux", {}).get("resources", {}).get("unified") or {}).keys() - {"dmem.max"}
     assert unified.keys() == {"dmem.max", "dmem.min", *others}
+
+
+def test_unified_limits_of_a_lent_share_differ(tmp_path: Path) -> None:
+    made, _ = edited(tmp_path, {}, REAL._replace(request_bytes=GIB // 2))
+    unified = made["linux"]["resources"]["unified"]
+    assert (unified["dmem.max"], unified["dmem.min"]) == (f"{REGION} {GIB}", f"{REGION} {GIB // 2}")
 
 
 def test_second_device_is_left_to_hook(tmp_path: Path) -> None:

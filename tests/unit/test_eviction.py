@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from gpushare.core.model import Lease, Share
 from gpushare.gpu import nvml_usage
 from gpushare.monitor import eviction
 from gpushare.state import agentlock, leases, log, shm_abi, storage
+from gpushare.system import procs
 
+from tests.support.host import TREE
 from tests.unit import limithost, pure
 from tests.unit.limithost import GIB
 
@@ -120,8 +123,58 @@ def test_driver_tells_whether_the_memory_is_free(
     agent = eviction.Agent(state, "none", "libnvidia-ml.so")
     agent.tick()
     agent.tick()
-    assert (borrower.poll() is not None) is ended
     assert is_lent(state, "borrower") is not ended
+    assert (borrower.wait(5) if ended else borrower.poll()) == (-signal.SIGKILL if ended else None)
+
+
+def test_small_need_that_fits_hides_no_larger_one(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that claims to wait for a little, again and again, does not keep another from its request."""
+    gpu = nvml_usage.Gpu(16 * GIB, 15 * GIB, None, None, None, ())
+    asked: list[str] = []
+    monkeypatch.setattr(nvml_usage, "read", lambda library, *_: asked.append(library) or {pure.UUIDS[0]: gpu})
+    borrower = start("borrower", GIB, 12 * GIB)
+    start("a", 2 * GIB)
+    start("b", 6 * GIB)
+    report(state, "borrower", 10 * GIB)
+    report(state, "a", GIB, 2 << 20)
+    agent = eviction.Agent(state, "none", "libnvidia-ml.so")
+    for _ in range(3):
+        agent.tick()
+    assert borrower.poll() is None and len(asked) == 1, "the driver is not asked in each round"
+    report(state, "b", 6 * GIB, 3 * GIB)
+    agent.tick()
+    assert borrower.wait(5) == -signal.SIGKILL and len(asked) == 2
+
+
+def test_next_borrower_is_ended_if_one_does_not_end(
+    state: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process in an uninterruptible call of the driver. It is killed again when no other borrower is left."""
+    stuck, other = start("stuck", GIB, 12 * GIB), start("other", GIB, 12 * GIB)
+    start("waiting", 6 * GIB)
+    report(state, "stuck", 6 * GIB)
+    report(state, "other", 4 * GIB)
+    report(state, "waiting", 6 * GIB, 2 * GIB)
+    kill, sent = procs.wait, []
+
+    def wait(process: procs.Process, milliseconds: int, send: int = 0) -> None:
+        sent.append(process.pid)
+        if process.pid != stuck.pid:
+            kill(process, milliseconds, send)
+
+    monkeypatch.setattr(procs, "wait", wait)
+    said: list[str] = []
+    agent = eviction.Agent(state, "none", say=said.append)
+    now = time.monotonic()
+    agent.tick()
+    agent.tick()
+    assert sent == [stuck.pid] and other.poll() is None
+    for later, ended in ((1, [stuck, other]), (2, [stuck, other, stuck])):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later * (eviction.ENDING_S + 1))
+        agent.tick()
+        assert sent == [one.pid for one in ended]
+        other.wait(5)
+    assert len(said) == 2, "each is reported once"
 
 
 def test_borrower_that_reports_no_use_is_found_by_the_driver(
@@ -167,6 +220,23 @@ def test_next_start_stops_lending_of_an_agent_that_was_killed(state: str, start:
     assert not is_lent(state, "borrower")
 
 
+def test_agent_holds_its_lock_after_the_state_directory_was_lost(state: str, tmp_path: Path) -> None:
+    """Starts that follow lend again."""
+    (tmp_path / "config.yaml").write_text("version: 1\npolicy: {lending: evict}\n")
+    words = ["--config", str(tmp_path / "config.yaml"), "--state", state, "agent"]
+    code = f"import sys; sys.path.insert(0, {str(TREE / 'hook')!r}); from gpushare.cli import main; sys.exit(main())"
+    with subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE) as agent:
+        try:
+            assert agent.stdout is not None and agent.stdout.readline().startswith(b"lending")
+            Path(state, agentlock.FILE).unlink()
+            end = time.monotonic() + 20
+            while not agentlock.is_held(state):
+                assert time.monotonic() < end
+        finally:
+            agent.terminate()
+    assert agent.returncode == 0
+
+
 def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)
     start("borrower", 4 * GIB, 12 * GIB)
@@ -210,10 +280,9 @@ def test_agent_killed_200_times_loses_nothing(state: str, start: Start) -> None:
             (limit,) = limithost.limits(state, lease.id).devices
             assert limit.memory_limit_bytes == lease.shares[0].memory_limit_bytes
     agent = eviction.Agent(state, "none")
-    for _ in range(4):
+    end = time.monotonic() + 10
+    while any(init.poll() is None for init in borrowers) and time.monotonic() < end:
         agent.tick()
-        for init in borrowers:
-            init.poll()
     assert [init.wait(5) for init in borrowers] == [-signal.SIGKILL] * 4
     assert waiting.poll() is None
     assert [lease.id for lease in leases.view(state).live] == ["waiting"]

@@ -15,7 +15,7 @@ from gpushare.core.model import Lease, Node, Request, Share
 from gpushare.inject import plan
 from gpushare.request import lending, request
 from gpushare.state import agentlock, leasefile, shm_abi
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.pure import UUIDS, bundle, lease, ledger, node, share
@@ -77,6 +77,18 @@ def lending_node(way: str, host_memory: str = "64Gi", **rules: Any) -> Node:
     return Node(host.config._replace(host_memory=host_memory), inventory)
 
 
+def of_generation(arch: str) -> Node:
+    host = lending_node("movable")
+    devices = tuple(device._replace(arch=arch) for device in host.inventory.devices)
+    return host._replace(inventory=host.inventory._replace(devices=devices))
+
+
+def test_gpu_of_a_newer_or_unknown_generation_lends_movable_memory() -> None:
+    for arch in ("6.0", "12.1", ""):
+        _, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=of_generation(arch))
+        assert share.lending == "movable", arch
+
+
 @pytest.mark.parametrize("text", ["4Gi..12Gi", "25%..75%"])
 def test_movable_memory_is_lent_and_the_request_is_counted(text: str) -> None:
     host = lending_node("movable")
@@ -107,6 +119,7 @@ def test_requests_and_not_limits_fill_a_device() -> None:
         (lending_node("movable"), ("GPUSHARE_OVERSUBSCRIBE=true",), "the share is oversubscribed already"),
         (lending_node("movable", max_memory="4Gi"), (), "the device and policy.max_memory allow no more"),
         (lending_node("evict"), (), "gpushare agent does not run"),
+        (of_generation("5.2"), (), "of compute capability 5.2, cannot move memory to the host"),
     ],
 )
 def test_limit_is_the_request_where_memory_cannot_be_taken_back(host: Node, env: Any, why: str) -> None:
@@ -190,8 +203,59 @@ def test_request_and_limit_change_together() -> None:
             after(text, lent)
     with pytest.raises(PolicyError, match=r"4Gi\.\.12Gi: policy.lending is off, so no memory is lent"):
         after("4Gi..12Gi", node=lending_node("off"))
+    little = lending_node("movable", "8Gi")
     with pytest.raises(PolicyError, match="oversubscription.host_memory has 8 GiB free"):
-        after("4Gi..12Gi", node=lending_node("movable", "8Gi"))
+        after("4Gi..12Gi", node=little)
+    with pytest.raises(PolicyError, match="10Gi: the container can borrow, and oversubscription.host_memory has 8 GiB"):
+        after("10Gi", lent._replace(virtual_bytes=6 * GIB), little)
+    assert after("10Gi", lent, little).ceiling_bytes == 10 * GIB, "less than before is always allowed"
+
+
+def test_slots_share_the_budget_of_host_memory() -> None:
+    """A change of two slots cannot exceed it, although each of them fits."""
+    host = lending_node("movable", "24Gi")
+    both = tuple(share(slot, slot, 2 * GIB)._replace(lending="movable", virtual_bytes=8 * GIB) for slot in (0, 1))
+    for text, fits in (("2Gi..12Gi", True), ("2Gi..14Gi", False)):
+        try:
+            found = limit_request.shares(lease(*both), limit_request.parse(text), host, ())
+        except PolicyError:
+            found = ()
+        assert bool(found) is fits, text
+
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["start", "change", "end"]), st.integers(1, 10), st.integers(0, 16), st.integers(0, 5)),
+    max_size=24,
+)
+
+
+@given(st.sampled_from(["movable", "evict"]), _STEPS)
+@example("movable", [("start", 2, 8, 0), ("start", 2, 8, 1), ("start", 2, 2, 2), ("change", 10, 0, 2)])
+def test_requests_and_borrowed_host_memory_fit_after_any_sequence(way: str, steps: Any) -> None:
+    """Starts, live changes and ends in any order: refused ones change nothing, and no limit is below its request."""
+    host, held = lending_node(way, "24Gi"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agentlock, "is_held", lambda *_: True)
+        for what, request_gib, more_gib, number in steps:
+            text, name = f"{request_gib}Gi..{request_gib + more_gib}Gi", f"c{number}"
+            try:
+                if what == "start" and name not in held:
+                    _, shares = shares_of(f"GPUSHARE_MEMORY={text}", host=host, others=tuple(held.values()))
+                    held[name] = lease(*shares, container_id=name)
+                elif what == "change" and name in held:
+                    wanted = limit_request.parse(text if more_gib else f"{request_gib}Gi")
+                    after = limit_request.shares(held[name], wanted, host, held.values())
+                    held[name] = held[name]._replace(shares=after)
+                elif what == "end":
+                    held.pop(name, None)
+            except (CapacityError, PolicyError, RequestError):
+                pass
+            books = placement.ledger_of(tuple(held.values()), host.config.policy)
+            found = [one.shares[0] for one in held.values()]
+            requests = [one.memory_limit_bytes or 0 for one in found]
+            assert books.used.get(UUIDS[0], 0) == sum(requests) <= 16 * GIB
+            assert books.host_bytes <= (24 * GIB if way == "movable" else 0)
+            assert all(request <= (one.ceiling_bytes or 0) <= 16 * GIB for request, one in zip(requests, found))
 
 
 # Other schedulers and policy

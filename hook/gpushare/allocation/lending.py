@@ -23,6 +23,8 @@ from ..state.ledger import Ledger, capacity_bytes
 from . import oversubscribing
 from .backends import BACKENDS
 
+_PASCAL = 6  # compute capability of the first GPUs that move managed memory while it is in use
+
 
 def ceiling_bytes(limit: Amount, device: Device, config: Config) -> int:
     """Return the memory limit in whole blocks: at most the device, and policy.max_memory."""
@@ -38,12 +40,18 @@ def _refusal(share: Share, limit_bytes: int, config: Config) -> str:
     """Return why this share cannot borrow; "" if only the host's memory may be short."""
     if share.oversubscribe:
         return "the share is oversubscribed already"
-    backend = next((name for name in (share.memory_backend, share.compute_backend) if not BACKENDS[name].lends), "")
+    mode, names = config.policy.lending, (share.memory_backend, share.compute_backend)
+    backend = next((name for name in names if mode not in BACKENDS[name].lends), "")
+    if backend and BACKENDS[backend].lends:
+        return f"backend {backend} cannot lend with policy.lending {mode}"
     if backend:
         return f"backend {backend} cannot take memory back"
+    generation = share.device.arch.partition(".")[0]
+    if mode == constants.MOVABLE and generation.isdigit() and int(generation) < _PASCAL:
+        return f"the GPU, of compute capability {share.device.arch}, cannot move memory to the host"
     if share.memory_limit_bytes is None or limit_bytes <= share.memory_limit_bytes:
         return "the device and policy.max_memory allow no more"
-    if config.policy.lending == constants.EVICT and not agentlock.is_held(config.state_dir):
+    if mode == constants.EVICT and not agentlock.is_held(config.state_dir):
         return "policy.lending is evict, and gpushare agent does not run"
     return ""
 
@@ -77,18 +85,20 @@ def changed(share: Share, memory: Optional[Amount], node: Node, ledger: Ledger) 
             "write REQUEST..LIMIT, such as 4Gi..12Gi",
         )
     config = node.config
-    limit = memory.ceiling or memory
-    size = ceiling_bytes(limit, share.device, config) if memory.ceiling else 0
     request_bytes = bytes_of(memory, share.device.memory_bytes, share.device.granularity_bytes)
-    if not memory.ceiling:
-        return share._replace(virtual_bytes=request_bytes)
-    why = lending.refusal(config) or _refusal(share._replace(memory_limit_bytes=request_bytes), size, config)
-    if not why and share.lending not in ("", config.policy.lending):
-        why = f"the container started with policy.lending {share.lending}, which is {config.policy.lending} now"
-    new = share._replace(virtual_bytes=size, lending=config.policy.lending)
+    why, new = "", share._replace(virtual_bytes=request_bytes)
+    if memory.ceiling:
+        size = ceiling_bytes(memory.ceiling, share.device, config)
+        why = lending.refusal(config) or _refusal(share._replace(memory_limit_bytes=request_bytes), size, config)
+        if not why and share.lending not in ("", config.policy.lending):
+            why = f"the container started with policy.lending {share.lending}, which is {config.policy.lending} now"
+        new = share._replace(virtual_bytes=size, lending=config.policy.lending)
     free_bytes = oversubscribing.budget_bytes(config, node.inventory) - ledger.host_bytes
-    if not why and new.has_host_part and (size > free_bytes or ledger.blocked):
+    more = new.host_promise_bytes > share.host_promise_bytes
+    if not why and more and (new.host_promise_bytes > free_bytes or ledger.blocked):
         why = f"oversubscription.host_memory has {human(max(0, free_bytes))} free"
+    if why and not memory.ceiling:
+        raise PolicyError(f"{memory.text}: the container can borrow, and {why}", "ask for less")
     if why:
         raise PolicyError(f"{memory.text}: {why}, so no memory is lent", "ask for one amount, such as 4Gi")
     return new

@@ -63,7 +63,12 @@ def shares(
     others = tuple(others)
     ledger = books.ledger_of((one for one in others if one.id != lease.id), node.config.policy, blocked)
     chosen = _slots(lease, wanted.device)
-    changed = tuple(_changed(share, wanted, node, ledger) if share.slot in chosen else share for share in lease.shares)
+    changed = lease.shares
+    for at, share in enumerate(lease.shares):
+        if share.slot in chosen:
+            beside = sum(one.host_promise_bytes for one in (*changed[:at], *changed[at + 1 :]))
+            new = _changed(share, wanted, node, ledger._replace(host_bytes=ledger.host_bytes + beside))
+            changed = (*changed[:at], new, *changed[at + 1 :])
     if node.config.policy.quotas:
         quotas.require_change(lease, changed, others, node.config.policy)
     return changed

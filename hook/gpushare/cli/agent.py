@@ -31,7 +31,7 @@ def agent(paths: Paths, interval: float) -> int:
     """
     storage.prepare(paths.state_dir)
     config = node.load_config_only(*paths)
-    agentlock.take(paths.state_dir)  # until this process ends
+    lock = agentlock.take(paths.state_dir)  # until this process ends
     library = ""
     try:
         library = driverfiles.nvml_library(config.driver_root, inventory.driver_version(config.driver_root))
@@ -41,10 +41,16 @@ def agent(paths: Paths, interval: float) -> int:
     with sigterm.readable() as end:
         write_line(f"lending memory of containers in {paths.state_dir}")
         sys.stdout.flush()
+        said = ""
         while not select.select([end], [], [], interval)[0]:
+            line = ""
             try:
+                lock = agentlock.kept(lock, paths.state_dir)
                 taking.tick()
             except GpushareError as error:
-                log.to_stderr(log.line_of(error)[0])
+                line = log.line_of(error)[0]
+            if line and line != said:
+                log.to_stderr(line)
+            said = line
         taking.close()
     return 0

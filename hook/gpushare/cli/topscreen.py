@@ -12,7 +12,7 @@ from ..core.quantity import human
 from ..core.quoting import printable
 from ..gpu.selectors import device_name
 from . import facts
-from .containers import compute_text, limit_text
+from .containers import borrowed_text, compute_text, limit_text
 from .output import BAR, BAR_CELLS, Column, age, bar, bar_column, bar_style, sparkline, state_style, table
 from .sample import Line, Sample
 
@@ -52,6 +52,7 @@ _COLUMNS = (
     ("TREND", "compute use in the last samples; a full block is the whole device"),
     ("THROTTLED", "how long threads waited for the compute limit; 200% is two threads all the time"),
     ("REFUSED", "allocations that the memory limit refused"),
+    ("BORROWED", "memory above the request, which can be taken back"),
 )
 
 
@@ -109,7 +110,7 @@ def _memory_text(line: Line) -> str:
     if line.use is None:
         return "-"
     used, limit = human(line.use.used_bytes), line.use.share.ceiling_bytes
-    return used if limit is None else f"{used} of {human(limit)}"
+    return used if limit is None else f"{used} of {limit_text(line.use)}"
 
 
 def _memory_bar(line: Line, cells: int) -> str:
@@ -154,6 +155,7 @@ _ID = Cell(Column("container"), lambda line, _: constants.short(line.container.i
 _NAME = Cell(Column("name"), lambda line, _: line.container.name.shown or "-", 1)
 _CUT_NAME = _NAME._replace(text=lambda line, _: _cut(line.container.name.shown) or "-")
 _DEVICE = Cell(Column("device", True), lambda line, _: device_name(line.use.share.device) if line.use else "-", 3, True)
+_BORROWED = Cell(Column("borrowed", True), lambda line, _: borrowed_text(line.use), 6)
 _COMPUTE = Cell(Column("compute", True), lambda line, _: compute_text(line.use) if line.use else "-")
 _THROTTLED = Cell(Column("throttled", True), lambda line, _: _throttled(line), 4)
 _REST = (
@@ -166,13 +168,13 @@ _REST = (
 CONTAINERS = (
     *(_ID, _CUT_NAME, _DEVICE, Cell(Column("memory", True), lambda line, _: _memory_text(line))),
     *(Cell(Column("mem%", True, style=bar_style), _memory_percent, 4, spare=True), Cell(BAR, _memory_bar, 5)),
-    *(_COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 7), _THROTTLED, *_REST),
+    *(_BORROWED, _COMPUTE, Cell(bar_column("used/limit", _pace), _compute_bar, 7), _THROTTLED, *_REST),
 )
 PLAIN = (
     *(_ID, _NAME, _DEVICE),
     Cell(Column("memory used", True), lambda line, _: human(line.use.used_bytes) if line.use else "-"),
     Cell(Column("limit", True), lambda line, _: limit_text(line.use) if line.use else "-"),
-    *(_COMPUTE, _THROTTLED, *_REST),
+    *(_BORROWED, _COMPUTE, _THROTTLED, *_REST),
 )
 
 DEVICES = (
@@ -204,12 +206,12 @@ SCREEN_DEVICES = _with_trend(DEVICES, lambda one, cells: sparkline(one["trend"],
 
 
 def without_empty(cells: tuple[Cell, ...], lines: Sequence[Line]) -> tuple[Cell, ...]:
-    """The columns without NAME if no container has one, as where `gpushare run` starts all programs."""
-    return (
-        cells
-        if any(line.container.name.shown for line in lines)
-        else tuple(one for one in cells if one.column != _NAME.column)
-    )
+    """The columns without NAME if no container has one, as where `gpushare run` starts all programs, and without
+    BORROWED if none can borrow."""
+    named = any(line.container.name.shown for line in lines)
+    lent = any(line.use is not None and line.use.share.lending for line in lines)
+    hidden = {cell.column for cell, wanted in ((_NAME, named), (_BORROWED, lent)) if not wanted}
+    return tuple(cell for cell in cells if cell.column not in hidden)
 
 
 def in_order(sample: Sample, view: View) -> list[Line]:

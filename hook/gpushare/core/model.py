@@ -243,6 +243,11 @@ class Share(NamedTuple):
         return self.virtual_bytes > 0 and self.lending != constants.EVICT
 
     @property
+    def host_promise_bytes(self) -> int:
+        """The bytes that count against oversubscription.host_memory."""
+        return self.virtual_bytes if self.has_host_part else 0
+
+    @property
     def clamp_note(self) -> str:
         """Why it has less than was requested; "" if it has not."""
         if not self.clamped:

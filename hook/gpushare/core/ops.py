@@ -234,16 +234,25 @@ class KernelLimit(NamedTuple):
     record: str  # host path of the file that records the change
     tree: str = ""  # cgroup directory of a simulated driver root; "": the kernel's own
     library: str = ""  # NVML, where the driver enforces the limit instead of the kernel; then there is no region
+    request_bytes: int = 0  # the soft limit, if the container may borrow memory above it; 0: the limit
+
+    @property
+    def soft_bytes(self) -> int:
+        return self.request_bytes or self.limit_bytes
 
     def describe(self) -> str:
+        soft = f", soft {self.request_bytes}" if self.request_bytes else ""
         if self.library:
-            return f"driver   memory limit of {self.uuid} for the container's cgroup, through NVML: {self.limit_bytes}"
+            where = f"{self.uuid} for the container's cgroup, through NVML"
+            return f"driver   memory limit of {where}: {self.limit_bytes}{soft}"
+        if self.request_bytes:
+            return f"kernel   dmem.max {self.region} {self.limit_bytes} and dmem.min {self.request_bytes}"
         return f"kernel   dmem.max and dmem.min {self.region} {self.limit_bytes}"
 
     def edit_spec(self, editor: Any) -> None:
-        editor.leave("KernelLimit", *self)
+        editor.leave("KernelLimit", *(self if self.request_bytes else self[:-1]))  # as earlier versions read it
         if not self.tree and not self.library:
-            editor.add_kernel_limit(self.region, self.limit_bytes)
+            editor.add_kernel_limit(self.region, self.limit_bytes, self.soft_bytes)
 
     @staticmethod
     def restore(*fields: Any) -> "KernelLimit":

@@ -1,9 +1,9 @@
 """Set memory limits of a cgroup through NVML, which the driver enforces: for kernels without dmem controller.
 
-    put(library, uuid, directory, limit_bytes)     in a child with a deadline; None: no limit
+    put(library, uuid, directory, hard, soft)     in a child with a deadline; None: no limit
 
-A container's start queries NVML only in this case. Soft and hard limit are equal, as dmem.min and dmem.max are in
-dmem.py. Source: nvml.h of CUDA 13.4, nvmlSetMemoryLimits_v1_t {nameSpace, softLimit, hardLimit}, and Get with
+A start queries NVML only in this case. Soft and hard limit have the values that dmem/regions.py gives to dmem.min and
+dmem.max. Source: nvml.h of CUDA 13.4, nvmlSetMemoryLimits_v1_t {nameSpace, softLimit, hardLimit}, and Get with
 currentUsed behind these; NVML_DEVICE_MEMORY_LIMIT_MAX is all ones. Raises DeviceError.
 """
 
@@ -31,14 +31,14 @@ class Get(ctypes.Structure):
     _fields_ = [*Set._fields_, ("currentUsed", ctypes.c_uint64)]
 
 
-def put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> None:
-    """Set the limit of cgroup `directory` on device `uuid`, and read it back."""
+def put(library: str, uuid: str, directory: str, hard: Optional[int], soft: Optional[int]) -> None:
+    """Set the limits of cgroup `directory` on device `uuid`, and read the hard limit back."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         nvml.detach(writer)
         try:
-            reason = _put(library, uuid, directory, limit_bytes)
+            reason = _put(library, uuid, directory, MAX if hard is None else hard, soft or 0)
         except BaseException as error:  # no code of the parent may run in the child
             reason = f"{type(error).__name__}: {error}"
         os.write(3, (reason or "done").encode("utf-8", "replace"))
@@ -57,7 +57,7 @@ def put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> 
         )
 
 
-def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) -> str:
+def _put(library: str, uuid: str, directory: str, hard: int, soft: int) -> str:
     """Set and verify the limit; return the reason of a failure, "" on success."""
     calls = ctypes.CDLL(library)
     if not hasattr(calls, _SET):
@@ -68,8 +68,7 @@ def _put(library: str, uuid: str, directory: str, limit_bytes: Optional[int]) ->
         return f"{name} returned {code}" if code else ""
 
     device, name = ctypes.c_void_p(), os.fsencode(directory)
-    hard = MAX if limit_bytes is None else limit_bytes
-    wanted, found = Set(name, 0 if limit_bytes is None else hard, hard), Get(name, 0, 0, 0)
+    wanted, found = Set(name, soft, hard), Get(name, 0, 0, 0)
     return (
         failed("nvmlInit_v2")
         or failed("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))

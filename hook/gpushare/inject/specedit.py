@@ -162,7 +162,7 @@ class Editor:
         self.spec["linux"]["devices"].append({"path": op.target, **numbers, **owner})
         self.record.devices.append(op.target)
 
-    def add_kernel_limit(self, region: str, limit_bytes: int) -> None:
+    def add_kernel_limit(self, region: str, limit_bytes: int, soft_bytes: int) -> None:
         """Let the runtime write the first limit when it makes the cgroup; our hook writes and checks all. Newer kernels
         take one region a write, and a runtime writes a file once, so the spec cannot hold them all."""
         if self.record.unified:
@@ -171,10 +171,10 @@ class Editor:
         if unified.get("unified") is None:
             self.record.made[".".join(UNIFIED)] = "unified" in unified
             unified["unified"] = {}
-        for name in KERNEL_LIMITS:
+        for name, size in zip(KERNEL_LIMITS, (limit_bytes, soft_bytes)):
             there = oci.section(self.spec, *UNIFIED)
             self.record.unified.append([name, name in there, there.get(name)])
-            self.spec["linux"]["resources"]["unified"][name] = f"{region} {limit_bytes}"
+            self.spec["linux"]["resources"]["unified"][name] = f"{region} {size}"
 
     def finish(self, hook_words: Sequence[str]) -> Spec:
         """Add our hooks and the record, and return the spec."""

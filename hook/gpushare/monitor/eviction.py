@@ -31,7 +31,7 @@ HOLD_S = 10.0  # without lending after the last need: the waiting container allo
 NVML_S = 2.0  # for an answer of the driver
 ASK_AGAIN_S = 0.5
 SPARE_BYTES = 64 << 20  # free memory that an allocation may not get, such as the rest of a block
-ENDING_S = 5.0  # until another borrower is ended although this one still lives
+ENDING_S = 5.0  # until another borrower is ended although processes of this one still live
 
 
 class Held(NamedTuple):
@@ -54,14 +54,24 @@ class Held(NamedTuple):
         return self.wanted_bytes > 0 and request is not None and self.used_bytes <= request
 
 
+class Ending(NamedTuple):
+    """A container that was killed. Its memory is free when these processes have ended."""
+
+    id: str
+    processes: tuple[procs.Process, ...]
+    since_s: float
+
+
 class Agent:
     """Remembers when it may lend again. `say` gets a line for each borrower that it ends."""
 
     def __init__(self, state_dir: str, sink: str, library: str = "", say: Callable[[str], None] = lambda line: None):
         self._state_dir, self._sink, self._library, self._say = state_dir, sink, library, say
-        self._has_room_until_s: dict[str, float] = {}  # device uuid -> until when the driver is not asked again
+        self._free_bytes: dict[str, int] = {}  # device uuid -> free memory, by the driver's last answer
+        self._asked_s = 0.0  # when that was
         self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
-        self._ending: dict[str, tuple[Lease, float]] = {}  # device uuid -> which container is being ended, since when
+        self._ending: dict[str, Ending] = {}  # device uuid -> the container that was killed last
+        self._stuck: set[str] = set()  # containers that did not end in time
 
     def tick(self) -> None:
         """End a borrower on each device where a container waits for its request; lend where none does. Raise
@@ -69,6 +79,7 @@ class Agent:
         held = self._held()
         now = time.monotonic()
         lenders = {one.share.device.uuid for one in held if one.share.lending == constants.EVICT}
+        self._stuck &= {one.lease.id for one in held}
         for one in held:
             if one.waits and one.share.device.uuid in lenders and not self._has_room(one, now):
                 self._needed_s[one.share.device.uuid] = now
@@ -99,17 +110,17 @@ class Agent:
 
     def _has_room(self, waiting: Held, now: float) -> bool:
         """Whether the driver has the memory already: the container takes it soon, or waits for nothing. False if NVML
-        does not answer."""
-        uuid = waiting.share.device.uuid
-        if now < self._has_room_until_s.get(uuid, 0.0):
-            return True
-        gpu = (nvml_usage.read(self._library, NVML_S) or {}).get(uuid)
-        if gpu is None or gpu.memory_bytes is None or gpu.used_bytes is None:
-            return False
-        found = gpu.memory_bytes - gpu.used_bytes >= waiting.wanted_bytes + SPARE_BYTES
-        if found:
-            self._has_room_until_s[uuid] = now + ASK_AGAIN_S
-        return found
+        does not answer. An answer that denies room counts for one round only."""
+        uuid, needed_bytes = waiting.share.device.uuid, waiting.wanted_bytes + SPARE_BYTES
+        old = now >= self._asked_s + ASK_AGAIN_S
+        if now > self._asked_s and (old or self._free_bytes.get(uuid, 0) < needed_bytes):
+            self._asked_s = now
+            self._free_bytes = {
+                found: gpu.memory_bytes - gpu.used_bytes
+                for found, gpu in (nvml_usage.read(self._library, NVML_S) or {}).items()
+                if gpu.memory_bytes is not None and gpu.used_bytes is not None
+            }
+        return self._free_bytes.get(uuid, 0) >= needed_bytes
 
     def _lend(self, uuids: Iterable[str]) -> None:
         """Let exactly these devices be lent: there the limits of lent shares are in force, elsewhere their requests."""
@@ -117,18 +128,28 @@ class Agent:
 
     def _take_back(self, uuid: str, now: float) -> None:
         ending = self._ending.get(uuid)
-        if ending and now < ending[1] + ENDING_S and procs.alive(ending[0].init_pid, ending[0].init_start):
-            return
+        if ending and any(procs.alive(one.pid, one.start) for one in ending.processes):
+            if now < ending.since_s + ENDING_S:
+                return
+            self._stuck.add(ending.id)
         held = [one for one in self._held() if one.share.device.uuid == uuid]  # after lending has stopped
-        waiting = max(held, key=lambda one: one.waits, default=None)
-        most = max(held, key=lambda one: one.borrowed_bytes, default=None)
-        if most is None or waiting is None or not waiting.waits:
-            return
-        if not most.borrowed_bytes:
-            most = self._by_driver(uuid, held)
-        if most is not None:
-            self._ending[uuid] = (most.lease, now)
-            self._end(most, waiting)
+        waiting = next((one for one in held if one.waits), None)
+        most = self._borrower(uuid, held) if waiting is not None else None
+        if most is not None and waiting is not None:
+            if most.lease.id not in self._stuck:
+                self._tell(most, waiting)
+            self._ending[uuid] = Ending(most.lease.id, self._kill(most.lease), now)
+
+    def _borrower(self, uuid: str, held: list[Held]) -> Optional[Held]:
+        """Return the container to end: the one furthest above its request. One that did not end comes last."""
+        for stuck in (False, True):
+            able = [one for one in held if (one.lease.id in self._stuck) is stuck]
+            most = max(able, key=lambda one: one.borrowed_bytes, default=None)
+            if most is not None and not most.borrowed_bytes:
+                most = self._by_driver(uuid, able)
+            if most is not None:
+                return most
+        return None
 
     def _by_driver(self, uuid: str, held: list[Held]) -> Optional[Held]:
         """Return the borrower with the most memory above its request by the driver's numbers, if its own are wrong."""
@@ -147,8 +168,9 @@ class Agent:
         most = max(counted, key=lambda one: one.borrowed_bytes, default=None)
         return most if most is not None and most.borrowed_bytes else None
 
-    def _end(self, most: Held, waiting: Held) -> None:
-        """Write why, then kill: an agent that is killed in between writes it again, and never kills in silence."""
+    def _tell(self, most: Held, waiting: Held) -> None:
+        """Write why a container is killed, before the kill: an agent that is killed in between writes it again, and
+        never kills in silence."""
         lease, share = most.lease, most.share
         error = GpushareError(
             f"container {constants.short(lease.id)} was ended: it had borrowed {human(most.borrowed_bytes)} above its "
@@ -160,5 +182,7 @@ class Agent:
         self._say(line)
         log.record(self._state_dir, lease.id, line, error)
         audit_log.evicted(self._sink, lease, share, most.used_bytes, waiting.lease.id)
+
+    def _kill(self, lease: Lease) -> tuple[procs.Process, ...]:
         pids = procs.pids_by_container_pid(lease.cgroup).values() if lease.cgroup else ()
-        overuse.stop(lease, pids, overuse.Owners([lease]))
+        return overuse.stop(lease, pids, overuse.Owners([lease]))

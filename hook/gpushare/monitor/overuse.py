@@ -14,13 +14,14 @@ only if two consecutive comparisons find a container over its limit.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
 from ..core.model import Device, Lease
 from ..gpu.nvml_usage import Gpu
 from ..state import audit_log
-from ..system import procs
+from ..system import cgroup, procs
 
 REPORT, STOP = "report", "stop"
 _MIB = 1 << 20
@@ -158,12 +159,16 @@ class Watch:
         self.exceeded = {key: count for key, count in self.exceeded.items() if key in by_id}
 
 
-def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> None:
+def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> tuple[procs.Process, ...]:
     """Kill the container's first process, which ends its pid namespace, and the processes that use the device, which
-    would survive in the host's pid namespace. Kills only processes that still belong to the container."""
-    found = [procs.find(pid) for pid in pids if owner(pid) == lease.id]
+    would survive in the host's pid namespace. Kill only processes that still belong to the container; return them, and
+    do not wait until they have ended."""
+    wanted = [pid for pid in pids if owner(pid) == lease.id]
     if procs.alive(lease.init_pid, lease.init_start):
-        found.insert(0, procs.find(lease.init_pid))
-    for process in found:
-        if process is not None:
-            procs.kill(process)
+        wanted.insert(0, lease.init_pid)
+    found = {process.pid: process for process in map(procs.find, wanted) if process is not None}
+    for process in found.values():
+        procs.wait(process, 0, signal.SIGKILL)
+    for pid in found:
+        cgroup.thaw(pid)
+    return tuple(found.values())

@@ -2,6 +2,7 @@
 
 take(state_dir, name)    -> descriptor of the lock; raises CapacityError if another such program holds it
 is_held(state_dir, name) -> whether such a program runs
+kept(fd, state_dir)      -> the agent's lock, taken again after the state directory was lost
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 
 from ..core.errors import CapacityError, KernelError, of_file
 from ..system import filelock
+from . import storage
 
 FILE = "agent"
 _WAIT_S = 0.5  # `is_held` of another process holds it for a moment
@@ -29,6 +31,19 @@ def take(state_dir: str, name: str = FILE) -> int:
         os.close(fd)
         raise CapacityError(f"{path}: another gpushare {name} runs", "stop it first") from None
     return fd
+
+
+def kept(fd: int, state_dir: str) -> int:
+    """Return the lock at its path: `fd`, or a new one if the state directory was lost and made again. Raise as take."""
+    try:
+        if os.path.samestat(os.fstat(fd), os.stat(os.path.join(state_dir, FILE))):
+            return fd
+    except FileNotFoundError:
+        if not storage.is_ready(state_dir):
+            return fd
+    new = take(state_dir)
+    os.close(fd)
+    return new
 
 
 def is_held(state_dir: str, name: str = FILE) -> bool:

@@ -40,7 +40,7 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
     for lease in leases:
         for share in lease.shares:
             uuid = share.device.uuid
-            host_bytes += share.virtual_bytes if share.has_host_part else 0
+            host_bytes += share.host_promise_bytes
             limit_bytes = share.memory_limit_bytes
             held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))

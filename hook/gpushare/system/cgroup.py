@@ -132,6 +132,21 @@ def find_cgroups(pid: int, mounts: Mounts = None) -> tuple[str, str]:
     return directories(v1_path, v2_path, mounts)
 
 
+def thaw(pid: int) -> None:
+    """Thaw the cgroup of the v1 freezer that a process is in: there, a signal that kills waits until the cgroup is
+    thawed (`docker pause`). v2 needs nothing. An error changes nothing."""
+    try:
+        for line in syscalls.lines_of(f"/proc/{pid}/cgroup"):
+            _, controllers, path = line.split(":", 2)
+            if "freezer" in controllers.split(",") and path != "/":
+                mounts = mountns.read_mounts(containing=mountns.CGROUPS)
+                mount = next(one for one in mounts if "freezer" in one.super_options.split(","))
+                with open(f"{_below(mount, path)}/freezer.state", "r+", encoding="ascii") as state:
+                    state.write("THAWED")
+    except (OSError, KernelError, StopIteration):
+        pass
+
+
 def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:
     """Directories of these paths of the v1 devices hierarchy and of the v2 hierarchy; "" if not mounted."""
     v1 = v2 = ""

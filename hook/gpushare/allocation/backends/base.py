@@ -52,5 +52,5 @@ class Backend(NamedTuple):
     charged: Callable[[Device, Inventory], Device] = lambda device, inventory: device  # with its size of contexts
     alone: str = ""  # why it cannot enforce compute on a device where another backend does; "": it can
     in_cgroup: bool = False  # whether it needs a cgroup that belongs to the container alone
-    lends: bool = False  # whether a container can borrow memory above its request
+    lends: tuple[str, ...] = ()  # values of policy.lending with which a container can borrow memory above its request
     optional: bool = True  # whether it does something for a container even without a limit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ...core import constants
 from .base import LIMITS, Backend
 
 BACKEND = Backend(
     name="shim",
     enforces=LIMITS,
-    lends=True,
+    lends=(constants.MOVABLE, constants.EVICT),
     why_unsupported=lambda limit, site: None,
     alone="containers that use MPS are on the device, and the driver gives them no time slices of their own",
     enforced_by="our library, in every process of the container: an allocation over the limit fails, a launch "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
+from ....core import constants
 from ....core.model import Node, Share
 from ....core.ops import Op
 from ....system import rootless
@@ -46,6 +47,7 @@ BACKEND = Backend(
     change=_change,
     in_cgroup=True,
     optional=False,
+    lends=(constants.EVICT,),  # movable memory is managed memory, which is not counted there
     enforced_by="the kernel's dmem cgroup controller, which the driver charges: an allocation over the limit fails, "
     "however it is made. All processes of the container count together. The shim enforces the same limit too.",
     bypassed_by="managed memory, which the driver does not charge there; a process that may write to cgroups",

@@ -8,8 +8,9 @@
 
 A region is a device's memory, named by its PCI address: `nvidia/0000:01:00.0/vidmem` in dmem.capacity of the root
 cgroup. dmem.max of a container's cgroup limits all of its allocations, however they are made. dmem.min has the same
-value: all of the memory is promised, so that MPS does not select the container when memory is short. Newer kernels
-accept one region a write.
+value: all of the memory is promised, so that MPS does not select the container when memory is short. A container that
+borrows memory (docs/lending.md) has its limit as dmem.max and its request as dmem.min. Newer kernels accept one region
+a write.
 
 If the kernel has no such controller, a driver of 615 or later accounts for each cgroup itself and gets the limit
 through NVML (nvmllimits.py); then there are no regions, and config.json has nothing.
@@ -31,6 +32,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
+from ....core import constants
 from ....core.errors import CapacityError, GpushareError, KernelError
 from ....core.model import Device, Inventory, Share
 from ....core.ops import KernelLimit
@@ -44,6 +46,10 @@ NO_LIMIT = "max"
 _MAX_BYTES = 1 << 20
 _UNIFIED = "/sys/fs/cgroup"
 BY_NVML = 615  # the driver from which on it holds limits by itself where the kernel has no controller
+
+
+Bounds = tuple[Optional[int], Optional[int]]  # hard and soft limit; None: no limit
+_NO_BOUNDS: Bounds = (None, None)
 
 
 class Held(NamedTuple):
@@ -132,13 +138,19 @@ def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequenc
         KernelLimit(
             share.device.uuid,
             region_of(share.device, capacity or ""),
-            share.memory_limit_bytes or 0,
+            hard or 0,
             f"{folder}/{RECORD}",
             tree if inventory.simulated else "",
             library,
+            (soft or 0) if soft != hard else 0,
         )
-        for share in shares
+        for share, (hard, soft) in ((share, _bounds(share)) for share in shares)
     ]
+
+
+def _bounds(share: Share) -> Bounds:
+    hard = share.virtual_bytes if share.lending == constants.EVICT else share.memory_limit_bytes
+    return hard, share.memory_limit_bytes
 
 
 # Effects
@@ -155,14 +167,14 @@ def enforce(pid: int, limits: Sequence[KernelLimit]) -> Callable[[], None]:
     def undo() -> None:
         for uuid in done:
             try:
-                _put(held, uuid, None)
+                _put(held, uuid, _NO_BOUNDS)
             except GpushareError:
                 pass  # the cgroup goes with its container
 
     try:
         for limit in limits:
             done.append(limit.uuid)
-            _put(held, limit.uuid, limit.limit_bytes)
+            _put(held, limit.uuid, (limit.limit_bytes, limit.soft_bytes))
         fd = os.open(limits[0].record, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             storage.write_all(fd, json.dumps(held._asdict()).encode())
@@ -200,17 +212,17 @@ def _require_own(directory: str, pid: int) -> None:
         )
 
 
-def _put(held: Held, uuid: str, limit_bytes: Optional[int]) -> None:
-    """Set a limit; None: no limit. Raise KernelError, DeviceError, or CapacityError if more is in use now."""
+def _put(held: Held, uuid: str, bounds: Bounds) -> None:
+    """Set both limits. Raise KernelError, DeviceError, or CapacityError if more is in use now."""
     if held.library:
         from ....gpu import nvmllimits
 
-        return nvmllimits.put(held.library, uuid, held.directory, limit_bytes)
-    return _write(held.directory, held.regions[uuid], limit_bytes)
+        return nvmllimits.put(held.library, uuid, held.directory, *bounds)
+    return _write(held.directory, held.regions[uuid], bounds)
 
 
-def _write(directory: str, region: str, limit_bytes: Optional[int]) -> None:
-    for name, none in ((MAX, NO_LIMIT), (MIN, "0")):
+def _write(directory: str, region: str, bounds: Bounds) -> None:
+    for name, none, limit_bytes in ((MAX, NO_LIMIT, bounds[0]), (MIN, "0", bounds[1])):
         path = f"{directory}/{name}"
         text = f"{region} {none if limit_bytes is None else limit_bytes}"
         try:
@@ -248,7 +260,7 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
     CapacityError; then nothing has changed."""
     record = f"{folder}/{RECORD}"
     pairs = zip(before or (new._replace(memory_limit_bytes=-1) for new in after), after)
-    changed = [(old, new) for old, new in pairs if old.memory_limit_bytes != new.memory_limit_bytes]
+    changed = [(old, new) for old, new in pairs if _bounds(old) != _bounds(new)]
     if not changed:
         return
     try:
@@ -256,15 +268,15 @@ def change(folder: str, before: Sequence[Share], after: Sequence[Share]) -> None
         _ = [held.regions[new.device.uuid] for _, new in changed]
     except (ValueError, TypeError, KeyError):
         raise KernelError(f"{shown(record)} does not name the container's cgroup", "start it again") from None
-    done: list[tuple[str, Optional[int]]] = []
+    done: list[tuple[str, Bounds]] = []
     try:
         for old, new in changed:
-            done.append((new.device.uuid, old.memory_limit_bytes))
-            _put(held, new.device.uuid, new.memory_limit_bytes)
+            done.append((new.device.uuid, _bounds(old)))
+            _put(held, new.device.uuid, _bounds(new))
     except GpushareError:
-        for uuid, size in done if before else ():
+        for uuid, bounds in done if before else ():
             try:
-                _put(held, uuid, size)
+                _put(held, uuid, bounds)
             except GpushareError:
                 pass  # the first error counts; the shim keeps the previous limits
         raise
