@@ -57,8 +57,7 @@ def test_unknown_word_is_quoted(words: list[str], said: str, capsys: pytest.Capt
 
 
 def test_page_is_up_to_date() -> None:
-    results = [json.loads(path.read_text()) for path in sorted(matrix_docs.RESULTS.glob("*.json"))]
-    assert (TREE / "docs" / "versions.md").read_text() == matrix_docs.page(results), "run `make docs`"
+    assert (TREE / "docs" / "versions.md").read_text() == matrix_docs.page(*matrix_docs.recorded()), "run `make docs`"
 
 
 def test_page_lists_versions_and_failures() -> None:
@@ -74,9 +73,16 @@ def test_page_lists_versions_and_failures() -> None:
         "podman": "5.4",
         "crun": "1.21",
     }
-    text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}])
+    ran = {"when": "2026-11-25", "commit": "abd"}
+    pythons = [
+        {"python": "3.10.13", "passed": 7, "failed": 1, "skipped": 0, "failures": ["tests/y.py::test_b"], **ran},
+        {"python": "3.9.18", "broken": "exit code 4", **ran},
+    ]
+    text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}], pythons)
     assert "| podman 5.4 with crun 1.21 | trixie | cgroupfs | hook | 8 | 1 | 0 | 2026-11-24 | `abc` |" in text
-    assert "* trixie: `tests/x.py::test_a`" in text
+    assert "* trixie: `tests/x.py::test_a`\n* Python 3.10.13: `tests/y.py::test_b`" in text
+    broken = "| 3.9.18 | exit code 4 | exit code 4 | exit code 4 | 2026-11-25 | `abd` |"
+    assert f"{broken}\n| 3.10.13 | 7 | 1 | 0 | 2026-11-25 | `abd` |" in text
 
 
 @pytest.mark.parametrize("ended", [True, False])
