@@ -35,7 +35,7 @@ PACKAGES = (
 # docker's client is a package of its own from Debian 13 on
 INSTALL = f"""
 apt-get update -qq
-client=$(apt-cache show docker-cli >/dev/null 2>&1 && echo docker-cli)
+client=$(apt-cache show docker-cli >/dev/null 2>&1 && echo docker-cli || true)
 apt-get install -y -qq --no-install-recommends {PACKAGES} $client
 systemctl disable docker.service docker.socket containerd.service
 rm -f /usr/sbin/policy-rc.d
