@@ -120,9 +120,9 @@ matrix: root $(SETUP) ## the tests in a root with another release, SUITE=bookwor
 	@packaging/bootstrap matrix
 	@$(VENV_PYTHON) -m tools.matrix --folder "$(MATRIX)" $(if $(RECORD),--record) $(or $(SUITE),all) $(PARTS)
 
-matrix-vm: root build packages ## containers and units in a virtual machine with systemd and cgroup v2, SUITE=sid; installs the .deb
+matrix-vm: root build packages ## containers and units in a virtual machine with systemd, SUITE=sid; installs the .deb; CGROUP=1: device rules on cgroup v1
 	@packaging/bootstrap matrix
-	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(SUITE)
+	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(if $(CGROUP),--cgroup $(CGROUP)) $(SUITE)
 
 pythons: build $(TEST_SETUP) ## the unit tests with each Python 3.9 or newer of PATH and pyenv; PYTHONS="/usr/bin/python3.13" selects
 	@$(VENV_PYTHON) -m tools.pythons $(if $(RECORD),--record) $(PYTHONS)

@@ -103,6 +103,16 @@ def test_virtual_machine_that_stops_early_has_not_passed(
     ]
 
 
+def test_virtual_machine_reports_the_version_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = matrix.Root(tmp_path, "bookworm", "-vm")
+    monkeypatch.setattr(matrix.Root, "versions", lambda root: {"runc": "1.1.5"})
+    tested = {"test": "device_rules_persist", "engine": "runc", "way": "hook", "cgroups": "systemd"}
+    rows = [{**tested, "result": "passed", "detail": "", "seconds": 3}, {"end": True, "kernel": "6.1"}]
+    assert matrix_vm.report(root, rows, "1a2b", 1) == 0
+    parts = json.loads(root.result.read_text())["parts"]
+    assert parts["vm, cgroup v1"]["engines"][0]["cgroups"] == "systemd, v1"
+
+
 def test_virtual_machine_reports_whole_lines_only(tmp_path: Path) -> None:
     (tmp_path / "results").write_text('{"test": "a"}\r\n{"test": "b')
     assert matrix_vm._lines(tmp_path / "results") == ['{"test": "a"}']
