@@ -4,7 +4,7 @@ python -m tools.pythons [--record] [PYTHON]...
 
 PYTHON is an interpreter; by default each python3.N of PATH and of pyenv. Each gets a virtual environment in
 build/pythons, which is kept. The programs that the tests start are those of `make build`. Results go to
-build/pythons/results.json, where each version replaces its earlier result; --record copies the file to
+build/pythons/pythons.json, where each version replaces its earlier result; --record copies the file to
 tests/matrix/pythons.json, from which docs/versions.md is made. The exit code is 1 if a test has failed.
 """
 
