@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm pythons test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -120,9 +120,12 @@ matrix: root $(SETUP) ## the tests in a root with another release, SUITE=bookwor
 	@packaging/bootstrap matrix
 	@$(VENV_PYTHON) -m tools.matrix --folder "$(MATRIX)" $(if $(RECORD),--record) $(or $(SUITE),all) $(PARTS)
 
-matrix-vm: root build packages ## containers and units in a virtual machine with systemd and cgroup v2, SUITE=sid; installs the .deb
+matrix-vm: root build packages ## containers and units in a virtual machine with systemd, SUITE=sid; installs the .deb; CGROUP=1: device rules on cgroup v1
 	@packaging/bootstrap matrix
-	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(SUITE)
+	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(if $(CGROUP),--cgroup $(CGROUP)) $(SUITE)
+
+pythons: build $(TEST_SETUP) ## the unit tests with each Python 3.9 or newer of PATH and pyenv; PYTHONS="/usr/bin/python3.13" selects
+	@$(VENV_PYTHON) -m tools.pythons $(if $(RECORD),--record) $(PYTHONS)
 
 test-elsewhere: root ## tests from clones below /tmp, at a long path and behind a symbolic link
 	@tools/elsewhere

@@ -63,6 +63,8 @@ PARTS = (
     Part("elsewhere", "tests from clones in other directories", _make("test-elsewhere")),
     Part("matrix", "lint and tests in roots of three releases of Debian", _make("matrix")),
     Part("matrix-vm", "engines and units of Debian sid in a virtual machine", _make("matrix-vm")),
+    Part("matrix-vm-v1", "device rules of cgroup v1 in a virtual machine of Debian 12",
+         _make("matrix-vm", "SUITE=bookworm", "CGROUP=1")),
     Part("soak", f"{SOAK_MINUTES} minutes of starts and kills", _make("soak", f"MINUTES={SOAK_MINUTES}")),
 )  # fmt: skip
 

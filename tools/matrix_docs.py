@@ -3,6 +3,8 @@
 `make docs` writes the file; a test compares it with this output. make matrix RECORD=yes copies its results there.
 
     python -m tools.matrix_docs
+
+tests/matrix/pythons.json is from `make pythons RECORD=yes`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,30 @@ def engine(name: str, versions: dict[str, str]) -> str:
     return " ".join(f"{word} {versions[word]}" if word in versions else word for word in name.split())
 
 
-def page(results: list[dict[str, Any]]) -> str:
+def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The results of make matrix, and those of make pythons."""
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    pythons = files.pop("pythons", [])
+    return list(files.values()), pythons
+
+
+def python_section(pythons: list[dict[str, Any]]) -> list[str]:
+    """The versions of Python in the order of their numbers."""
+    if not pythons:
+        return []
+    pythons = sorted(pythons, key=lambda row: [int(part) for part in row["python"].split(".")])
+    rows: list[tuple[object, ...]] = []
+    for row in pythons:
+        counts = (row.get(key, row.get("broken")) for key in ("passed", "failed", "skipped"))
+        rows.append((row["python"], *counts, row["when"], f"`{row['commit']}`"))
+    return [
+        "## Python\n",
+        "`make pythons` runs the unit tests with other versions of Python. These ran on Debian 12.\n",
+        table(("Python", "passed", "failed", "skipped", "date", "commit"), rows),
+    ]
+
+
+def page(results: list[dict[str, Any]], pythons: list[dict[str, Any]]) -> str:
     suites, engines, parts, failures = [], [], [], []
     for one in results:
         suite, versions = one["suite"], one["versions"]
@@ -63,14 +88,16 @@ def page(results: list[dict[str, Any]]) -> str:
         table(("release", *(LABELS.get(name, name) for name in COLUMNS)), suites),
         "## All parts\n",
         table(("release", "part", *counts), parts),
+        *python_section(pythons),
     ]
+    failures += [f"* Python {row['python']}: `{test}`" for row in pythons for test in row.get("failures", ())]
     if failures:
         sections += ["## Failed tests\n", "\n".join(failures) + "\n"]
     return "\n".join(sections)
 
 
 def main() -> None:
-    sys.stdout.write(page([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]))
+    sys.stdout.write(page(*recorded()))
 
 
 if __name__ == "__main__":

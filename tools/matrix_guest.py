@@ -2,14 +2,17 @@
 
     matrix_guest.py RESULTS     prints one JSON object for each test to the file RESULTS, then {"end": true}
 
-The host has put into /srv/gpushare: gpushare.deb, the simulated host `simhost`, and `image.tar`, whose /usr/bin/probe
-allocates memory until the limit and prints JSON.
+The host has put into /srv/gpushare: gpushare.deb, the simulated host `simhost`, the host `real`, which has two GPUs and
+character devices without a driver, `cgroup-version`, and `image.tar`, whose /usr/bin/probe allocates memory until the
+limit and prints JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path("/srv/gpushare")
+CONFIG = Path("/etc/gpushare/config.yaml")
 IMAGE = "localhost/gpushare-test:1"
 GIB = 1 << 30
 USER = "tester"
@@ -100,11 +104,90 @@ def leaves_nothing(way: Way) -> None:
 
 def package_installs() -> None:
     run("dpkg", "--install", str(HERE / "gpushare.deb"))
-    Path("/etc/gpushare/config.yaml").write_text(f"version: 1\ndriver: {{root: {HERE}/simhost}}\n")
+    CONFIG.write_text(f"version: 1\ndriver: {{root: {HERE}/simhost}}\n")
 
 
-def cgroups_are_version_2() -> None:
-    assert run("stat", "-f", "-c", "%T", "/sys/fs/cgroup").strip() == "cgroup2fs"
+def cgroups_have_the_version() -> None:
+    version = (HERE / "cgroup-version").read_text()
+    assert os.path.ismount("/sys/fs/cgroup/devices") == (version == "1"), run("mount")
+
+
+# Real device nodes and no engine: the kernel's error tells whether the cgroup allows an open
+
+NODES = {"nvidia0": 0, "nvidia1": 1, "nvidiactl": 255}
+ALLOWED, DENIED = "No such device or address", "Operation not permitted"
+GRANTED = {"nvidia0": ALLOWED, "nvidia1": DENIED, "nvidiactl": ALLOWED}
+BUNDLE = Path("/srv/bundle")
+SCOPE = "gs-c1.scope"
+LOOK = 'for n in nvidia0 nvidia1 nvidiactl; do e=$( (: <>/nodes/$n) 2>&1 ); echo "$n|$e"; done'
+# Systemd, or the runtime, may write device rules again at these events
+EVENTS = (
+    "systemctl daemon-reload",
+    "systemctl daemon-reexec",
+    f"systemctl set-property --runtime {SCOPE} CPUWeight=50",
+    "update --resources /run/nothing c1",
+    "pause c1",
+    "resume c1",
+    "systemctl daemon-reload",
+)
+LOW_WAYS = ("hook", "cdi any", "cdi uuid", "runtime")
+
+
+def bundle_is_made() -> None:
+    (BUNDLE / "rootfs").mkdir(parents=True)
+    run("tar", "-C", str(BUNDLE / "rootfs"), "-xf", str(HERE / "image.tar"))
+    (BUNDLE / "rootfs/nodes").mkdir()
+    for name, minor in NODES.items():
+        os.mknod(BUNDLE / "rootfs/nodes" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
+    Path("/run/nothing").write_text("{}")
+
+
+def write_bundle(way: str) -> None:
+    """config.json of a container with GPU 0, as an engine would write it."""
+    (BUNDLE / "config.json").unlink(missing_ok=True)
+    run("runc", "spec", "--bundle", str(BUNDLE))
+    spec = json.loads((BUNDLE / "config.json").read_text())
+    spec["process"].update(args=["sleep", "inf"], terminal=False)
+    spec["root"]["readonly"] = False
+    spec["linux"]["cgroupsPath"] = "system.slice:gs:c1"
+    devices = json.loads(run("gpushare", "cdi", "generate", "--format", "json"))["devices"]
+    edits = devices[way == "cdi uuid"]["containerEdits"]
+    spec["process"]["env"] += edits["env"] if way.startswith("cdi") else ["GPUSHARE_DEVICES=0"]
+    if way == "cdi uuid":
+        for node in edits["deviceNodes"]:
+            number = os.stat(node["hostPath"]).st_rdev
+            device = {"type": "c", "major": os.major(number), "minor": os.minor(number)}
+            spec["linux"].setdefault("devices", []).append({**device, "path": node["path"], "fileMode": 0o666})
+            rule = {**device, "allow": True, "access": node["permissions"]}
+            spec["linux"]["resources"]["devices"].append(rule)
+    if way != "runtime":
+        hooks = spec.setdefault("hooks", {})
+        for hook in edits["hooks"]:
+            hooks.setdefault(hook.pop("hookName"), []).append(hook)
+    (BUNDLE / "config.json").write_text(json.dumps(spec))
+
+
+def device_rules_persist(low_level: str, way: str) -> None:
+    before = CONFIG.read_text()
+    CONFIG.write_text(f"version: 1\ndriver: {{root: {HERE}/real}}\nruntime: {{path: {shutil.which(low_level)}}}\n")
+    runtime = ("gpushare-runtime" if way == "runtime" else low_level, "--systemd-cgroup", "--root", "/run/low")
+    try:
+        run("gpushare", "refresh")
+        write_bundle(way)
+        start = '"$@" >/run/printed 2>&1 </dev/null || { cat /run/printed; exit 1; }'
+        run("sh", "-c", start, "sh", *runtime, "run", "--detach", "--bundle", str(BUNDLE), "c1")
+        opened = {}
+        for line in ("", *EVENTS):
+            if line:
+                run(*(() if line.startswith("systemctl ") else runtime), *line.split())
+            if line != "pause c1":
+                rows = (one.split("|") for one in run(*runtime, "exec", "c1", "sh", "-c", LOOK).splitlines())
+                opened[line] = {name: text.rpartition(": ")[2] for name, text in rows}
+        assert all(one == GRANTED for one in opened.values()), opened
+    finally:
+        call(low_level, "--systemd-cgroup", "--root", "/run/low", "delete", "--force", "c1")
+        CONFIG.write_text(before)
+        run("gpushare", "refresh")
 
 
 def refresh_unit_compiles_node() -> None:
@@ -116,8 +199,7 @@ def path_unit_refreshes_after_an_edit() -> None:
     run("systemctl", "start", "gpushare-refresh.path")
     node = Path("/run/gpushare/node.json")
     before = node.stat().st_mtime_ns
-    config = Path("/etc/gpushare/config.yaml")
-    config.write_text(config.read_text() + "# edited\n")
+    CONFIG.write_text(CONFIG.read_text() + "# edited\n")
     end = time.monotonic() + 60
     while node.stat().st_mtime_ns == before:
         assert time.monotonic() < end, run("systemctl", "status", "gpushare-refresh.path")
@@ -164,9 +246,8 @@ def user_has_a_session() -> None:
     run(*as_user("podman", "import", str(HERE / "image.tar"), IMAGE))
 
 
+ALWAYS = (cgroups_have_the_version, package_installs, bundle_is_made)
 FIRST = (
-    cgroups_are_version_2,
-    package_installs,
     engines_are_configured,
     refresh_unit_compiles_node,  # its condition: an engine is configured
     path_unit_refreshes_after_an_edit,
@@ -184,6 +265,18 @@ def removal_leaves_engines_usable() -> None:
     assert run(*DOCKER, IMAGE, "true") == ""
 
 
+def engines(test: Callable[..., None]) -> None:
+    """The tests of units and engines."""
+    for function in FIRST:
+        test(function.__name__, function)
+    for way in WAYS:
+        for check in OF_EACH_WAY:
+            if way.way == "cdi" and check is no_request_gets_no_gpu:
+                continue  # the device is a request
+            test(check.__name__, lambda: check(way), engine=way.engine, way=way.way, cgroups=way.cgroups)  # noqa: B023
+    test(removal_leaves_engines_usable.__name__, removal_leaves_engines_usable)
+
+
 def main(results: str) -> None:
     with open(results, "w") as out:
 
@@ -197,14 +290,15 @@ def main(results: str) -> None:
             row = {"test": name, **more, "result": "failed" if detail else "passed", "detail": detail}
             print(json.dumps({**row, "seconds": round(time.monotonic() - began)}), file=out, flush=True)
 
-        for function in FIRST:
+        for function in ALWAYS:
             test(function.__name__, function)
-        for way in WAYS:
-            for check in OF_EACH_WAY:
-                if way.way == "cdi" and check is no_request_gets_no_gpu:
-                    continue  # the device is a request
-                test(check.__name__, lambda: check(way), engine=way.engine, way=way.way, cgroups=way.cgroups)  # noqa: B023
-        test(removal_leaves_engines_usable.__name__, removal_leaves_engines_usable)
+        v1 = (HERE / "cgroup-version").read_text() == "1"
+        for low_level in ("runc",) if v1 else ("runc", "crun"):  # crun refuses the hybrid layout
+            for low_way in LOW_WAYS:
+                more = {"engine": low_level, "way": low_way, "cgroups": "systemd"}
+                test(device_rules_persist.__name__, lambda: device_rules_persist(low_level, low_way), **more)  # noqa: B023
+        if not v1:
+            engines(test)
         print(json.dumps({"end": True, "kernel": os.uname().release}), file=out, flush=True)
 
 

@@ -1,11 +1,14 @@
 """Boot a release of Debian in a virtual machine, and run containers with gpushare's package there: make matrix-vm.
 
-python -m tools.matrix_vm [--folder DIR] SUITE
+python -m tools.matrix_vm [--folder DIR] [--cgroup 1] SUITE
 
 The machine has systemd, pure cgroup v2 and the engines of SUITE. Its root (DIR/SUITE-vm) is made with debootstrap once
 and kept; each run copies it to a disk, with the .deb of make packages. tools/matrix_guest.py runs inside as a unit,
 reports through a serial port, and switches the machine off. qemu uses KVM if there is any, otherwise it emulates. The
 results are in DIR/SUITE-vm.json, the console in DIR/SUITE-vm.logs/console.
+
+With --cgroup 1 the machine has systemd's hybrid layout, where cgroup v1 controls device access. Only the tests of
+device rules run then, and the results are in DIR/SUITE-vm-v1.json. bookworm has the last systemd with that layout.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from simulator.simhost import make_simhost
 from tests.support.engines.image import make_root, make_tar
 from tests.support.host import BUILD, TREE
+from tests.support.realnodes import make_nodes
 from tests.support.rootfs import run
 from tools.matrix import FOLDER, RECORDS, SUITES, Root, count, locked, say
 
@@ -35,7 +40,7 @@ PACKAGES = (
 # docker's client is a package of its own from Debian 13 on
 INSTALL = f"""
 apt-get update -qq
-client=$(apt-cache show docker-cli >/dev/null 2>&1 && echo docker-cli)
+client=$(apt-cache show docker-cli >/dev/null 2>&1 && echo docker-cli || true)
 apt-get install -y -qq --no-install-recommends {PACKAGES} $client
 systemctl disable docker.service docker.socket containerd.service
 rm -f /usr/sbin/policy-rc.d
@@ -53,8 +58,8 @@ WantedBy=default.target
 """
 
 
-def prepare(root: Root) -> None:
-    """Install the engines once, and copy the files of this run."""
+def prepare(root: Root, version: int) -> None:
+    """Install the engines once, and copy the files of this run. `version`: of cgroups."""
     root.make()
     done = root.path / "etc/gpushare-matrix-installed"
     if not done.exists():
@@ -68,7 +73,11 @@ def prepare(root: Root) -> None:
     here.mkdir(parents=True)
     (deb,) = (BUILD / "packages").glob("gpushare_*_amd64.deb")
     shutil.copy(deb, here / "gpushare.deb")
+    (here / "cgroup-version").write_text(str(version))
     shutil.copytree(BUILD / "simhost", here / "simhost", symlinks=True)
+    real = make_simhost(here / "real", gpus=2, memory_bytes=16 << 30)
+    (real / ".gpushare-sim").unlink()
+    make_nodes(real / "dev")
     shutil.copy(TREE / "tools" / "matrix_guest.py", here)
     image = root.logs / "image"
     shutil.rmtree(image, ignore_errors=True)
@@ -83,7 +92,7 @@ def prepare(root: Root) -> None:
     (root.path / "etc/hostname").write_text("gpushare-matrix\n")
 
 
-def boot(root: Root) -> list[dict[str, Any]]:
+def boot(root: Root, version: int) -> list[dict[str, Any]]:
     """Boot the machine and return what its tests reported."""
     disk, results = root.logs / "disk.img", root.logs / "results"
     disk.unlink(missing_ok=True)
@@ -104,7 +113,8 @@ def boot(root: Root) -> list[dict[str, Any]]:
         "-initrd",
         str(initrd),
     ]
-    words += ["-append", "root=/dev/vda rw console=ttyS0 quiet mitigations=off systemd.show_status=no"]
+    hybrid = " systemd.unified_cgroup_hierarchy=0" if version == 1 else ""
+    words += ["-append", f"root=/dev/vda rw console=ttyS0 quiet mitigations=off systemd.show_status=no{hybrid}"]
     machine = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *words], stdin=subprocess.DEVNULL)
     try:
         _follow(machine, results)
@@ -147,7 +157,7 @@ def _follow(machine: subprocess.Popen[bytes], results: Path) -> None:
             return
 
 
-def report(root: Root, rows: list[dict[str, Any]], commit: str) -> int:
+def report(root: Root, rows: list[dict[str, Any]], commit: str, version: int = 2) -> int:
     """Write the JSON; return the exit code."""
     tests = [row for row in rows if "test" in row]
     ended = [row for row in rows if "end" in row]
@@ -160,14 +170,14 @@ def report(root: Root, rows: list[dict[str, Any]], commit: str) -> int:
         **count([row["result"] for row in tests]),
         "failures": sorted({" ".join(row.get(name, "") for name in ("test", "engine", "way")).strip()
                             for row in tests if row["result"] == "failed"}),
-        "engines": [{"engine": engine, "cgroups": f"{driver}, v2", "way": way, **count(results)}
+        "engines": [{"engine": engine, "cgroups": f"{driver}, v{version}", "way": way, **count(results)}
                     for (engine, driver, way), results in sorted(engines.items())],
         "commit": commit,
     }  # fmt: skip
     if not ended:
         entry["broken"] = f"the machine stopped after {len(tests)} tests"
     versions = {**root.versions(), "kernel": ended[0]["kernel"] if ended else ""}
-    value = {"suite": root.suite, "versions": versions, "parts": {"vm": entry}}
+    value = {"suite": root.suite, "versions": versions, "parts": {"vm" if version == 2 else "vm, cgroup v1": entry}}
     root.result.write_text(json.dumps(value, indent=1) + "\n")
     print(f"\n{root.result}: {entry['passed']} passed, {entry['failed']} failed")
     return int(not ended or bool(entry["failed"]))
@@ -178,14 +188,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where roots and results are kept")
     parser.add_argument("suite", nargs="?", metavar="SUITE", choices=SUITES, default="sid")
     parser.add_argument("--record", action="store_true", help="copy the results to tests/matrix")
+    parser.add_argument("--cgroup", type=int, choices=(1, 2), default=2, help="version of cgroups; default: 2")
     options = parser.parse_args(argv)
+    version = options.cgroup
     root = Root(options.folder.resolve(), options.suite, "-vm")
+    if version == 1:
+        root.result = root.result.with_name(f"{options.suite}-vm-v1.json")
     root.logs.mkdir(parents=True, exist_ok=True)
     try:
         with locked(root.lock, str(root.path)):
             commit = run("git", "rev-parse", "--short=8", "HEAD", cwd=TREE).strip()
-            prepare(root)
-            code = report(root, boot(root), commit)
+            prepare(root, version)
+            code = report(root, boot(root, version), commit, version)
             if options.record:
                 RECORDS.mkdir(exist_ok=True)
                 shutil.copy(root.result, RECORDS)

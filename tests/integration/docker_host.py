@@ -28,7 +28,7 @@ class DockerHost(Docker):
 
     def try_run(self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare") -> Result:
         """docker run --rm OPTIONS IMAGE ARGS."""
-        return self.daemon.docker("run", "--rm", *GPUSHARE, "--runtime", runtime, *options, image, *args)
+        return self._run(*GPUSHARE, "--runtime", runtime, *options, image, *args)
 
     def start_with(
         self, *options: str, args: tuple[str, ...], image: str = IMAGE, runtime: str = "gpushare"

@@ -22,14 +22,12 @@ __all__ = ["machine", "root"]  # fixtures
 def test_missing_or_truncated_library_fails(machine: Machine, root: Path) -> None:
     result = ask("library", machine)
     assert result.result == FAIL and "libcuda.so: No such file" in result.detail
-    import sys
-
-    for name in shim.LIBRARIES:
-        put(root, f"shim/{name}").write_bytes(Path(sys.executable).resolve().read_bytes()[:4096])
-    assert ask("library", machine).result == FAIL  # truncated
-    (root / "shim").rename(root / "other")
     from tests.support.host import SHIM
 
+    for name in shim.LIBRARIES:
+        put(root, f"shim/{name}").write_bytes((SHIM / name).read_bytes()[:4096])
+    assert ask("library", machine).result == FAIL  # truncated
+    (root / "shim").rename(root / "other")
     assert machine.config
     assert ask("library", machine._replace(config=machine.config._replace(shim_dir=str(SHIM)))).result == OK
 

@@ -57,8 +57,7 @@ def test_unknown_word_is_quoted(words: list[str], said: str, capsys: pytest.Capt
 
 
 def test_page_is_up_to_date() -> None:
-    results = [json.loads(path.read_text()) for path in sorted(matrix_docs.RESULTS.glob("*.json"))]
-    assert (TREE / "docs" / "versions.md").read_text() == matrix_docs.page(results), "run `make docs`"
+    assert (TREE / "docs" / "versions.md").read_text() == matrix_docs.page(*matrix_docs.recorded()), "run `make docs`"
 
 
 def test_page_lists_versions_and_failures() -> None:
@@ -74,9 +73,16 @@ def test_page_lists_versions_and_failures() -> None:
         "podman": "5.4",
         "crun": "1.21",
     }
-    text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}])
+    ran = {"when": "2026-11-25", "commit": "1a2c"}
+    pythons = [
+        {"python": "3.10.13", "passed": 7, "failed": 1, "skipped": 0, "failures": ["tests/y.py::test_b"], **ran},
+        {"python": "3.9.18", "broken": "exit code 4", **ran},
+    ]
+    text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}], pythons)
     assert "| podman 5.4 with crun 1.21 | trixie | cgroupfs | hook | 8 | 1 | 0 | 2026-11-24 | `abc` |" in text
-    assert "* trixie: `tests/x.py::test_a`" in text
+    assert "* trixie: `tests/x.py::test_a`\n* Python 3.10.13: `tests/y.py::test_b`" in text
+    broken = "| 3.9.18 | exit code 4 | exit code 4 | exit code 4 | 2026-11-25 | `1a2c` |"
+    assert f"{broken}\n| 3.10.13 | 7 | 1 | 0 | 2026-11-25 | `1a2c` |" in text
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -95,6 +101,16 @@ def test_virtual_machine_that_stops_early_has_not_passed(
     assert part["engines"] == [
         {"engine": "docker", "cgroups": "systemd, v2", "way": "cdi", "passed": 1, "failed": 0, "skipped": 0}
     ]
+
+
+def test_virtual_machine_reports_the_version_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = matrix.Root(tmp_path, "bookworm", "-vm")
+    monkeypatch.setattr(matrix.Root, "versions", lambda root: {"runc": "1.1.5"})
+    tested = {"test": "device_rules_persist", "engine": "runc", "way": "hook", "cgroups": "systemd"}
+    rows = [{**tested, "result": "passed", "detail": "", "seconds": 3}, {"end": True, "kernel": "6.1"}]
+    assert matrix_vm.report(root, rows, "1a2b", 1) == 0
+    parts = json.loads(root.result.read_text())["parts"]
+    assert parts["vm, cgroup v1"]["engines"][0]["cgroups"] == "systemd, v1"
 
 
 def test_virtual_machine_reports_whole_lines_only(tmp_path: Path) -> None:

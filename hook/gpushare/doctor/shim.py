@@ -13,6 +13,7 @@ import json
 import os
 import select
 import signal
+import struct
 import tempfile
 import time
 from typing import Any, NoReturn
@@ -47,11 +48,21 @@ def files(machine: Machine) -> Result:
             return Result(FAIL, f"{path}: {error.strerror}", "install gpushare again, or set shim_dir")
         try:
             found = elf.read_library(fd)
+            complete = found is not None and _is_complete(fd)
         finally:
             os.close(fd)
         if found is None or found.machine != os.uname().machine:
             return Result(FAIL, f"{path} is no library for {os.uname().machine}", "install gpushare again")
+        if not complete:
+            return Result(FAIL, f"{path} is truncated", "install gpushare again")
     return Result(OK, f"{' and '.join(LIBRARIES)} in {folder}")
+
+
+def _is_complete(fd: int) -> bool:
+    """Whether a library contains its section headers, which linkers write at its end. See elf(5), Elf64_Ehdr."""
+    (start,) = struct.unpack("<Q", os.pread(fd, 8, 40))
+    size, number = struct.unpack("<HH", os.pread(fd, 4, 58))
+    return bool(os.fstat(fd).st_size >= start + size * number)
 
 
 def loads(machine: Machine) -> Result:
