@@ -17,7 +17,8 @@ from gpushare.core.model import SharingRule
 from gpushare.engines.base import Settings
 from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
-from tests.support.dra import NODE, NODE_UID, ApiServer, Kubelet, Refused, check_slice, edits
+from tests.support.apiserver import NODE, NODE_UID, Call, call_of, compared
+from tests.support.dra import ApiServer, Kubelet, Refused, check_slice, edits
 from tests.support.host import TREE
 from tests.unit import pure
 
@@ -166,7 +167,7 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
         publisher.publish(offers)
         (stored,) = api.slices.values()
         publisher.publish(offers)
-        assert api.calls.count(("update", "resourceslices")) == 0
+        assert "update" not in {call.verb for call in api.calls}
         publisher.publish({FIRST: offers[FIRST]})
         (changed,) = api.slices.values()
         assert changed["spec"]["pool"]["generation"] == stored["spec"]["pool"]["generation"] + 1
@@ -203,17 +204,27 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             kubelet.unprepare(given)
             kubelet.unprepare(given)
             assert list(cdi.iterdir()) == []
+    assert compared(api.calls, TREE / "packaging/kubernetes/dra/rbac.yaml") == (set(), set())
 
 
-def test_role_has_what_the_driver_calls_and_no_more() -> None:
-    """Compare with the calls of the whole driver in tests/integration/test_dra.py."""
-    text = (TREE / "packaging/kubernetes/dra/rbac.yaml").read_text()
-    (role,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "ClusterRole"]
-    granted = {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert granted == {
-        ("get", "resourceclaims"),
-        *((verb, "resourceslices") for verb in ("get", "create", "update")),
-    }
+def test_calls_are_compared_with_roles(tmp_path: Path) -> None:
+    """A call without a right and a right without a call are found; discovery needs no right."""
+    assert call_of("GET", "/apis/a.io") is None
+    assert call_of("GET", "/api/v1/nodes/n") == Call("get", "", "nodes", "n")
+    assert call_of("GET", "/api/v1/nodes?watch=1") == Call("watch", "", "nodes")
+    made = call_of("PATCH", "/apis/a.io/v1/namespaces/x/pods/p/status")
+    assert made == Call("patch", "a.io", "pods/status", "p")
+    role = {"apiGroups": ["a.io"], "resources": ["pods/status"], "verbs": ["patch"], "resourceNames": ["p"]}
+    more = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}
+    path = tmp_path / "rbac.yaml"
+
+    def found(*rules: Any) -> Any:
+        path.write_text(json.dumps({"kind": "ClusterRole", "rules": rules}))
+        return compared([made, Call("get", "", "nodes", "n")], path)
+
+    assert found(role, more) == (set(), {Call("list", "", "nodes")})
+    assert found({**role, "resourceNames": ["q"]}, more)[0] == {made}
+    assert found(role) == ({Call("get", "", "nodes", "n")}, set())
 
 
 @pytest.mark.parametrize("path", sorted((TREE / "packaging/kubernetes/dra").glob("*.yaml")), ids=lambda path: path.name)

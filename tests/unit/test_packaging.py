@@ -6,6 +6,7 @@ import configparser
 import json
 import os
 import re
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_kustomization_names_existing_files(path: Path) -> None:
     value = yaml.safe_load(path.read_text())
     schema = json.loads((TREE / "tests/schemas/kustomization.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(value)
-    for name in value["resources"]:
+    for name in [*value["resources"], *value.get("components", [])]:
         there = path.parent / name
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
         # kustomize refuses a folder that contains the folder naming it
@@ -94,6 +95,47 @@ def pod_of(path: str) -> tuple[Any, Any]:
     return spec["template"]["spec"], container
 
 
+def patched(value: Any, kustomization: str) -> Any:
+    """The DaemonSet with the JSON patches for it."""
+    value = json.loads(json.dumps(value))
+    for patch in yaml.safe_load((KUBERNETES / kustomization).read_text())["patches"]:
+        assert patch["target"] == {"kind": value["kind"], "name": value["metadata"]["name"]}
+        for step in yaml.safe_load(patch["patch"]):
+            at: Any = value
+            *parents, last = step["path"].strip("/").split("/")
+            for word in parents:
+                at = at[int(word) if isinstance(at, list) else word]
+            if last == "-":
+                at.append(step["value"])
+            else:
+                index = int(last) if isinstance(at, list) else last
+                assert (step["op"] == "replace") == (index in at if isinstance(at, dict) else True), step
+                at[index] = step["value"]
+    return value
+
+
+def test_profiles_give_the_installer_what_it_reads() -> None:
+    """Its node's name, a token, and the ConfigMap; the profile `cluster` is what the installer writes without a
+    label."""
+    install = runpy.run_path(str(INSTALLER / "install.py"))
+    changed = patched(daemon_set(), "profiles/kustomization.yaml")
+    for api in APIS:
+        kubernetes_validate.validate(changed, api, strict=True)
+    pod = changed["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["env"][-1] == {"name": "GPUSHARE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    assert container["volumeMounts"][-1]["mountPath"] == install["PROFILES"] and pod["automountServiceAccountToken"]
+    (shipped,) = yaml.safe_load_all((KUBERNETES / "profiles/profiles.yaml").read_text())
+    assert pod["volumes"][-1]["configMap"]["name"] == shipped["metadata"]["name"]
+    account = next(yaml.safe_load_all((KUBERNETES / "profiles/rbac.yaml").read_text()))["metadata"]
+    assert (pod["serviceAccountName"], changed["metadata"]["namespace"]) == (account["name"], account["namespace"])
+    parsed = {name: config.parse_config(text, name) for name, text in shipped["data"].items()}
+    assert parsed["cluster.yaml"] == config.parse_config(profiles.text("cluster"), "cluster")
+    assert parsed["equal-shares.yaml"]._replace(sharing=()) == parsed["cluster.yaml"]
+    page = (TREE / "docs/kubernetes.md").read_text()
+    assert f"{install['LABEL']}=equal-shares" in page
+
+
 def test_nri_plugin_has_minimal_rights() -> None:
     """No privileges and no token. It writes one file of the state directory, and names the hook as on the node."""
     pod, container = pod_of("nri/daemonset.yaml")
@@ -108,12 +150,10 @@ def test_nri_plugin_has_minimal_rights() -> None:
     program = (INSTALLER / "install.py").read_text()
     assert given["hook"] == "/opt/gpushare/current/bin/gpushare-hook"
     assert 'FOLDER = "/opt/gpushare"' in program and 'FOLDER + "/current/bin/gpushare"' in program
-    kustomization = yaml.safe_load((KUBERNETES / "nri/kustomization.yaml").read_text())
-    (change,) = yaml.safe_load(kustomization["patches"][0]["patch"])
-    value: Any = daemon_set()
-    for word in change["path"].strip("/").split("/")[:-1]:
-        value = value[int(word) if isinstance(value, list) else word]
-    assert value == {"name": "GPUSHARE_ENGINE", "value": "containerd"} and change["value"] == "none"
+    changed = patched(daemon_set(), "nri/kustomization.yaml")
+    before, after = (one["spec"]["template"]["spec"]["containers"][0]["env"] for one in (daemon_set(), changed))
+    assert before[0] == {"name": "GPUSHARE_ENGINE", "value": "containerd"}
+    assert after == [{"name": "GPUSHARE_ENGINE", "value": "none"}, *before[1:]]
 
 
 def test_dra_driver_names_the_hook_of_the_node() -> None:
@@ -157,13 +197,9 @@ def test_exporter_service_and_monitor_match() -> None:
 
 
 def test_removal_patches_only_command_of_daemon_set() -> None:
-    (patch,) = yaml.safe_load((KUBERNETES / "remove/kustomization.yaml").read_text())["patches"]
-    (step,) = yaml.safe_load(patch["patch"])
-    assert patch["target"] == {"kind": "DaemonSet", "name": daemon_set()["metadata"]["name"]}
-    at: Any = daemon_set()
-    for name in step["path"].strip("/").split("/"):
-        at = at[int(name)] if isinstance(at, list) else at[name]
-    assert (at, step["op"], step["value"]) == (["install"], "replace", ["remove"])
+    before, after = daemon_set(), patched(daemon_set(), "remove/kustomization.yaml")
+    args = [one["spec"]["template"]["spec"]["containers"][0].pop("args") for one in (before, after)]
+    assert args == [["install"], ["remove"]] and before == after
 
 
 def test_version_and_licence_agree() -> None:
