@@ -183,7 +183,10 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             assert kubelet.register().name == "gpushare.io" and "registered with kubelet" in lines
             given = api.allocate("a", {"r": {"memory": "4Gi", "compute": "30"}})
             names = kubelet.prepare(given)
+        (path,) = cdi.iterdir()
+        path.with_name(path.name + ".new").touch()  # as a driver leaves it that is killed while it writes
         with serving():
+            assert list(cdi.iterdir()) == [path]
             kubelet.register()
             assert kubelet.prepare(given) == names
             (edit,) = [one for one in edits(cdi, names) if "env" in one]

@@ -17,6 +17,7 @@ node's programs run in the node's root, so that they use only the node's files.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import http.client
 import json
@@ -38,6 +39,7 @@ LABEL = "gpushare.io/profile"
 PROFILES = "/profiles"  # the ConfigMap in the pod: NAME.yaml for each profile
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # a Node without its large status
+CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROFILE_S = 60  # time between two reads of the label and of the profiles
 PROGRAM = FOLDER + "/current/bin/gpushare"
@@ -291,7 +293,7 @@ def label() -> None:
 def remove(force: bool) -> None:
     if not os.path.lexists(on_node(f"{FOLDER}/current")):
         return
-    force = force and bool(gpushare("list")["items"])
+    force = force and bool(gpushare("list")["items"] or glob.glob(on_node(CLAIMS)))
     config = checksum(CONFIG)
     purge = is_ours(config)  # the configuration file is as this program wrote it
     done = gpushare("uninstall", "--yes", *(["--force"] if force else []), *(["--purge"] if purge else []))
