@@ -14,13 +14,12 @@ import glob
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Optional
 
 from ...core.errors import GpushareError
 from ...core.model import Node
-from ...core.quoting import shown
 from ...engines.base import Settings
+from ..grpcsocket import listen
 from . import DRIVER, PREFIX, SUFFIX, UNFINISHED, claims, protocol
 from .apiserver import Server
 from .claims import ClaimShare
@@ -29,7 +28,6 @@ from .slices import Offer
 
 _THREADS = 4
 _END_S = 1.0  # for calls in progress when the service ends
-_MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
 
 
 class Service:
@@ -79,21 +77,9 @@ class Service:
         self._running = []
 
     def _listen(self, path: str, handlers: list[Any]) -> None:
-        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
         if os.path.lexists(path):  # of a driver that was killed
             os.unlink(path)
-        server = grpc.server(ThreadPoolExecutor(_THREADS), options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers(tuple(handlers))
-        before = os.umask(0o177)
-        try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError:
-            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
-        finally:
-            os.umask(before)
-        server.start()
-        self._running.append((server, path))
+        self._running.append((listen(path, handlers, _THREADS), path))
 
     # Methods of the APIs
 
