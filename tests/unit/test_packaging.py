@@ -52,7 +52,8 @@ def test_kustomization_names_existing_files(path: Path) -> None:
     value = yaml.safe_load(path.read_text())
     schema = json.loads((TREE / "tests/schemas/kustomization.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(value)
-    for name in [*value["resources"], *value.get("components", [])]:
+    assert value["kind"] == "Component" or value["resources"]
+    for name in [*value.get("resources", []), *value.get("components", [])]:
         there = path.parent / name
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
         # kustomize refuses a folder that contains the folder naming it
@@ -63,7 +64,7 @@ def test_every_manifest_is_in_a_kustomization() -> None:
     named = {
         (path.parent / name).resolve()
         for path in KUSTOMIZATIONS
-        for name in yaml.safe_load(path.read_text())["resources"]
+        for name in yaml.safe_load(path.read_text()).get("resources", [])
     }
     left = [path.name for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml" and path not in named]
     # Some clusters lack the API of podmonitor.yaml.
@@ -179,6 +180,23 @@ def test_plugin_has_minimal_rights() -> None:
     assert container["args"][0] in COMMANDS
     k8s_plugin.k8s_plugin.make_context("k8s-plugin", container["args"][1:])
     assert 'gpushare("refresh")' in (INSTALLER / "install.py").read_text()
+
+
+def test_plugin_that_watches_xid_errors_has_the_driver() -> None:
+    """Privileged for the device nodes, and the driver's folder read-only; nothing else changes."""
+    before, changed = (yaml.safe_load((KUBERNETES / "plugin/daemonset.yaml").read_text()) for _ in range(2))
+    changed = patched(changed, "plugin/xid/kustomization.yaml")
+    for api in APIS:
+        kubernetes_validate.validate(changed, api, strict=True)
+    pod, old = changed["spec"]["template"]["spec"], before["spec"]["template"]["spec"]
+    (container,), (other,) = pod["containers"], old["containers"]
+    mount, volume = container["volumeMounts"].pop(), pod["volumes"].pop()
+    given = k8s_plugin.k8s_plugin.make_context("k8s-plugin", container["args"][1:]).params
+    assert os.path.dirname(given["nvml"]) == mount["mountPath"] and mount["readOnly"]
+    assert mount["name"] == volume["name"] and container["args"].pop().startswith("--nvml=")
+    security = {"privileged": True, "runAsUser": 0, "readOnlyRootFilesystem": True}
+    assert container.pop("securityContext") == security and other.pop("securityContext")
+    assert changed == before
 
 
 def test_exporter_service_and_monitor_match() -> None:
