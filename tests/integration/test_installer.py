@@ -264,7 +264,7 @@ def test_label_of_the_node_chooses_its_profile(
         api.problem = 0
         put("equal-shares", texts["equal-shares.yaml"].replace("split_count: 4", "split_count: 2"))
         applied("equal-shares")
-        pod.until("updated")  # the labels
+        pod.until("change /etc/kubernetes")  # the labels
         assert compiled()["sharing"][0][0] == 2
         applied("cluster")
         text = config.read_text()

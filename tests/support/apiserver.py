@@ -30,7 +30,7 @@ _OF_ALL = {"get": "list", "delete": "deletecollection"}  # without a name
 
 
 class Call(NamedTuple):
-    """What a rule of RBAC can allow. `resource` has the subresource, as in "pods/status"."""
+    """A request as a rule of RBAC allows it. `resource` has the subresource, as in "pods/status"."""
 
     verb: str
     group: str
@@ -108,9 +108,7 @@ class ApiServer:
                 size = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(size)) if size else None
                 with api.changed:
-                    code, found = api.authorised(
-                        self.command, self.path, self.headers.get("Authorization", ""), body
-                    )
+                    code, found = api.authorised(self.command, self.path, self.headers.get("Authorization", ""), body)
                     api.changed.notify_all()
                 text = json.dumps(found).encode()
                 self.send_response(code)

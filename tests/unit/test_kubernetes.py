@@ -442,7 +442,7 @@ def test_docs_list_every_label_and_an_admitted_pod(policy: Policy, plugin_policy
     page, _, plugin = (TREE / "docs" / "kubernetes.md").read_text().partition("## The device plugin")
     rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
     assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}
-    (sample,), (with_plugin,) = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (page, plugin))
+    (sample,), (with_plugin, *_) = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (page, plugin))
     spec = yaml.safe_load(sample)["spec"]
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
     spec["containers"][0]["env"][0]["value"] = "8Gi"

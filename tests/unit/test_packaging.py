@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
 from gpushare.core import constants
 
+from tests.support import helm
 from tests.support.host import TREE, version
 
 PACKAGING = TREE / "packaging"
@@ -58,6 +60,42 @@ def test_kustomization_names_existing_files(path: Path) -> None:
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
         # kustomize refuses a folder that contains the folder naming it
         assert there.resolve() not in path.resolve().parents
+
+
+def built(folder: Path) -> dict[tuple[str, str], Any]:
+    """(kind, name) -> object, as kubectl applies the folder."""
+    command = [helm.program("kubectl"), "kustomize", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "components", "changed"),
+    [
+        (".", ("profiles",), "gpushare-installer"),
+        ("dra", ("../profiles",), "gpushare-installer"),
+        ("nri", ("../profiles",), "gpushare-installer"),
+        ("plugin", ("../profiles",), "gpushare-installer"),
+        ("plugin", ("xid",), "gpushare-plugin"),
+    ],
+)
+def test_kubectl_builds_every_folder_and_its_components(
+    folder: str, components: tuple[str, ...], changed: str, tmp_path: Path
+) -> None:
+    """kubectl applies the JSON patches as `patched` does."""
+    tree = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"))
+    for path in tree.rglob("kustomization.yaml"):
+        if yaml.safe_load(path.read_text())["kind"] == "Kustomization":
+            built(path.parent)
+    path = tree / folder / "kustomization.yaml"
+    before = built(path.parent)
+    path.write_text(path.read_text() + f"components: {json.dumps(components)}\n")
+    after = built(path.parent)
+    different = {name for kind, name in before if before[kind, name] != after[kind, name]}
+    assert different == {changed} and before.keys() <= after.keys()
+    name = os.path.normpath(f"{folder}/{components[0]}/kustomization.yaml")
+    assert after["DaemonSet", changed] == patched(before["DaemonSet", changed], name)
 
 
 def test_every_manifest_is_in_a_kustomization() -> None:

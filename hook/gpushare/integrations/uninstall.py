@@ -87,8 +87,8 @@ def _claims(folder: str) -> list[str]:
 
 
 def _refuse_claims(names: list[str]) -> None:
-    """Raise CapacityError if a claim is prepared: its pod can start a container later, and kubelet prepares a claim only
-    once."""
+    """Raise CapacityError if a claim is prepared: its pod can still start containers, and kubelet does not prepare a
+    claim again."""
     claims = [name for name in names if name.endswith(dra.SUFFIX)]
     if claims:
         what = "1 resource claim is" if len(claims) == 1 else f"{len(claims)} resource claims are"
