@@ -113,6 +113,9 @@ def test_claim_from_slice_to_refused_allocation(
         driver = drive(api)
         kubelet.register()
         driver.expect("registered with kubelet")
+        next((folder / "plugins_registry").iterdir()).unlink()  # kubelet's directory was emptied
+        driver.expect("serving on new ones")
+        kubelet.register()
         wanted = {"gpu": {"memory": "4Gi", "compute": "30"}}
         claim = api.allocate("a", wanted)
         names = kubelet.prepare(claim)

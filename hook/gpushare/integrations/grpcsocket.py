@@ -17,7 +17,7 @@ _MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
 
 
 def listen(path: str, handlers: Sequence[Any], threads: int, options: Sequence[tuple[str, int]] = ()) -> Any:
-    """Serve the handlers on a new socket (0600). Raises GpushareError."""
+    """Serve on a new socket (0600), which replaces one that a killed process left. Raises GpushareError."""
     import grpc  # the callers' protocol.py reports that it is missing
 
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:

@@ -77,8 +77,6 @@ class Service:
         self._running = []
 
     def _listen(self, path: str, handlers: list[Any]) -> None:
-        if os.path.lexists(path):  # of a driver that was killed
-            os.unlink(path)
         self._running.append((listen(path, handlers, _THREADS), path))
 
     # Methods of the APIs
