@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.integration.test_k8s_plugin import GIB, Plugin, folder, plugin, uuids
+from tests.integration.test_k8s_plugin import COMPUTE, GIB, Plugin, folder, plugin, uuids
 from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.containerd import Containerd
 from tests.support.engines.image import PROBE
@@ -17,15 +18,16 @@ __all__ = ["folder", "plugin"]  # fixtures
 def test_pod_gets_the_device_that_kubelet_chose(
     containerd: Containerd, folder: Path, plugin: Callable[..., Plugin]
 ) -> None:
-    """The pod gets 3 GiB of the second device, although `any` would choose the first. A neighbour in the pod has its
-    own share; a container without an allocation has none."""
+    """The pod gets 3 GiB and 30 % of the second device, although `any` would choose the first. A neighbour in the pod
+    has its own share; a container without an allocation has none."""
     node, unit = containerd.node, "gpushare.io/memory-64mib"
     assert node.cli("refresh").returncode == 0
     with Kubelet(folder) as kubelet, containerd.pod() as pod:
         plugin(node, "--memory-unit", "64Mi")
-        kubelet.wait(lambda: len(kubelet.healthy(unit)) == 2 * 256)
+        kubelet.wait(lambda: kubelet.has_listed(unit, COMPUTE) and len(kubelet.healthy(unit)) == 2 * 256)
         kubelet.allocate(unit, 250)
-        main = pod.run(Want(SLEEP, {**kubelet.allocate(unit, 48), "NVIDIA_VISIBLE_DEVICES": "all"}))
+        counted = {**kubelet.allocate(unit, 48), **kubelet.allocate(COMPUTE, 30)}
+        main = pod.run(Want(SLEEP, {**counted, "NVIDIA_VISIBLE_DEVICES": "all"}))
         other = pod.run(Want(SLEEP, kubelet.allocate(unit, 16)), "other")
         none = pod.run(Want(SLEEP), "none")
         for one, size in (main, 3 * GIB), (other, GIB):
@@ -33,5 +35,8 @@ def test_pod_gets_the_device_that_kubelet_chose(
             assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, size, size)
             inspected = node.cli("inspect", one.id, "--format", "json").stdout
             assert uuids(node)[1] in inspected and uuids(node)[0] not in inspected
+        for one, percent in (main, 30), (other, 0):
+            lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
+            assert [share["compute_percent"] or 0 for share in lease["shares"]] == [percent]
         assert none.exec("ls", "/dev/nvidia0", "/dev/nvidia1").code != 0
         assert node.leases() == sorted([main.id, other.id])

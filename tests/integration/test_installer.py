@@ -9,11 +9,14 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from gpushare.integrations import labels
 
 from simulator.simhost import make_simhost
+from tests.support.apiserver import NODE, NodeServer, compared
 from tests.support.engines.image import PROBE, make_root
 from tests.support.host import BUILD, TREE
 from tests.support.rootfs import run, unmount_below
@@ -22,6 +25,7 @@ from tests.support.runc import Container
 FOLDER = TREE / "packaging" / "kubernetes" / "installer"
 DROP_IN = "etc/containerd/conf.d/gpushare.toml"
 FEATURES = labels.FILE[1:]
+LABEL = "gpushare.io/profile"
 # systemctl and containerd of the node write down their arguments.
 PROGRAM = """
 #include <stdio.h>
@@ -205,6 +209,81 @@ def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]
     assert called(node) == ["systemctl restart containerd"] * 3
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
     assert not (node / FEATURES).exists()
+
+
+def test_label_of_the_node_chooses_its_profile(
+    node: Path, image: Path, start: Callable[..., Pod], tmp_path: Path
+) -> None:
+    """A wrong profile, an unknown or lost label, and a failing API server leave the configuration as it is."""
+    manifests = FOLDER.parent / "profiles"
+    texts: dict[str, str] = yaml.safe_load((manifests / "profiles.yaml").read_text())["data"]
+    profiles, config = image / "profiles", node / "etc/gpushare/config.yaml"
+    profiles.mkdir()
+
+    def put(name: str, text: str) -> None:
+        (profiles / ".new").write_text(text)
+        (profiles / ".new").rename(profiles / f"{name}.yaml")
+
+    def compiled() -> Any:
+        return json.loads((node / "run/gpushare/node.json").read_text())["config"]
+
+    for name, text in texts.items():
+        put(name.removesuffix(".yaml"), text)
+    put("broken", "version: 1\npolicy: [\n")
+    put("wrong", "version: 1\npolicy: {max_memory: lots}\n")
+    put("elsewhere", "version: 1\ndriver: {root: /none}\n")
+    with NodeServer(tmp_path / "account", {LABEL: "equal-shares"}) as api:
+        shutil.copytree(api.account, image / "var/run/secrets/kubernetes.io/serviceaccount")
+        server = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(api.port)}
+        pod = start("install", GPUSHARE_NODE=NODE, **server)
+
+        def refused(line: str, label: str) -> None:
+            before = config.read_bytes()
+            api.labels = {LABEL: label} if label else {}
+            pod.process.send_signal(signal.SIGHUP)
+            pod.until(f"gpushare: {line}")
+            assert pod.lines[-1].endswith("; the node keeps its configuration")
+            assert config.read_bytes() == before
+
+        def applied(label: str) -> None:
+            api.labels = {LABEL: label}
+            pod.process.send_signal(signal.SIGHUP)
+            pod.until(f"profile {label} is applied")
+
+        pod.until("profile equal-shares is applied")
+        pod.until("ready")
+        assert config.read_text() == texts["equal-shares.yaml"] and compiled()["sharing"][0][0] == 4
+        known = "broken, cluster, elsewhere, equal-shares, wrong"
+        refused(f'label {LABEL}="none-such": the profiles are {known};', "none-such")
+        refused(f'the node lost its label {LABEL}="equal-shares";', "")
+        refused('profile "broken": broken.yaml', "broken")
+        refused('profile "wrong": wrong.yaml:2: policy.max_memory: "lots"', "wrong")
+        refused('profile "elsewhere": ', "elsewhere")
+        api.problem = 500
+        refused(f'API server: GET /api/v1/nodes/{NODE}: 500 "the server is not able to answer";', "cluster")
+        api.problem = 0
+        put("equal-shares", texts["equal-shares.yaml"].replace("split_count: 4", "split_count: 2"))
+        applied("equal-shares")
+        pod.until("change /etc/kubernetes")  # the labels
+        assert compiled()["sharing"][0][0] == 2
+        applied("cluster")
+        text = config.read_text()
+        config.write_text(text + "# edited\n")
+        refused('profile "equal-shares": /etc/gpushare/config.yaml was edited', "equal-shares")
+        config.write_text(text)
+        applied("equal-shares")
+        assert called(node) == ["systemctl restart containerd"]  # at the installation only
+
+        # A restarted pod keeps the profile, although it cannot read the label.
+        pod.process.kill()
+        pod.process.wait(timeout=60)
+        before, api.problem = config.read_bytes(), 503
+        pod = start("install", GPUSHARE_NODE=NODE, **server)
+        pod.until(f"gpushare: API server: GET /api/v1/nodes/{NODE}: 503")
+        pod.until("ready")
+        assert config.read_bytes() == before
+        assert pod.stop() == 0, pod.lines
+    assert not config.exists() and compared(api.calls, manifests / "rbac.yaml") == (set(), set())
 
 
 def test_removal_waits_for_containers_with_shares(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:

@@ -11,14 +11,9 @@ The rules are those of Kubernetes' pkg/apis/resource/validation and dynamic-reso
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-import ssl
-import subprocess
-import threading
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +21,10 @@ import grpc
 from gpushare.integrations.dra import protocol
 from gpushare.integrations.dra.slices import quantity
 
+from tests.support import apiserver
+from tests.support.apiserver import NODE, failed
+
 GROUP = "/apis/resource.k8s.io"
-NODE, NODE_UID = "node-a", "11111111-2222-3333-4444-555555555555"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _FIELDS = {
@@ -98,90 +95,34 @@ def check_slice(value: dict[str, Any], version: str) -> None:
                 _check_policy(quantity(capacity["value"]), capacity["requestPolicy"])
 
 
-class ApiServer:
-    """`account`: the folder with token and ca.crt. `calls`: (verb, resource) of each request."""
+class ApiServer(apiserver.ApiServer):
+    """Claims and slices of `versions` of resource.k8s.io."""
 
     def __init__(self, folder: Path, versions: tuple[str, ...] = ("v1",), consumable: bool = True) -> None:
-        self.account, self.versions, self.consumable = folder, versions, consumable
+        super().__init__(folder)
+        self.versions, self.consumable = versions, consumable
         self.slices: dict[str, dict[str, Any]] = {}
         self.claims: dict[str, dict[str, Any]] = {}
-        self.calls: list[tuple[str, str]] = []
-        self.changed = threading.Condition()
-        folder.mkdir(parents=True, exist_ok=True)
-        payload = base64.urlsafe_b64encode(
-            json.dumps({"kubernetes.io": {"node": {"name": NODE, "uid": NODE_UID}}}).encode()
-        )
-        self.token = f"e30.{payload.decode().rstrip('=')}.x"
-        (folder / "token").write_text(self.token + "\n")
-        words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        words += ["-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1"]
-        command = ["openssl", "req", *words, "-keyout", str(folder / "key"), "-out", str(folder / "ca.crt")]
-        subprocess.run(command, check=True, capture_output=True)
 
-    def __enter__(self) -> ApiServer:
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                size = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(size)) if size else None
-                with api.changed:
-                    code, found = api.handle(self.command, self.path, self.headers.get("Authorization", ""), body)
-                    api.changed.notify_all()
-                text = json.dumps(found).encode()
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            do_GET = do_POST = do_PUT = do_DELETE = answer
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.account / "ca.crt", self.account / "key")
-        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        self.url = f"https://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def handle(self, verb: str, path: str, authorization: str, body: Any) -> tuple[int, Any]:
-        def failed(code: int, message: str) -> tuple[int, Any]:
-            return code, {"kind": "Status", "code": code, "message": message}
-
-        if authorization != f"Bearer {self.token}":
-            return failed(401, "Unauthorized")
+    def handle(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == GROUP:
             return 200, {"versions": [{"version": one} for one in self.versions]}
         version, *words = path[len(GROUP) + 1 :].split("/")
         if version not in self.versions:
             return failed(404, "the server could not find the requested resource")
         if words[0] == "namespaces":
-            self.calls.append(({"GET": "get"}.get(verb, verb), "resourceclaims"))
             return (200, self.claims[words[3]]) if words[3] in self.claims else failed(404, f"{words[3]} not found")
-        self.calls.append(({"GET": "get", "POST": "create", "PUT": "update"}.get(verb, verb), words[0]))
-        if verb == "GET":
+        if method == "GET":
             return (200, self.slices[words[1]]) if words[1] in self.slices else failed(404, f"{words[1]} not found")
-        return self._write(verb, version, body)
+        return self._write(method, version, body)
 
-    def _write(self, verb: str, version: str, body: Any) -> tuple[int, Any]:
-        def failed(code: int, message: str) -> tuple[int, Any]:
-            return code, {"kind": "Status", "code": code, "message": message}
-
+    def _write(self, method: str, version: str, body: Any) -> tuple[int, Any]:
         try:
             check_slice(body, version)
         except (Refused, KeyError) as error:
             return failed(422, str(error))
         name, old = body["metadata"]["name"], self.slices.get(body["metadata"]["name"])
-        if (verb == "POST") == (old is not None):
+        if (method == "POST") == (old is not None):
             return failed(409 if old else 404, f"{name}: exists, or does not")
         if old is not None:
             if body["metadata"].get("resourceVersion") != old["metadata"]["resourceVersion"]:

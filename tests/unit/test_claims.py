@@ -63,6 +63,13 @@ def test_other_amount_is_refused(env: tuple[str, ...], line: str) -> None:
         request.resolve(pure.bundle(*env), pure.node())
 
 
+@pytest.mark.parametrize("key", ["memory-request", "memory-limit"])
+def test_end_of_a_range_in_an_annotation_is_refused(key: str) -> None:
+    """The claim has both ends."""
+    with pytest.raises(RequestError, match=f"gpushare.io/{key}=.*the scheduler did not count it"):
+        request.resolve(pure.bundle(ONE, annotations={f"gpushare.io/{key}": "12Gi"}), pure.node())
+
+
 def test_device_that_is_gone_is_refused() -> None:
     with pytest.raises(DeviceError, match='no device "GPU-x"'):
         request.resolve(pure.bundle("GPUSHARE_CLAIM_u_0=GPU-x;memory=4Gi"), pure.node())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import stat
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +20,8 @@ from gpushare.core.model import SharingRule
 from gpushare.engines.base import Settings
 from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
-from tests.support.dra import NODE, NODE_UID, ApiServer, Kubelet, Refused, check_slice, edits
+from tests.support.apiserver import NODE, NODE_UID, Call, call_of, compared
+from tests.support.dra import ApiServer, Kubelet, Refused, check_slice, edits
 from tests.support.host import TREE
 from tests.unit import pure
 
@@ -90,8 +94,7 @@ def test_wrong_quantity_is_refused(text: str) -> None:
 def test_claim_becomes_cdi_specification() -> None:
     node = pure.node()
     offers = slices.devices(node)
-    given = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", "memoryLimit": "6Gi", "priority": "high"}
-    config = [{"source": "FromClaim", "requests": ["r"], "opaque": {"driver": "gpushare.io", "parameters": given}}]
+    config = [given("FromClaim", ["r"], memoryLimit="6Gi", priority="high")]
     shares = claims.shares_of(claim(consumed(shareID="s"), config=config), "n", offers)
     value = claims.document("u-1", shares, node, SETTINGS)
     schema = json.loads((TREE / "tests/schemas/cdi.json").read_text())
@@ -103,10 +106,56 @@ def test_claim_becomes_cdi_specification() -> None:
     assert claims.consumed(value) == [(pure.UUIDS[0], 4 * GIB, 30)]
 
 
+def given(source: str, requests: Any = (), driver: str = "gpushare.io", **parameters: str) -> dict[str, Any]:
+    """One entry of an allocation's configuration."""
+    value = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", **parameters}
+    return {"source": source, "requests": list(requests), "opaque": {"driver": driver, "parameters": value}}
+
+
+@pytest.mark.parametrize(
+    ("config", "once"),
+    [
+        (
+            [given("FromClaim", priority="normal"), given("FromClass", priority="high", computeMode="soft")],
+            ";compute-mode=soft;priority=normal",  # the claim overrides the class
+        ),
+        ([given("FromClaim", ["r"], priority="high")], ";priority=high"),  # for all subrequests of r
+        ([given("FromClaim", ["r/first"], priority="high")], ";priority=high"),
+        ([given("FromClaim", ["other"], priority="high")], ""),
+        ([given("FromClaim", driver="other.io", unknown="x")], ""),
+    ],
+)
+def test_parameters_of_the_request_are_taken(config: Any, once: str) -> None:
+    (share,) = claims.shares_of(claim(consumed(request="r/first"), config=config), "n", slices.devices(pure.node()))
+    assert share.text == f"{pure.UUIDS[0]};memory={4 * GIB};compute=30{once}"
+    assert share.request == "r"  # containers name the request, not the subrequest
+
+
+def test_result_without_capacity_is_the_whole_device() -> None:
+    """As of an API server without consumable capacity."""
+    offers = slices.devices(pure.node())
+    (share,) = claims.shares_of(claim({"device": FIRST}), "n", offers)
+    assert (share.memory, share.compute) == (offers[FIRST].memory, 100)
+
+
+def test_claim_has_the_nodes_of_its_device(tmp_path: Path) -> None:
+    """The nodes are in config.json then, so systemd keeps their rules."""
+    (tmp_path / "dev").mkdir()
+    for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
+        os.mknod(tmp_path / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
+    node = pure.node()
+    node = node._replace(inventory=node.inventory._replace(root=str(tmp_path)))
+    shares = claims.shares_of(claim(consumed()), "n", slices.devices(node))
+    (device,) = claims.document("u", shares, node, SETTINGS)["devices"]
+    paths = {one["path"]: one["hostPath"] for one in device["containerEdits"]["deviceNodes"]}
+    assert paths == {path: f"{tmp_path}{path}" for path in ("/dev/nvidia0", "/dev/nvidiactl")}
+
+
 @pytest.mark.parametrize(
     ("found", "line"),
     [
         ({"metadata": {}, "status": {}}, "is not allocated"),
+        (claim(consumed(), config=[given("FromClaim", memoryLimit="1Gi")]), 'memoryLimit is "1Gi", below the 4 GiB'),
         (claim(consumed(pool="other")), 'has a device of pool "other"'),
         (claim(consumed(device="gone")), 'device "gone" is not on this node'),
         (claim(consumed(memory="9Ti")), "cannot be given"),
@@ -150,6 +199,37 @@ def test_messages_have_the_numbers_of_kubelet() -> None:
     )
 
 
+def test_deleted_slice_is_published_again(tmp_path: Path) -> None:
+    offers = slices.devices(pure.node())
+    with ApiServer(tmp_path / "account") as api:
+        server = apiserver.Server(api.url, str(api.account))
+        publisher = driver.Publisher(server, *server.node(), list[str]().append)
+        publisher.follow(offers)
+        api.slices.clear()  # as an administrator or kubelet does
+        publisher.follow(offers)
+        assert not api.slices
+        publisher._next = 0.0  # the time of the next read has come
+        publisher.follow(offers)
+        assert list(api.slices) == [slices.slice_name(NODE)]
+        api.versions = ("v1alpha3",)
+        with pytest.raises(GpushareError, match="offers none of resource.k8s.io/v1, v1beta2, v1beta1; use Kubernetes"):
+            apiserver.Server(api.url, str(api.account)).version()
+        (api.account / "token").write_text("e30.e30.x")
+        with pytest.raises(GpushareError, match="the service account token names no node"):
+            server.node()
+    with pytest.raises(GpushareError, match='--server "http://a" is not the URL of an API server'):
+        apiserver.Server("http://a")
+
+
+def test_slice_has_the_devices_that_policy_allows() -> None:
+    assert [*slices.devices(pure.node(allowed_devices=("1",)))] == [slices.device_name(pure.device(1))]
+    assert [*slices.devices(pure.node(memory_bytes=0))] == []  # of unknown size
+    node = pure.node()
+    many = tuple(pure.device(0, uuid=f"GPU-{number}") for number in range(slices.MAX_DEVICES + 1))
+    with pytest.raises(GpushareError, match="129 devices, and a ResourceSlice has at most 128"):
+        slices.devices(node._replace(inventory=node.inventory._replace(devices=many)))
+
+
 def test_service_prepares_published_claims(tmp_path: Path) -> None:
     """API server, driver and kubelet in one process: publish, prepare, restart, refuse, release."""
     cdi, lines = tmp_path / "cdi", list[str]()
@@ -166,7 +246,7 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
         publisher.publish(offers)
         (stored,) = api.slices.values()
         publisher.publish(offers)
-        assert api.calls.count(("update", "resourceslices")) == 0
+        assert "update" not in {call.verb for call in api.calls}
         publisher.publish({FIRST: offers[FIRST]})
         (changed,) = api.slices.values()
         assert changed["spec"]["pool"]["generation"] == stored["spec"]["pool"]["generation"] + 1
@@ -178,17 +258,31 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             made.serve(f"{short}/plugins_registry", f"{short}/plugins")
             return made
 
+        with serving() as one:
+            modes = [oct(path.stat().st_mode & 0o777) for path in Path(short).glob("**/*.sock")]
+            assert modes == ["0o600"] * 2 and one.is_reachable
+            next(Path(short).glob("plugins_registry/*")).unlink()  # as in an emptied directory
+            assert not one.is_reachable
+            one.serve(f"{short}/plugins_registry", f"{short}/plugins")
+            assert one.is_reachable and kubelet.register().name == "gpushare.io" and "registered with kubelet" in lines
+            mine = api.allocate("a", {"r": {"memory": "4Gi", "compute": "30"}})
+            names = kubelet.prepare(mine)
+        (path,) = cdi.iterdir()
+        path.with_name(path.name + ".new").touch()  # as a driver leaves it that is killed while it writes
+        for name in ("plugins_registry/gpushare.io-reg.sock", "plugins/gpushare.io/dra.sock"):
+            with socket.socket(socket.AF_UNIX) as left:
+                left.bind(f"{short}/{name}")
         with serving():
-            assert kubelet.register().name == "gpushare.io" and "registered with kubelet" in lines
-            given = api.allocate("a", {"r": {"memory": "4Gi", "compute": "30"}})
-            names = kubelet.prepare(given)
-        with serving():
+            assert list(cdi.iterdir()) == [path]
             kubelet.register()
-            assert kubelet.prepare(given) == names
+            full = api.allocate("full", {"r": {"memory": "12Gi", "compute": "70"}})
+            assert kubelet.prepare(full) == kubelet.prepare(full)  # the second call counts nothing again
+            assert kubelet.prepare(mine) == names
+            kubelet.unprepare(full)
             (edit,) = [one for one in edits(cdi, names) if "env" in one]
             (line,) = edit["env"]
             assert line.endswith(f"={pure.UUIDS[0]};memory={4 * GIB};compute=30")
-            forged = json.loads(json.dumps(given))
+            forged = json.loads(json.dumps(mine))
             forged["metadata"].update(name="b", uid="b")
             result = forged["status"]["allocation"]["devices"]["results"][0]
             result["consumedCapacity"]["memory"] = "13Gi"
@@ -196,24 +290,34 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             with pytest.raises(Refused, match="add up to 17 GiB and 60 %, and it has 16 GiB and 100 %"):
                 kubelet.prepare(forged)
             with pytest.raises(Refused, match="was replaced by another"):
-                kubelet.prepare({**given, "metadata": {**given["metadata"], "uid": "c"}})
+                kubelet.prepare({**mine, "metadata": {**mine["metadata"], "uid": "c"}})
             api.token = "other"
             with pytest.raises(Refused, match='401 "Unauthorized"'):
-                kubelet.prepare(given)
-            kubelet.unprepare(given)
-            kubelet.unprepare(given)
+                kubelet.prepare(mine)
+            kubelet.unprepare(mine)
+            kubelet.unprepare(mine)
             assert list(cdi.iterdir()) == []
+    assert compared(api.calls, TREE / "packaging/kubernetes/dra/rbac.yaml") == (set(), set())
 
 
-def test_role_has_what_the_driver_calls_and_no_more() -> None:
-    """Compare with the calls of the whole driver in tests/integration/test_dra.py."""
-    text = (TREE / "packaging/kubernetes/dra/rbac.yaml").read_text()
-    (role,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "ClusterRole"]
-    granted = {(verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
-    assert granted == {
-        ("get", "resourceclaims"),
-        *((verb, "resourceslices") for verb in ("get", "create", "update")),
-    }
+def test_calls_are_compared_with_roles(tmp_path: Path) -> None:
+    """A call without a right and a right without a call are found; discovery needs no right."""
+    assert call_of("GET", "/apis/a.io") is None
+    assert call_of("GET", "/api/v1/nodes/n") == Call("get", "", "nodes", "n")
+    assert call_of("GET", "/api/v1/nodes?watch=1") == Call("watch", "", "nodes")
+    made = call_of("PATCH", "/apis/a.io/v1/namespaces/x/pods/p/status")
+    assert made == Call("patch", "a.io", "pods/status", "p")
+    role = {"apiGroups": ["a.io"], "resources": ["pods/status"], "verbs": ["patch"], "resourceNames": ["p"]}
+    more = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}
+    path = tmp_path / "rbac.yaml"
+
+    def found(*rules: Any) -> Any:
+        path.write_text(json.dumps({"kind": "ClusterRole", "rules": rules}))
+        return compared([made, Call("get", "", "nodes", "n")], path)
+
+    assert found(role, more) == (set(), {Call("list", "", "nodes")})
+    assert found({**role, "resourceNames": ["q"]}, more)[0] == {made}
+    assert found(role) == ({Call("get", "", "nodes", "n")}, set())
 
 
 @pytest.mark.parametrize("path", sorted((TREE / "packaging/kubernetes/dra").glob("*.yaml")), ids=lambda path: path.name)

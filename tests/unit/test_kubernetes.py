@@ -96,7 +96,7 @@ class Policy:
             "split": self.split,
         }
         self.conditions = [self.compiled(one["expression"]) for one in spec["matchConditions"]]
-        self.variables = [(one["name"], self.compiled(one["expression"])) for one in spec["variables"]]
+        self.variables = [(one["name"], self.compiled(one["expression"])) for one in spec.get("variables", [])]
         self.validations = [(one["message"], self.compiled(one["expression"])) for one in spec["validations"]]
 
     @staticmethod
@@ -110,9 +110,10 @@ class Policy:
     def compiled(self, expression: str) -> celpy.Runner:
         return self.environment.program(self.environment.compile(expression), functions=self.functions)
 
-    def refusals(self, pod: dict[str, Any]) -> list[str]:
-        """Messages of the validations that are false or fail (failurePolicy)."""
-        context: dict[str, Any] = {"object": celpy.json_to_cel(pod), "variables": celtypes.MapType({})}
+    def refusals(self, value: dict[str, Any], request: Any = None) -> list[str]:
+        """Messages of the validations that are false or fail (failurePolicy). `request`: the AdmissionRequest."""
+        context: dict[str, Any] = {"object": celpy.json_to_cel(value), "variables": celtypes.MapType({})}
+        context["request"] = celpy.json_to_cel(request or {})
         if not all(program.evaluate(context) for program in self.conditions):
             return []
         for name, program in self.variables:
@@ -389,6 +390,52 @@ def test_every_rule_of_plugin_policy_refuses_a_pod(plugin_policy: Policy) -> Non
     assert plugin_policy.refusals(example) == []
 
 
+# With the DRA driver
+
+DRIVER = "system:serviceaccount:gpushare:gpushare-dra"
+NODE_KEY = "authentication.kubernetes.io/node-name"
+OF_NODE = {"username": DRIVER, "extra": {NODE_KEY: ["n"]}}
+SLICES = {
+    "of the node": ({"driver": "gpushare.io", "nodeName": "n"}, OF_NODE, True),
+    "of another node": ({"driver": "gpushare.io", "nodeName": "m"}, OF_NODE, False),
+    "of another driver": ({"driver": "gpu.nvidia.com", "nodeName": "n"}, OF_NODE, False),
+    "of all nodes": ({"driver": "gpushare.io", "allNodes": True}, OF_NODE, False),
+    "token without a node": ({"driver": "gpushare.io", "nodeName": "n"}, {**OF_NODE, "extra": {"x": ["n"]}}, False),
+    "token without extra": ({"driver": "gpushare.io", "nodeName": "n"}, {"username": DRIVER}, False),
+    "of another account": ({"driver": "gpu.nvidia.com", "nodeName": "m"}, {"username": "other"}, True),
+}
+
+
+@pytest.mark.parametrize("case", SLICES)
+def test_dra_driver_can_write_only_the_slice_of_its_node(case: str) -> None:
+    spec, user, allowed = SLICES[case]
+    refusals = Policy("dra/node.yaml").refusals({"spec": spec}, {"userInfo": user})
+    assert refusals == ([] if allowed else ["the driver can write only the ResourceSlice of its own node"])
+
+
+def test_dra_policy_is_for_the_account_of_the_driver() -> None:
+    policy, binding = documents("dra/node.yaml")
+    account = documents("dra/rbac.yaml")[0]["metadata"]
+    assert f"system:serviceaccount:{account['namespace']}:{account['name']}" == DRIVER
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    written = {(group, name) for one in documents("dra/rbac.yaml") if one["kind"] == "ClusterRole"
+               for right in one["rules"] if set(right["verbs"]) - {"get"}
+               for group in right["apiGroups"] for name in right["resources"]}  # fmt: skip
+    assert {(group, name) for group in rule["apiGroups"] for name in rule["resources"]} == written
+    assert set(rule["operations"]) == {"CREATE", "UPDATE"}
+
+
+def test_device_class_selects_devices_of_gpushare() -> None:
+    (document,) = documents("dra/deviceclass.yaml")
+    (selector,) = document["spec"]["selectors"]
+    environment = celpy.Environment()
+    program = environment.program(environment.compile(selector["cel"]["expression"]))
+    for driver, selected in (("gpushare.io", True), ("gpu.nvidia.com", False)):
+        assert bool(program.evaluate({"device": celpy.json_to_cel({"driver": driver})})) is selected
+
+
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
 def test_examples_are_admitted_and_grant_their_limits(policy: Policy, name: str) -> None:
     (example,) = documents(name)
@@ -410,7 +457,7 @@ def test_docs_list_every_label_and_an_admitted_pod(policy: Policy, plugin_policy
     page, _, plugin = (TREE / "docs" / "kubernetes.md").read_text().partition("## The device plugin")
     rows = set(re.findall(r"^\| `(gpushare\.io/[a-z.]+)`", page, re.MULTILINE))
     assert rows == {"gpushare.io/present", *(f"gpushare.io/{name}" for name in labels.device_labels(pure.node()))}
-    (sample,), (with_plugin,) = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (page, plugin))
+    (sample,), (with_plugin, *_) = (re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S) for text in (page, plugin))
     spec = yaml.safe_load(sample)["spec"]
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
     spec["containers"][0]["env"][0]["value"] = "8Gi"

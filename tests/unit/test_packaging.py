@@ -6,6 +6,8 @@ import configparser
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
 from gpushare.core import constants
 
+from tests.support import helm
 from tests.support.host import TREE, version
 
 PACKAGING = TREE / "packaging"
@@ -51,18 +54,55 @@ def test_kustomization_names_existing_files(path: Path) -> None:
     value = yaml.safe_load(path.read_text())
     schema = json.loads((TREE / "tests/schemas/kustomization.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(value)
-    for name in value["resources"]:
+    assert value["kind"] == "Component" or value["resources"]
+    for name in [*value.get("resources", []), *value.get("components", [])]:
         there = path.parent / name
         assert there.is_file() or (there / "kustomization.yaml").is_file(), name
         # kustomize refuses a folder that contains the folder naming it
         assert there.resolve() not in path.resolve().parents
 
 
+def built(folder: Path) -> dict[tuple[str, str], Any]:
+    """(kind, name) -> object, as kubectl applies the folder."""
+    command = [helm.program("kubectl"), "kustomize", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(done.stdout)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "components", "changed"),
+    [
+        (".", ("profiles",), "gpushare-installer"),
+        ("dra", ("../profiles",), "gpushare-installer"),
+        ("nri", ("../profiles",), "gpushare-installer"),
+        ("plugin", ("../profiles",), "gpushare-installer"),
+        ("plugin", ("xid",), "gpushare-plugin"),
+    ],
+)
+def test_kubectl_builds_every_folder_and_its_components(
+    folder: str, components: tuple[str, ...], changed: str, tmp_path: Path
+) -> None:
+    """kubectl applies the JSON patches as `patched` does."""
+    tree = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"))
+    for path in tree.rglob("kustomization.yaml"):
+        if yaml.safe_load(path.read_text())["kind"] == "Kustomization":
+            built(path.parent)
+    path = tree / folder / "kustomization.yaml"
+    before = built(path.parent)
+    path.write_text(path.read_text() + f"components: {json.dumps(components)}\n")
+    after = built(path.parent)
+    different = {name for kind, name in before if before[kind, name] != after[kind, name]}
+    assert different == {changed} and before.keys() <= after.keys()
+    name = os.path.normpath(f"{folder}/{components[0]}/kustomization.yaml")
+    assert after["DaemonSet", changed] == patched(before["DaemonSet", changed], name)
+
+
 def test_every_manifest_is_in_a_kustomization() -> None:
     named = {
         (path.parent / name).resolve()
         for path in KUSTOMIZATIONS
-        for name in yaml.safe_load(path.read_text())["resources"]
+        for name in yaml.safe_load(path.read_text()).get("resources", [])
     }
     left = [path.name for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml" and path not in named]
     # Some clusters lack the API of podmonitor.yaml.
@@ -94,6 +134,47 @@ def pod_of(path: str) -> tuple[Any, Any]:
     return spec["template"]["spec"], container
 
 
+def patched(value: Any, kustomization: str) -> Any:
+    """The DaemonSet with the JSON patches for it."""
+    value = json.loads(json.dumps(value))
+    for patch in yaml.safe_load((KUBERNETES / kustomization).read_text())["patches"]:
+        assert patch["target"] == {"kind": value["kind"], "name": value["metadata"]["name"]}
+        for step in yaml.safe_load(patch["patch"]):
+            at: Any = value
+            *parents, last = step["path"].strip("/").split("/")
+            for word in parents:
+                at = at[int(word) if isinstance(at, list) else word]
+            if last == "-":
+                at.append(step["value"])
+            else:
+                index = int(last) if isinstance(at, list) else last
+                assert (step["op"] == "replace") == (index in at if isinstance(at, dict) else True), step
+                at[index] = step["value"]
+    return value
+
+
+def test_profiles_give_the_installer_what_it_reads() -> None:
+    """Its node's name, a token, and the ConfigMap; the profile `cluster` is what the installer writes without a
+    label."""
+    install = runpy.run_path(str(INSTALLER / "install.py"))
+    changed = patched(daemon_set(), "profiles/kustomization.yaml")
+    for api in APIS:
+        kubernetes_validate.validate(changed, api, strict=True)
+    pod = changed["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["env"][-1] == {"name": "GPUSHARE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    assert container["volumeMounts"][-1]["mountPath"] == install["PROFILES"] and pod["automountServiceAccountToken"]
+    (shipped,) = yaml.safe_load_all((KUBERNETES / "profiles/profiles.yaml").read_text())
+    assert pod["volumes"][-1]["configMap"]["name"] == shipped["metadata"]["name"]
+    account = next(yaml.safe_load_all((KUBERNETES / "profiles/rbac.yaml").read_text()))["metadata"]
+    assert (pod["serviceAccountName"], changed["metadata"]["namespace"]) == (account["name"], account["namespace"])
+    parsed = {name: config.parse_config(text, name) for name, text in shipped["data"].items()}
+    assert parsed["cluster.yaml"] == config.parse_config(profiles.text("cluster"), "cluster")
+    assert parsed["equal-shares.yaml"]._replace(sharing=()) == parsed["cluster.yaml"]
+    page = (TREE / "docs/kubernetes.md").read_text()
+    assert f"{install['LABEL']}=equal-shares" in page
+
+
 def test_nri_plugin_has_minimal_rights() -> None:
     """No privileges and no token. It writes one file of the state directory, and names the hook as on the node."""
     pod, container = pod_of("nri/daemonset.yaml")
@@ -108,12 +189,10 @@ def test_nri_plugin_has_minimal_rights() -> None:
     program = (INSTALLER / "install.py").read_text()
     assert given["hook"] == "/opt/gpushare/current/bin/gpushare-hook"
     assert 'FOLDER = "/opt/gpushare"' in program and 'FOLDER + "/current/bin/gpushare"' in program
-    kustomization = yaml.safe_load((KUBERNETES / "nri/kustomization.yaml").read_text())
-    (change,) = yaml.safe_load(kustomization["patches"][0]["patch"])
-    value: Any = daemon_set()
-    for word in change["path"].strip("/").split("/")[:-1]:
-        value = value[int(word) if isinstance(value, list) else word]
-    assert value == {"name": "GPUSHARE_ENGINE", "value": "containerd"} and change["value"] == "none"
+    changed = patched(daemon_set(), "nri/kustomization.yaml")
+    before, after = (one["spec"]["template"]["spec"]["containers"][0]["env"] for one in (daemon_set(), changed))
+    assert before[0] == {"name": "GPUSHARE_ENGINE", "value": "containerd"}
+    assert after == [{"name": "GPUSHARE_ENGINE", "value": "none"}, *before[1:]]
 
 
 def test_dra_driver_names_the_hook_of_the_node() -> None:
@@ -141,6 +220,23 @@ def test_plugin_has_minimal_rights() -> None:
     assert 'gpushare("refresh")' in (INSTALLER / "install.py").read_text()
 
 
+def test_plugin_that_watches_xid_errors_has_the_driver() -> None:
+    """Privileged for the device nodes, and the driver's folder read-only; nothing else changes."""
+    before, changed = (yaml.safe_load((KUBERNETES / "plugin/daemonset.yaml").read_text()) for _ in range(2))
+    changed = patched(changed, "plugin/xid/kustomization.yaml")
+    for api in APIS:
+        kubernetes_validate.validate(changed, api, strict=True)
+    pod, old = changed["spec"]["template"]["spec"], before["spec"]["template"]["spec"]
+    (container,), (other,) = pod["containers"], old["containers"]
+    mount, volume = container["volumeMounts"].pop(), pod["volumes"].pop()
+    given = k8s_plugin.k8s_plugin.make_context("k8s-plugin", container["args"][1:]).params
+    assert os.path.dirname(given["nvml"]) == mount["mountPath"] and mount["readOnly"]
+    assert mount["name"] == volume["name"] and container["args"].pop().startswith("--nvml=")
+    security = {"privileged": True, "runAsUser": 0, "readOnlyRootFilesystem": True}
+    assert container.pop("securityContext") == security and other.pop("securityContext")
+    assert changed == before
+
+
 def test_exporter_service_and_monitor_match() -> None:
     pod, container = pod_of("exporter/daemonset.yaml")
     (service,) = yaml.safe_load_all((KUBERNETES / "exporter/service.yaml").read_text())
@@ -157,13 +253,9 @@ def test_exporter_service_and_monitor_match() -> None:
 
 
 def test_removal_patches_only_command_of_daemon_set() -> None:
-    (patch,) = yaml.safe_load((KUBERNETES / "remove/kustomization.yaml").read_text())["patches"]
-    (step,) = yaml.safe_load(patch["patch"])
-    assert patch["target"] == {"kind": "DaemonSet", "name": daemon_set()["metadata"]["name"]}
-    at: Any = daemon_set()
-    for name in step["path"].strip("/").split("/"):
-        at = at[int(name)] if isinstance(at, list) else at[name]
-    assert (at, step["op"], step["value"]) == (["install"], "replace", ["remove"])
+    before, after = daemon_set(), patched(daemon_set(), "remove/kustomization.yaml")
+    args = [one["spec"]["template"]["spec"]["containers"][0].pop("args") for one in (before, after)]
+    assert args == [["install"], ["remove"]] and before == after
 
 
 def test_version_and_licence_agree() -> None:

@@ -113,6 +113,19 @@ def test_links_of_devices_are_removed_and_the_toolkit_s_stay(cli: Callable[..., 
     assert [path.name for path in links.iterdir()] == ["195:1"]
 
 
+def test_claims_of_the_dra_driver_are_removed(cli: Callable[..., Any], root: Path) -> None:
+    """Also what a killed write left; other CDI specifications stay."""
+    folder = root / "run/cdi"
+    folder.mkdir()
+    for name in ("gpushare.io-claim_u.json", "gpushare.io-claim_v.json.new", "nvidia.json"):
+        (folder / name).touch()
+    code, out, error = cli("--yes")
+    line = "1 resource claim is prepared for pods: /run/cdi/gpushare.io-claim_u.json; delete these pods first"
+    assert (code, out) == (75, "") and line in error and len(list(folder.iterdir())) == 3
+    assert "remove /run/cdi/gpushare.io-claim_u.json\n" in cli("--yes", "--force")[1]
+    assert [path.name for path in folder.iterdir()] == ["nvidia.json"]
+
+
 def test_hook_only_files_are_removed(cli: Callable[..., Any], root: Path, tmp_path: Path) -> None:
     """containerd's base spec, and the files of two hook directories."""
     assert cli("--yes", "--purge")[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import sys
 
 import click
 
@@ -14,7 +13,7 @@ from ..monitor import eviction
 from ..state import agentlock, log, storage
 from ..system import sigterm
 from .options import Paths, with_interval, with_no_color
-from .output import write_line
+from .output import write_now
 
 
 @click.command()
@@ -39,8 +38,7 @@ def agent(paths: Paths, interval: float) -> int:
         pass  # no driver is loaded: containers' own numbers are all there is
     taking = eviction.Agent(paths.state_dir, config.log, library, log.to_stderr)
     with sigterm.readable() as end:
-        write_line(f"lending memory of containers in {paths.state_dir}")
-        sys.stdout.flush()
+        write_now(f"lending memory of containers in {paths.state_dir}")
         said = ""
         while not select.select([end], [], [], interval)[0]:
             line = ""

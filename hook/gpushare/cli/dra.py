@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
 from ..config import node
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
-from .output import write_line
+from .output import write_now
 from .runtime import settings_of
 
 
@@ -66,9 +65,4 @@ def dra(paths: Paths, kubelet: str, cdi: str, program: str, server: str, account
     settings = driver.Settings(os.path.abspath(kubelet), os.path.abspath(cdi), interval)
     api = apiserver.Server(server or apiserver.default_url(), account)
     first = node.last(paths.state_dir) or facts.host(paths)
-    driver.run(first, paths.state_dir, settings, api, hooks, _print_line)
-
-
-def _print_line(text: str) -> None:
-    write_line(text)
-    sys.stdout.flush()
+    driver.run(first, paths.state_dir, settings, api, hooks, write_now)

@@ -29,7 +29,7 @@ from ..state import journal
 from ..system import sigterm
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
-from .output import write, write_line
+from .output import write, write_now
 
 PORT = 9878
 _CHECKPOINT_S = 600.0
@@ -332,8 +332,7 @@ def _serve(watched: Watched, server: _Server, interval: float) -> int:
         server.set_app(watched.app())
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
         try:
-            write_line(f"serving metrics at {server.place()}")
-            sys.stdout.flush()
+            write_now(f"serving metrics at {server.place()}")
             due = time.monotonic() + interval
             while not select.select([end], [], [], max(0.0, due - time.monotonic()))[0]:
                 watched.update()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 
 import click
@@ -16,7 +15,7 @@ from ..core.quantity import size_bytes
 from ..core.quoting import shown
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
-from .output import write_line
+from .output import write_now
 
 FOLDER = "/var/lib/kubelet/device-plugins"
 KINDS = ("memory", "compute", "gpu", "devices")  # offers.VARIABLES, which need not be imported to parse an option
@@ -98,12 +97,7 @@ def k8s_plugin(
     from ..integrations.kubelet import plugin  # imports gRPC, so only after the command line was parsed
 
     settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval, nvml, _xids(ignored), names)
-    plugin.run(_node(paths, whole), paths.state_dir, settings, _print_line)
-
-
-def _print_line(text: str) -> None:
-    write_line(text)
-    sys.stdout.flush()
+    plugin.run(_node(paths, whole), paths.state_dir, settings, write_now)
 
 
 def _unit_mib(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
@@ -11,7 +10,7 @@ from ..config import node
 from ..engines.host import check_program
 from ..state import storage
 from .options import Paths, given, with_no_color
-from .output import write_line
+from .output import write_now
 from .runtime import settings_of
 
 SOCKET = "/var/run/nri/nri.sock"
@@ -51,9 +50,4 @@ def nri(paths: Paths, socket: str, index: str, hook: str) -> None:
     settings = settings_of(paths, "")._replace(cri=True)
     settings = settings._replace(hook=os.path.abspath(hook) if hook else check_program(settings.hook))
     storage.prepare(paths.state_dir)
-    plugin.run(plugin.Settings(os.path.abspath(socket), index, settings), _print_line)
-
-
-def _print_line(text: str) -> None:
-    write_line(text)
-    sys.stdout.flush()
+    plugin.run(plugin.Settings(os.path.abspath(socket), index, settings), write_now)

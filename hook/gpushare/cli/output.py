@@ -110,6 +110,11 @@ def write_line(text: str = "") -> None:
     write(printable(text) + "\n")
 
 
+def write_now(text: str) -> None:
+    """Write a line and flush it, for a program that keeps running."""
+    write(printable(text) + "\n", now=True)
+
+
 def write_text(text: str, indent: int) -> None:
     """Write lines that start with a label. On a terminal, wrap long lines and indent the rest by `indent`. Lines are
     broken between words only, so that paths can be copied. In a pipe lines are not wrapped."""

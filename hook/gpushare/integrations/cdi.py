@@ -64,7 +64,7 @@ def document(node: Node, settings: Settings, for_builds: bool = False) -> dict[s
     with_nodes = False
     for name in found:
         edits: dict[str, Any] = {"env": [f"{variable(name)}={name}"], "hooks": hooks}
-        nodes = [_described(one) for one in of_cdi_device(node.inventory, by_uuid[name])] if name in by_uuid else []
+        nodes = [described(one) for one in of_cdi_device(node.inventory, by_uuid[name])] if name in by_uuid else []
         if nodes:
             edits["deviceNodes"] = nodes
             with_nodes = True
@@ -74,7 +74,7 @@ def document(node: Node, settings: Settings, for_builds: bool = False) -> dict[s
     return {"cdiVersion": version, "kind": KIND, "devices": devices}
 
 
-def _described(node: HostNode) -> dict[str, str]:
+def described(node: HostNode) -> dict[str, str]:
     """The node without its numbers: engines read them at each start, and those of nvidia-uvm change."""
     path = f"/dev/{node.name}"
     return {"path": path, **({} if node.source == path else {"hostPath": node.source}), "permissions": "rw"}

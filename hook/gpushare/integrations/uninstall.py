@@ -2,7 +2,7 @@
 
     engines   gpushare's entries in their configuration (engines/configure.undo)
     state     the tmpfs of leases and shares
-    files     node-feature-discovery's feature file, the CDI specification, and links in /dev/char
+    files     node-feature-discovery's feature file, CDI specifications, and links in /dev/char
     config    /etc/gpushare, and the usage journal in its usual place; only with --purge
 
 The programs stay: a package manager or the user installed them.
@@ -27,7 +27,9 @@ from ..engines.host import Host
 from ..gpu import charlinks
 from ..state import journal, leases, storage
 from ..system import syscalls
-from . import labels
+from . import dra, labels
+
+_CLAIMS = "/run/cdi"  # the DRA driver's directory is /var/run/cdi, and /var/run a link to /run
 
 
 class Plan(NamedTuple):
@@ -49,15 +51,18 @@ class Plan(NamedTuple):
 
 
 def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
-    """Collect what to remove. Raises CapacityError if containers hold leases or MPS runs, unless `force`; ConfigError
-    for a state directory that is not gpushare's, or an engine's file that cannot be changed."""
+    """Collect what to remove. Raises CapacityError if containers hold leases, claims are prepared, or MPS runs, unless
+    `force`; ConfigError for a state directory that is not gpushare's, or an engine's file that cannot be changed."""
     state_dir = host.at(settings.state_dir)
     _refuse_foreign(state_dir)
+    claims = _claims(host.at(_CLAIMS))
     if not force:
         refuse_used(state_dir)
+        _refuse_claims(claims)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
     files = [path for path in (labels.FILE, *CDI_FILES) if host.has(path)]
     files += [f"{charlinks.DIRECTORY}/{name}" for name in charlinks.ours(host.at(charlinks.DIRECTORY))]
+    files += [f"{_CLAIMS}/{name}" for name in claims]
     folders = []
     if purge:
         usual = os.path.dirname(constants.CONFIG_PATH)
@@ -72,6 +77,25 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         tuple(folders),
         tuple(files),
     )
+
+
+def _claims(folder: str) -> list[str]:
+    """The files of the DRA driver, also those of a write that was killed."""
+    endings = (dra.SUFFIX, dra.SUFFIX + dra.UNFINISHED)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [name for name in names if name.startswith(dra.PREFIX) and name.endswith(endings)]
+
+
+def _refuse_claims(names: list[str]) -> None:
+    """Raise CapacityError if a claim is prepared: its pod can still start containers, and kubelet does not prepare a
+    claim again."""
+    claims = [name for name in names if name.endswith(dra.SUFFIX)]
+    if claims:
+        what = "1 resource claim is" if len(claims) == 1 else f"{len(claims)} resource claims are"
+        raise CapacityError(
+            f"{what} prepared for pods: {_CLAIMS}/{claims[0]}{' ...' if len(claims) > 1 else ''}",
+            "delete these pods first; after --force they cannot start containers",
+        )
 
 
 def _refuse_foreign(state_dir: str) -> None:

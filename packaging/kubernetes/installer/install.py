@@ -10,26 +10,38 @@ usage: install.py install | remove | run WORDS...       the node's root is mount
 
 Variables, with their defaults: GPUSHARE_ENGINE=containerd (none: leave the engine alone, for the NRI plugin),
 GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which restarts or reloads the engine when its configuration has
-changed (never: print the command instead). The node's programs run in the node's root, so that they use only the
-node's files.
+changed (never: print the command instead). GPUSHARE_NODE is the name of the node: if it is set, the node's label
+gpushare.io/profile chooses a file of /profiles, which becomes the node's configuration. SIGHUP reads both at once. The
+node's programs run in the node's root, so that they use only the node's files.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import http.client
 import json
 import os
 import shlex
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
+import time
 
 BUNDLE, HOST = "/gpushare", "/host"
 FOLDER = "/opt/gpushare"  # on the node: a directory for each version of the bundle, and the link `current`
 CONFIG = "/etc/gpushare/config.yaml"
 WRITTEN = FOLDER + "/config.sha256"  # checksum of the configuration file that this program wrote
+APPLIED = FOLDER + "/profile"  # name of the profile in that file, if a label chose it
+LABEL = "gpushare.io/profile"
+PROFILES = "/profiles"  # the ConfigMap in the pod: NAME.yaml for each profile
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # a Node without its large status
+CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
+PROFILE_S = 60  # time between two reads of the label and of the profiles
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -43,20 +55,29 @@ def on_node(path: str) -> str:
     return HOST + path
 
 
-def run(*words: str) -> str:
-    """Run a program of the node in the node's root and return its output. Raises Failed."""
+def run(*words: str, quiet: bool = False) -> str:
+    """Run a program of the node in the node's root and return its output. Raises Failed, with the first message of the
+    program if `quiet`."""
 
     def enter() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS | {signal.SIGHUP})
         os.chroot(HOST)
         os.chdir("/")
 
     try:
         done = subprocess.run(
-            words, stdout=subprocess.PIPE, preexec_fn=enter, env=ENVIRONMENT, stdin=subprocess.DEVNULL
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if quiet else None,
+            preexec_fn=enter,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"{words[0]}: {error}") from None
+    if done.returncode and quiet:
+        first = done.stderr.decode(errors="replace").partition("\n")[0]
+        raise Failed(first.partition("gpushare: ")[2] or f"`{shlex.join(words)}` ended with {done.returncode}")
     if done.returncode:
         raise Failed(f"`{shlex.join(words)}` ended with {done.returncode}; its messages are above")
     return done.stdout.decode()
@@ -104,11 +125,8 @@ def copy() -> str:
 
 
 def checksum(path: str) -> str:
-    try:
-        with open(on_node(path), "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
-    except FileNotFoundError:
-        return ""
+    data = contents(path)
+    return hashlib.sha256(data).hexdigest() if data else ""
 
 
 def restart(done: dict) -> None:
@@ -122,24 +140,137 @@ def restart(done: dict) -> None:
             run(*shlex.split(command))
 
 
-def install() -> None:
+def is_ours(config: str) -> bool:
+    """Whether this program wrote the configuration file, which has this checksum."""
+    return config in read(WRITTEN).split()
+
+
+def write(path: str, data: bytes) -> None:
+    """Write a file of the node whole or not at all."""
+    os.makedirs(os.path.dirname(on_node(path)), exist_ok=True)
+    with open(on_node(path + ".new"), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(on_node(path + ".new"), on_node(path))
+
+
+class Profile:
+    """Makes the profile that the node's label names the node's configuration. If that is impossible, it prints why,
+    once, and the node keeps its configuration."""
+
+    def __init__(self) -> None:
+        self.line = ""
+
+    def follow(self) -> bool:
+        """Return whether the configuration has changed."""
+        if "GPUSHARE_NODE" not in os.environ:
+            return False
+        try:
+            changed, line = self.apply(label_of_node()), ""
+        except (Failed, OSError) as error:
+            changed, line = False, f"gpushare: {error}; the node keeps its configuration"
+        if line and line != self.line:
+            print(line, file=sys.stderr, flush=True)
+        self.line = line
+        return changed
+
+    def apply(self, name: str) -> bool:
+        applied, old = read(APPLIED), contents(CONFIG)
+        if not name and applied:
+            raise Failed(f"the node lost its label {LABEL}={json.dumps(applied)}")
+        if not name:
+            return False
+        text = self.text(name)
+        if text == old and name == applied:
+            return False
+        if old and not is_ours(checksum(CONFIG)):
+            raise Failed(f"profile {json.dumps(name)}: {CONFIG} was edited on the node; delete it there")
+        self.check(name, text)
+        self.replace(name, text)
+        try:
+            run(PROGRAM, "refresh", quiet=True)
+        except Failed as error:
+            self.replace(applied, old)
+            raise Failed(f"profile {json.dumps(name)}: {error}") from None
+        print(f"profile {name} is applied", flush=True)
+        return True
+
+    @staticmethod
+    def text(name: str) -> bytes:
+        """The contents of the profile's file. Raises Failed."""
+        found = sorted(one[: -len(".yaml")] for one in os.listdir(PROFILES) if one.endswith(".yaml"))
+        if name not in found:
+            raise Failed(f"label {LABEL}={json.dumps(name)}: the profiles are {', '.join(found) or 'none'}")
+        with open(f"{PROFILES}/{name}.yaml", "rb") as file:
+            return file.read()
+
+    @staticmethod
+    def check(name: str, text: bytes) -> None:
+        """Raise Failed with the first error in the profile."""
+        path = f"{FOLDER}/{name}.yaml"
+        write(path, text)
+        try:
+            run(PROGRAM, "config", "check", path, quiet=True)
+        except Failed as error:
+            raise Failed(f"profile {json.dumps(name)}: {str(error).replace(path, name + '.yaml')}") from None
+        finally:
+            os.unlink(on_node(path))
+
+    @staticmethod
+    def replace(name: str, text: bytes) -> None:
+        """Write the configuration. If the pod is killed meanwhile, the file still counts as written by this program."""
+        new = hashlib.sha256(text).hexdigest()
+        write(WRITTEN, f"{checksum(CONFIG)} {new}".encode())
+        write(APPLIED, name.encode())
+        if text:
+            write(CONFIG, text)
+        elif os.path.lexists(on_node(CONFIG)):  # there was none before
+            os.unlink(on_node(CONFIG))
+        write(WRITTEN, new.encode())
+
+
+def label_of_node() -> str:
+    """The value of the node's label; "" without that label. Raises Failed."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    path = f"/api/v1/nodes/{os.environ['GPUSHARE_NODE']}"
+    try:
+        with open(f"{ACCOUNT}/token", encoding="ascii") as file:
+            headers = {"Authorization": f"Bearer {file.read().strip()}", "Accept": METADATA}
+        context = ssl.create_default_context(cafile=f"{ACCOUNT}/ca.crt")
+        connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise Failed(f"API server: GET {path}: {answer.status} {json.dumps(found.get('message', ''))}")
+        return str(found["metadata"].get("labels", {}).get(LABEL, ""))
+    except (OSError, http.client.HTTPException, ValueError, KeyError, AttributeError) as error:
+        raise Failed(f"API server: GET {path}: {error}") from None
+
+
+def install(profile: Profile) -> None:
     name = copy()
+    profile.follow()
     engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
     words = ["runtime", "configure", *([] if engine == "none" else [engine])]
     before = checksum(CONFIG)
-    if not before or before == read(WRITTEN):  # keep a file that the administrator wrote or edited
+    # Keep a profile, and a file that the administrator wrote or edited.
+    if not before or (is_ours(before) and not read(APPLIED)):
         words += ["--profile", os.environ.get("GPUSHARE_PROFILE", "cluster"), "--force"]
     done = gpushare(*words) if len(words) > 2 else {"changes": []}
     if "--profile" in words:
-        with open(on_node(WRITTEN), "w") as file:
-            file.write(checksum(CONFIG))
+        write(WRITTEN, checksum(CONFIG).encode())
     for change in done["changes"]:
         print(f"{change['action']} {change['path']}", flush=True)
     restart(done)
     label()
     if not gpushare("list")["items"]:  # no container needs an older version
         for entry in os.listdir(on_node(FOLDER)):
-            if entry not in (name, "current", os.path.basename(WRITTEN)):
+            if entry not in (name, "current") and os.path.isdir(on_node(f"{FOLDER}/{entry}")):
                 shutil.rmtree(on_node(f"{FOLDER}/{entry}"))
 
 
@@ -162,9 +293,9 @@ def label() -> None:
 def remove(force: bool) -> None:
     if not os.path.lexists(on_node(f"{FOLDER}/current")):
         return
-    force = force and bool(gpushare("list")["items"])
+    force = force and bool(gpushare("list")["items"] or glob.glob(on_node(CLAIMS)))
     config = checksum(CONFIG)
-    purge = bool(config) and config == read(WRITTEN)  # the configuration file is as this program wrote it
+    purge = is_ours(config)  # the configuration file is as this program wrote it
     done = gpushare("uninstall", "--yes", *(["--force"] if force else []), *(["--purge"] if purge else []))
     for step in done["steps"]:
         print(step, flush=True)
@@ -176,12 +307,29 @@ def remove(force: bool) -> None:
     print("gpushare is removed from this node", flush=True)
 
 
-def read(path: str) -> str:
+def contents(path: str) -> bytes:
+    """The contents of a file of the node; nothing if there is no file."""
     try:
-        with open(on_node(path)) as file:
+        with open(on_node(path), "rb") as file:
             return file.read()
     except FileNotFoundError:
-        return ""
+        return b""
+
+
+def read(path: str) -> str:
+    return contents(path).decode()
+
+
+def serve(profile: Profile) -> None:
+    """Follow the label, the profiles and the devices until the pod ends."""
+    updated = time.monotonic()
+    while True:
+        info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, PROFILE_S)
+        if info is not None and info.si_signo in ENDS:
+            return
+        if profile.follow() or info is not None or time.monotonic() >= updated + UPDATE_S:
+            label()
+            updated = time.monotonic()
 
 
 def main(verb: str = "", *words: str) -> int:
@@ -194,16 +342,16 @@ def main(verb: str = "", *words: str) -> int:
         except (Failed, OSError) as error:
             print(f"gpushare: {error}", file=sys.stderr)
         return 1
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # a signal must not interrupt a change
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS | {signal.SIGHUP})  # a signal must not interrupt a change
     try:
         if verb == "remove":
             remove(force=True)
             signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
             return 0
-        install()
+        profile = Profile()
+        install(profile)
         print("ready", flush=True)
-        while signal.sigtimedwait(ENDS, UPDATE_S) is None:
-            label()
+        serve(profile)
         remove(force=False)
     except (Failed, OSError) as error:
         print(f"gpushare: {error}", file=sys.stderr)

@@ -12,3 +12,5 @@ A container's start imports nothing of this package: it only reads variables (re
 """
 
 DRIVER = "gpushare.io"
+# CDI specification of a prepared claim; a write that was killed leaves a file with UNFINISHED after the name
+PREFIX, SUFFIX, UNFINISHED = f"{DRIVER}-claim_", ".json", ".new"

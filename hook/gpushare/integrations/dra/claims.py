@@ -23,6 +23,7 @@ from ...core.quoting import shown
 from ...engines import hookfiles
 from ...engines.base import Settings
 from ...gpu.drivernodes import of_cdi_device
+from ..cdi import described
 from . import DRIVER, parameters
 from .slices import COMPUTE, MEMORY, Offer, quantity
 
@@ -145,14 +146,7 @@ def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Setti
     devices = []
     for share in shares:
         edits: dict[str, Any] = {"env": [f"{variable(uid, share.number)}={share.text}"]}
-        nodes = [
-            {
-                "path": f"/dev/{one.name}",
-                **({} if one.source == f"/dev/{one.name}" else {"hostPath": one.source}),
-                "permissions": "rw",
-            }
-            for one in of_cdi_device(node.inventory, share.device)
-        ]
+        nodes = [described(one) for one in of_cdi_device(node.inventory, share.device)]
         devices.append(
             {
                 "name": cdi_name(uid, share.number),
@@ -163,10 +157,10 @@ def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Setti
     return {"cdiVersion": _VERSION, "kind": KIND, "devices": devices, "containerEdits": {"hooks": hooks}}
 
 
-def consumed(described: dict[str, Any]) -> list[tuple[str, int, int]]:
+def consumed(specification: dict[str, Any]) -> list[tuple[str, int, int]]:
     """(uuid, bytes, percent) of each device in a specification of `document`."""
     found: list[tuple[str, int, int]] = []
-    for device in described["devices"]:
+    for device in specification["devices"]:
         uuid, *items = device["containerEdits"]["env"][0].partition("=")[2].split(";")
         fields = dict(item.partition("=")[::2] for item in items)
         found.append((uuid, int(fields["memory"].partition("..")[0]), int(fields.get("compute", 0))))

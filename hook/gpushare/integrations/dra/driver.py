@@ -55,6 +55,7 @@ def run(first: Node, state_dir: str, settings: Settings, server: Server, hooks: 
                 service.show(here, name, offers)
                 if not service.is_reachable:
                     service.serve(f"{settings.kubelet}/plugins_registry", f"{settings.kubelet}/plugins")
+                    report("the sockets were removed: serving on new ones")
                 publisher.follow(offers)
             except (GpushareError, OSError) as error:
                 publisher.failed(str(error))

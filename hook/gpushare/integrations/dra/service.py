@@ -10,17 +10,17 @@ driver, and a claim that was prepared is answered from its file.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Optional
 
 from ...core.errors import GpushareError
 from ...core.model import Node
-from ...core.quoting import shown
 from ...engines.base import Settings
-from . import DRIVER, claims, protocol
+from ..grpcsocket import listen
+from . import DRIVER, PREFIX, SUFFIX, UNFINISHED, claims, protocol
 from .apiserver import Server
 from .claims import ClaimShare
 from .protocol import grpc
@@ -28,8 +28,6 @@ from .slices import Offer
 
 _THREADS = 4
 _END_S = 1.0  # for calls in progress when the service ends
-_PREFIX, _SUFFIX = f"{DRIVER}-claim_", ".json"
-_MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
 
 
 class Service:
@@ -41,6 +39,8 @@ class Service:
         self._node: Optional[Node] = None
         self._pool, self._offers = "", dict[str, Offer]()
         self._running: list[tuple[Any, str]] = []
+        for path in glob.glob(f"{glob.escape(folder)}/{PREFIX}*{SUFFIX}{UNFINISHED}"):
+            os.unlink(path)
 
     def __enter__(self) -> Service:
         return self
@@ -77,21 +77,7 @@ class Service:
         self._running = []
 
     def _listen(self, path: str, handlers: list[Any]) -> None:
-        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
-        if os.path.lexists(path):  # of a driver that was killed
-            os.unlink(path)
-        server = grpc.server(ThreadPoolExecutor(_THREADS), options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers(tuple(handlers))
-        before = os.umask(0o177)
-        try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError:
-            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
-        finally:
-            os.umask(before)
-        server.start()
-        self._running.append((server, path))
+        self._running.append((listen(path, handlers, _THREADS), path))
 
     # Methods of the APIs
 
@@ -130,7 +116,7 @@ class Service:
         return grpc.method_handlers_generic_handler(f"{package}.DRAPlugin", methods)
 
     def _path(self, uid: str) -> str:
-        return os.path.join(self._folder, f"{_PREFIX}{claims.checked_uid(uid)}{_SUFFIX}")
+        return os.path.join(self._folder, f"{PREFIX}{claims.checked_uid(uid)}{SUFFIX}")
 
     def _prepare(self, asked: Any, entry: Any, package: str) -> None:
         path = self._path(asked.uid)
@@ -168,14 +154,14 @@ class Service:
         Raises ValueError or OSError for a file that cannot be read."""
         found = []
         for name in os.listdir(self._folder):
-            if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+            if name.startswith(PREFIX) and name.endswith(SUFFIX):
                 with open(os.path.join(self._folder, name), encoding="utf-8") as file:
                     found += claims.consumed(json.load(file))
         return found
 
     def _write(self, path: str, value: dict[str, Any]) -> None:
         """Write the file whole or not at all; engines do not read other endings."""
-        new = f"{path}.new"
+        new = path + UNFINISHED
         with open(new, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=2)
             file.flush()

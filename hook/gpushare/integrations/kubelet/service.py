@@ -13,11 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, NamedTuple, Optional
 
 from ...core.errors import ConfigError, DeviceError, GpushareError, RequestError
-from ...core.quoting import shown
+from ..grpcsocket import listen
 from . import offers as pure
 from . import protocol
 from .offers import Offered
@@ -25,7 +24,6 @@ from .pairing import Pairing
 from .protocol import grpc
 
 _THREADS = 8
-_MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
 _MAX_REQUEST_BYTES = 64 << 20  # that the service accepts: more than all ids of a node
 _END_S = 1.0  # for calls in progress when the service ends
 _CODES = {RequestError: grpc.StatusCode.INVALID_ARGUMENT, DeviceError: grpc.StatusCode.UNAVAILABLE}
@@ -81,20 +79,9 @@ class Service:
     def serve(self, path: str) -> None:
         """Listen on the socket `path` instead of the previous one."""
         self.close()
-        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-            raise GpushareError(f"cannot serve on {shown(path)}: longer than {_MAX_PATH_BYTES} bytes", "give --kubelet")
-        options = [("grpc.max_receive_message_length", _MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
-        server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(protocol.SERVICE, self._methods()),))
-        before = os.umask(0o177)
-        try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError:
-            raise GpushareError(f"cannot serve on {shown(path)}", "run as root") from None
-        finally:
-            os.umask(before)
-        server.start()
-        self._server, self.path = server, path
+        handler = grpc.method_handlers_generic_handler(protocol.SERVICE, self._methods())
+        options = [("grpc.max_receive_message_length", _MAX_REQUEST_BYTES)]
+        self._server, self.path = listen(path, [handler], _THREADS, options), path
 
     def close(self) -> None:
         if self._server is None:

@@ -5,6 +5,12 @@
 {{ printf "%s/%s:%s" (trimSuffix "/" $registry) .name (.root.Values.image.tag | default .root.Chart.AppVersion) }}
 {{- end }}
 
+{{- /* .file: a manifest that names the namespace `gpushare` */}}
+{{- define "gpushare.namespaced" -}}
+{{- $namespace := .root.Release.Namespace -}}
+{{ .root.Files.Get .file | replace "namespace: gpushare\n" (printf "namespace: %s\n" $namespace) | replace "system:serviceaccount:gpushare:" (printf "system:serviceaccount:%s:" $namespace) }}
+{{- end }}
+
 {{- /* .file: a DaemonSet's manifest; .values: its tolerations and resources; .image: the name of its image */}}
 {{- define "gpushare.daemonset" -}}
 {{- $set := .root.Files.Get .file | fromYaml -}}
