@@ -91,8 +91,9 @@ pictures: root build ## draw the pictures of README.md again, from the output of
 	@$(VENV_PYTHON) tools/architecture.py
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
-newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
-	@tools/newcomer
+newcomer: root build packages ## time what README.md tells a new user: the demo, then the .deb in a clean Debian 12 and 13; NEWCOMER_ARGS=--help
+	@packaging/bootstrap debian
+	@$(VENV_PYTHON) -m tools.newcomer $(NEWCOMER_ARGS)
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)

@@ -122,7 +122,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 class Root:
-    """The root of a suite. `more`: what its name has beside the suite; `included`: packages beside the essential ones."""
+    """The root of a suite. `more`: what its name has beside the suite; `included`: more packages than essential."""
 
     def __init__(self, folder: Path, suite: str, more: str = "", included: str = INCLUDED) -> None:
         self.suite, self.path, self.included = suite, folder / f"{suite}{more}", included

@@ -162,7 +162,9 @@ def test_package_is_installed_used_upgraded_and_removed(
     )  # dpkg configures it again; nothing was stopped
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
     second.end()
-    root.run(*kind.remove)
+    removed = root.call(*kind.remove)
+    said = removed.stdout + removed.stderr
+    assert removed.returncode == 0 and "now run: systemctl restart docker" in said and "programs stay" not in said, said
     *ended, last = systemctl_calls(root)
     assert [line.split()[0] for line in ended] == ["disable", "disable", "stop"] and last == "daemon-reload"
     assert {word.partition(".")[0].rstrip("*") for line in ended for word in line.split() if "gpushare" in word} == {

@@ -69,8 +69,8 @@ def with_packages(suite: str, name: str, packages: tuple[str, ...], more: str = 
 
 
 class Debian:
-    """`path` is its root as seen from here; its /run, /tmp and /dev are visible only inside. `more` is a script that runs
-    once with the network, after the packages are installed."""
+    """`path` is its root as seen from here; its /run, /tmp and /dev are visible only inside. `more` is a script that
+    runs once with the network, after the packages are installed."""
 
     def __init__(self, suite: str, name: str, packages: tuple[str, ...], directory: Path, more: str = "") -> None:
         self.suite, self.directory = suite, directory
@@ -172,16 +172,34 @@ class Debian:
 
 
 class Docker:
-    """The docker daemon of a Debian. No systemd runs there, so a script stands in for `systemctl reload docker`."""
+    """The docker daemon of a Debian. No systemd runs there, so a script stands in for `systemctl reload docker` and
+    `systemctl restart docker`."""
 
     OPTIONS = ("--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
     SYSTEMCTL = """\
 #!/bin/bash
-[ "$*" = "reload docker" ] || exit 1
-since=$(date +%s.%N)
-kill -HUP "$(cat /run/docker.pid)"
-exec 3< <(exec docker events --since "$since" --filter event=reload)
-read -r _ <&3 && kill $!
+set -euo pipefail
+case "$*" in
+"reload docker")
+    since=$(date +%s.%N)
+    kill -HUP "$(cat /run/docker.pid)"
+    exec 3< <(exec docker events --since "$since" --filter event=reload)
+    read -r _ <&3
+    kill $!
+    ;;
+"restart docker")
+    pid=$(cat /run/docker.pid)
+    mapfile -d "" -t words <"/proc/$pid/cmdline"
+    kill "$pid"
+    tail --pid="$pid" -f /dev/null
+    setsid "${words[@]}" </dev/null >>/var/log/dockerd.log 2>&1 &
+    until docker version >/dev/null 2>&1; do sleep 0.1; done
+    ;;
+*)
+    echo "systemctl: no systemd in here, only docker can be reloaded and restarted" >&2
+    exit 1
+    ;;
+esac
 """
 
     def __init__(self, debian: Debian) -> None:
@@ -191,6 +209,7 @@ read -r _ <&3 && kill $!
         debian, notify = self.debian, self.debian.path / "notify"
         (debian.path / "usr/bin/systemctl").unlink(missing_ok=True)
         debian.put("/usr/bin/systemctl", self.SYSTEMCTL, 0o755)
+        debian.run("sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward")  # or docker warns
         (debian.path / "var/lib/docker").mkdir(exist_ok=True)
         debian.run("mount", "-t", "tmpfs", "gpushare-test", "/var/lib/docker")  # overlay2 needs no overlay below it
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ready:
@@ -221,6 +240,7 @@ read -r _ <&3 && kill $!
         if ids:
             debian.call("docker", "rm", "-f", *ids)
         debian.run("sh", "-c", "kill $(cat /run/docker.pid)")
+        debian.until(lambda: debian.call("test", "-e", "/run/docker.pid").returncode == 1, "the end of dockerd")
         self._daemon.wait(_READY_S)
         self._remove_cgroups()
 
