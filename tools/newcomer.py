@@ -74,8 +74,7 @@ class Expected(NamedTuple):
 
 
 ID = r"[0-9a-f]{64}"
-# nvidia-smi's frame, its lines about the share, and others, each of which begins with a bar
-SMI = (r"\|.* 4096MiB .*", r"[|+].*", r"\w{3} \w{3} .*", r" *")
+FACT = "bundle|cgroup|init pid|dialect|driver|user"
 INSTALL = (
     Expected("dpkg -i", (
         r"Selecting previously unselected package gpushare\.",
@@ -93,13 +92,24 @@ INSTALL = (
     Expected("systemctl reload docker"),
 )  # fmt: skip
 USE = (
-    Expected("docker run --rm", SMI),
+    Expected("docker run --rm", (r"NVIDIA-SMI \(simulated\) .*", r"\|   0 .* 0MiB / +4096MiB \|   0% \|")),
     Expected("docker run -d --name serve", (ID,)),
     Expected("gpushare list"),
-    Expected("gpushare inspect serve", (r".*\bserve\b.*", r".*\b4 GiB\b.*", r".*")),
+    Expected("gpushare inspect serve", (
+        rf"id +{ID}",
+        r"name +serve",
+        r"state +running",
+        r"age +\d+s",
+        rf"({FACT}) +\S.*",
+        r"SLOT  .*|",
+        r"   0       0 .*  4 GiB        0 .* of 30% .*",
+        r"   0 .* s  .* s .* h .*",
+        r" *PID  IN CONTAINER +SLOT 0",
+        r" *\d+ +\d+  +\d.*B",
+    )),
     Expected("gpushare devices"),
     Expected("gpushare limit set serve"),
-)
+)  # fmt: skip
 REMOVE = (
     Expected("docker rm --force serve", (r"serve",)),
     Expected("dpkg --purge gpushare", (
@@ -235,7 +245,6 @@ class Trial:
         value = yaml.safe_load(config.read_text())
         value.setdefault("driver", {})["root"] = "/srv/driver"
         config.write_text(yaml.safe_dump(value, sort_keys=False))
-        self.shell("gpushare refresh")
 
     def compare(self, before: dict[str, Any]) -> None:
         after = self.facts()
