@@ -32,7 +32,7 @@ PYTEST_ARGS ?=
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm pythons test-elsewhere test-attacks test-kills test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
+.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm pythons test-elsewhere test-attacks test-kills test-recipes test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -91,8 +91,9 @@ pictures: root build ## draw the pictures of README.md again, from the output of
 	@$(VENV_PYTHON) tools/architecture.py
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.pictures
 
-newcomer: root ## how long it takes from a clone to the demo, and to a docker container with a share
-	@tools/newcomer
+newcomer: root build packages ## time what README.md tells a new user: the demo, then the .deb in a clean Debian 12 and 13; NEWCOMER_ARGS=--help
+	@packaging/bootstrap debian
+	@$(VENV_PYTHON) -m tools.newcomer $(NEWCOMER_ARGS)
 
 # With the bundle: both ways in, every engine there is, command lines and refusals.
 DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
@@ -148,6 +149,10 @@ test-models: root build $(TEST_SETUP) ## limits, and the simulator's behaviour, 
 
 test-aarch64: root build $(TEST_SETUP) ## the snapshot for aarch64, cross-compiled, under qemu-user
 	@$(VENV_PYTHON) -m pytest tests/integration/check_aarch64.py $(PYTEST_ARGS)
+
+test-recipes: root build packages ## recipes with the programs of clean Debian systems: Slurm, JupyterHub, docker with CDI, Dev Containers
+	@packaging/bootstrap debian
+	@$(VENV_PYTHON) -m pytest --timeout 1800 -o python_files='check_*.py' tests/recipes $(PYTEST_ARGS)
 
 test-clients: root build ## cuda-bindings 13, numba-cuda and CuPy over the simulated driver; downloads 400 MB
 	@$(VENV_PYTHON) -m pytest tests/shim/check_clients.py $(PYTEST_ARGS)

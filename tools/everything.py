@@ -55,6 +55,8 @@ PARTS = (
     Part("dist", "end-to-end tests with the programs of the bundle", _make("test-dist")),
     Part("kills", "kill -9 at every point", _make("test-kills")),
     Part("clients", "clients of the driver API from the package index", _make("test-clients")),
+    Part("recipes", "Slurm, JupyterHub and docker with CDI in clean Debian systems", _make("test-recipes")),
+    Part("newcomer", "README.md in clean Debian systems", _make("newcomer")),
     Part("asan", "the shim under AddressSanitizer and UBSan", _make("test-asan")),
     Part("tsan", f"the shim under ThreadSanitizer, {TSAN_S} s", _make("test-tsan", f"SECONDS={TSAN_S}")),
     Part("fuzz", f"every fuzz target, {FUZZ_S} s each", _make("fuzz", f"SECONDS={FUZZ_S}")),

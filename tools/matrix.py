@@ -122,10 +122,10 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 class Root:
-    """The root of a suite. `more`: what its name has beside the suite."""
+    """The root of a suite. `more`: what its name has beside the suite; `included`: more packages than essential."""
 
-    def __init__(self, folder: Path, suite: str, more: str = "") -> None:
-        self.suite, self.path = suite, folder / f"{suite}{more}"
+    def __init__(self, folder: Path, suite: str, more: str = "", included: str = INCLUDED) -> None:
+        self.suite, self.path, self.included = suite, folder / f"{suite}{more}", included
         self.tree = self.path / INSIDE
         self.logs = folder / f"{suite}{more}.logs"
         self.result = folder / f"{suite}{more}.json"
@@ -140,7 +140,7 @@ class Root:
         shutil.rmtree(new, ignore_errors=True)
         mirror = _mirror()
         with open(self.logs / "debootstrap.log", "wb") as log:
-            words = ["debootstrap", "--variant=minbase", f"--include={INCLUDED}", self.suite, str(new), mirror]
+            words = ["debootstrap", "--variant=minbase", f"--include={self.included}", self.suite, str(new), mirror]
             if subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode:
                 sys.exit(f"gpushare: debootstrap failed: {self.logs}/debootstrap.log")
         sections = "main contrib non-free non-free-firmware"
@@ -237,10 +237,15 @@ class Root:
         return found
 
 
+def this_suite() -> str:
+    """This machine's release."""
+    fields = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    return fields.get("VERSION_CODENAME", "").strip('"')
+
+
 def _mirror() -> str:
     """This machine's own source of packages."""
-    fields = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-    suite = fields.get("VERSION_CODENAME", "").strip('"')
+    suite = this_suite()
     words = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {suite}")
     found = run(*words).split()
     if not found:

@@ -38,6 +38,8 @@ TYPED = {
     "docs/recipes.md": CONFIGURE,
     "docs/engines.md": IMPORT,
 }
+# Commands that the docker of Debian 12 does not have: tests/recipes/check_docker.py runs them
+NEWER = re.compile(r"docker run .*(--gpus|--device gpushare\.io)")
 # Command on a page -> the command that runs
 HERE = {
     r" IMAGE( nvidia-smi)?$": " demo nvidia-smi",
@@ -105,7 +107,7 @@ def typed(one: Command) -> str:
 @pytest.mark.parametrize("page", TYPED)
 def test_page_commands_succeed(playground: Session, page: str) -> None:
     """Each command succeeds, and the container that it starts gets the requested memory."""
-    todo = commands(page)
+    todo = [one for one in commands(page) if not NEWER.match(one.text)]
     assert len(todo) > 0
     before = playground.run(TYPED[page])
     assert before.code == 0, before
@@ -122,6 +124,7 @@ def test_page_commands_succeed(playground: Session, page: str) -> None:
 def service_files(page: str) -> list[str]:
     """The Compose files of a page, with an image that exists here."""
     found = ["\n".join(lines) for _, lines in fenced((TREE / page).read_text()) if lines[0] == "services:"]
+    found = [text for text in found if "runtime: gpushare" in text]  # the others: tests/recipes/check_docker.py
     return [text.replace("image: IMAGE\n", "image: demo\n    command: nvidia-smi\n") + "\n" for text in found]
 
 

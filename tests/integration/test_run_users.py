@@ -73,6 +73,13 @@ def test_unprivileged_user_gets_a_cooperative_share(users_node: Node) -> None:
     assert list((state / "containers").iterdir()) == [] and list((state / "trash").iterdir()) == []
 
 
+def test_user_learns_which_shares_devices_does_not_count(users_node: Node) -> None:
+    done = as_user(users_node, "devices")
+    assert done.returncode == 0 and "16 GiB" in done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert "not those of root and of other users" in done.stderr and "root sees all of them" in done.stderr
+    assert users_node.cli("devices").stderr == ""
+
+
 def test_shares_of_one_user_do_not_exceed_the_device(users_node: Node) -> None:
     command = f"{programs.BUILD}/bin/gpushare --config {users_node.config} run --memory 9Gi"
     script = f"""exec 3< <(exec {command} --name first -- sh -c "echo ready; exec sleep 100")

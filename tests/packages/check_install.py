@@ -89,6 +89,14 @@ def systemctl_calls(root: CleanRoot) -> list[str]:
     return lines
 
 
+def removed(root: CleanRoot, kind: Kind) -> list[str]:
+    """Remove the package, and return the messages of gpushare."""
+    done = root.call(*kind.remove)
+    said = (done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0, said
+    return [line for line in said if line.startswith("gpushare: ")]
+
+
 JOURNAL = "/var/lib/gpushare/usage.log"  # outlives the program, since users are charged by it
 
 
@@ -162,7 +170,7 @@ def test_package_is_installed_used_upgraded_and_removed(
     )  # dpkg configures it again; nothing was stopped
     assert json.loads(root.run("cat", "/etc/docker/daemon.json")) == daemon
     second.end()
-    root.run(*kind.remove)
+    assert removed(root, kind)[-1:] == ["gpushare: now run: systemctl restart docker"]
     *ended, last = systemctl_calls(root)
     assert [line.split()[0] for line in ended] == ["disable", "disable", "stop"] and last == "daemon-reload"
     assert {word.partition(".")[0].rstrip("*") for line in ended for word in line.split() if "gpushare" in word} == {

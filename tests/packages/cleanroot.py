@@ -1,4 +1,4 @@
-"""A fresh Debian, made by debootstrap: a package's view of an unprepared machine.
+"""A fresh Debian: a package's view of an unprepared machine.
 
 archive()              -> build/debian-root.tar, made once; or build/debian-root-PACKAGE.tar with that package. Run as
                        a program, this module makes all of them, which may exceed a test's time limit
@@ -8,18 +8,19 @@ CleanRoot(directory)   the unpacked archive in memory; `run` runs programs with 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests.support import debian
 from tests.support.host import BUILD
 from tests.support.rootfs import run, unmount_below
+from tools.matrix import this_suite
 
 PYTHON = "python3-venv"  # for installing a wheel
 DNF = "dnf"
 # A host's programs: a runtime, systemd to check the units, and rpm, which installs .rpm anywhere
-INCLUDED = "runc,systemd,rpm"
+INCLUDED = ("runc", "systemd", "rpm")
 _ENTER = """
 set -e
 for name in proc sys dev; do mount --rbind /$name "$1/$name"; done
@@ -35,22 +36,15 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def archive(more: str = "") -> Path:
-    """Make or find the archive. Packages come from this machine's own mirror; `more` adds one package."""
+    """Make or find the archive, of this machine's release. `more` adds one package."""
     target = BUILD / ("debian-root" + f"-{more}" * bool(more) + ".tar")
     if target.exists():
         return target
-    with open("/etc/os-release") as file:
-        release = dict(line.rstrip().split("=", 1) for line in file if "=" in line)
-    suite = release["VERSION_CODENAME"]
-    words = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {suite}")
-    sources = run(*words).split()
-    assert sources, f"apt knows no source of {suite}"
-    folder, new = target.with_suffix(""), target.with_suffix(".tar.new")
-    shutil.rmtree(folder, ignore_errors=True)
-    run("debootstrap", "--variant=minbase", f"--include={INCLUDED}{',' * bool(more)}{more}", suite, folder, sources[0])
-    run("tar", "--numeric-owner", "--one-file-system", "-C", folder, "-cf", new, "--exclude=./var/cache", ".")
+    packages = (*INCLUDED, more) if more else INCLUDED
+    root = debian.with_packages(this_suite(), "-".join(("packages", *packages[len(INCLUDED) :])), packages)
+    new = target.with_suffix(".tar.new")
+    run("tar", "--numeric-owner", "--one-file-system", "-C", root.path, "-cf", new, "--exclude=./var/cache", ".")
     new.rename(target)
-    shutil.rmtree(folder)
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from gpushare import doctor
 from gpushare.doctor import CHECKS, FAIL, OK, SKIP, WARN, Machine, Result
+from gpushare.system import rootless
 
 from tests.unit.doctorhost import machine, root
 
@@ -29,6 +31,16 @@ def test_failing_check_does_not_hide_others(machine: Machine, monkeypatch: pytes
     for error, words in ((broken, "ZeroDivisionError"), (lambda _: os.stat("/none/x"), "/none/x: No such")):
         result = doctor.answer(doctor.Check("x", "", error), machine)
         assert result.result == FAIL and words in result.detail
+
+
+def test_ordinary_user_skips_files_of_root(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: Machine) -> Result:
+        raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/x")
+
+    check = doctor.Check("x", "", closed)
+    assert doctor.answer(check, machine) == (FAIL, "/var/lib/x: Permission denied", "run as root")
+    monkeypatch.setattr(rootless, "is_rootless", lambda: True)
+    assert doctor.answer(check, machine) == (SKIP, "needs root: /var/lib/x: Permission denied", "")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ Checks only read. The exception leaves nothing behind: shim.py makes a share in 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from typing import Callable, Optional
 
@@ -18,6 +19,7 @@ from ..engines.host import Host
 from ..gpu import contexts
 from ..gpu.inventory import read_inventory
 from ..state import log
+from ..system import rootless
 from . import driver, engines, kernel, mps, shim, state
 from .base import FAIL, OK, SKIP, WARN, Check, Machine, Result, failed
 
@@ -95,10 +97,9 @@ def answer(check: Check, machine: Machine) -> Result:
     except GpushareError as error:
         return failed(error)
     except OSError as error:
-        return Result(
-            FAIL,
-            f"{error.filename or check.name}: {error.strerror or error}",
-            "run as root" if error.errno in (1, 13) else "",
-        )
+        what = f"{error.filename or check.name}: {error.strerror or error}"
+        if error.errno not in (errno.EPERM, errno.EACCES):
+            return Result(FAIL, what)
+        return Result(SKIP, f"needs root: {what}") if rootless.is_rootless() else Result(FAIL, what, "run as root")
     except Exception as error:
         return Result(FAIL, log.line_of(error)[0])
