@@ -69,7 +69,7 @@ def paths_of(manifest: Path) -> list[str]:
     return [line.split()[-1] for line in manifest.read_text().splitlines() if line.lstrip().startswith("path: /")]
 
 
-def test_nri_without_a_socket_says_what_is_missing(program: Path, tmp_path: Path, node: Node) -> None:
+def test_nri_without_a_socket_names_it_and_the_engines(program: Path, tmp_path: Path, node: Node) -> None:
     words = ["--config", node.config, "--state", node.state, "nri", "--hook", BIN / "gpushare-hook"]
     one = Program([*map(str, (program, *words)), "--socket", str(tmp_path / "none")])
     try:
