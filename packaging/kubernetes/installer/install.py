@@ -8,15 +8,23 @@ usage: install.py install | remove | run WORDS...       the node's root is mount
     remove     remove gpushare now, even if containers have a share; they keep running.
     run        replace this program by `gpushare WORDS...` in the node's root.
 
-Variables, with their defaults: GPUSHARE_ENGINE=containerd (none: leave the engine alone, for the NRI plugin),
-GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which restarts or reloads the engine when its configuration has
-changed (never: print the command instead). The node's programs run in the node's root, so that they use only the
-node's files.
+Variables, with their defaults:
+
+    GPUSHARE_ENGINE=containerd    the engine to configure; none: leave the engine alone, for the NRI plugin
+    GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
+                                  2.2 and newer refuse containers while it does not run
+    GPUSHARE_PROFILE=cluster      the profile of gpushare's configuration file
+    GPUSHARE_RESTART=always       restart or reload the engine when its configuration has changed; never: print the
+                                  command instead
+
+The node's programs run in the node's root, so that they use only the node's files.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -29,7 +37,9 @@ BUNDLE, HOST = "/gpushare", "/host"
 FOLDER = "/opt/gpushare"  # on the node: a directory for each version of the bundle, and the link `current`
 CONFIG = "/etc/gpushare/config.yaml"
 WRITTEN = FOLDER + "/config.sha256"  # checksum of the configuration file that this program wrote
-UPDATE_S = 300  # time between two updates of the features, since devices may change
+STEP_S = 2  # time between two checks for the NRI plugin
+UPDATE_STEPS = 150  # checks between two updates of the features, since devices may change
+PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -122,6 +132,36 @@ def restart(done: dict) -> None:
             run(*shlex.split(command))
 
 
+def requires_nri() -> bool:
+    """Read GPUSHARE_REQUIRE_NRI. Raises Failed."""
+    asked = os.environ.get("GPUSHARE_REQUIRE_NRI", "no")
+    if asked not in ("yes", "no"):
+        raise Failed(f"GPUSHARE_REQUIRE_NRI={shlex.quote(asked)} is neither yes nor no")
+    if asked == "yes" and os.environ.get("GPUSHARE_ENGINE") != "none":
+        raise Failed("GPUSHARE_REQUIRE_NRI=yes needs GPUSHARE_ENGINE=none, which leaves shares to the NRI plugin")
+    return asked == "yes"
+
+
+def plugin_runs() -> bool:
+    try:
+        with open(on_node(PLUGIN_LOCK), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def require_nri(*words: str) -> None:
+    """Make the engine refuse containers while the NRI plugin does not run, or with --undo stop that. Not before the
+    plugin has run: if its image cannot be pulled, the node must still start other containers."""
+    done = gpushare("runtime", "configure", "containerd", *(words or ["--require-nri"]))
+    for line in [*(f"{change['action']} {change['path']}" for change in done["changes"]), *done["notes"]]:
+        print(line, flush=True)
+    restart(done)
+
+
 def install() -> None:
     name = copy()
     engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
@@ -200,10 +240,20 @@ def main(verb: str = "", *words: str) -> int:
             remove(force=True)
             signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
             return 0
+        required = requires_nri()
         install()
         print("ready", flush=True)
-        while signal.sigtimedwait(ENDS, UPDATE_S) is None:
-            label()
+        pending = required
+        for step in itertools.count(1):
+            if signal.sigtimedwait(ENDS, STEP_S) is not None:
+                break
+            if pending and plugin_runs():
+                require_nri()
+                pending = False
+            if step % UPDATE_STEPS == 0:
+                label()
+        if required:
+            require_nri("--undo")  # even if containers have a share: the plugin may be removed with this pod
         remove(force=False)
     except (Failed, OSError) as error:
         print(f"gpushare: {error}", file=sys.stderr)
