@@ -83,6 +83,7 @@ PYTHONPATH=. build/venv/bin/python - <<'END'
 from pathlib import Path
 from tools import newest, nvidia_userland
 newest.unpack(Path("build/newest"))
+newest.unpack(Path("build/trixie"), "trixie")
 for branch in nvidia_userland.branches():
     nvidia_userland.unpack(Path("build", f"userland-{branch}").resolve(), branch)
 END

@@ -23,6 +23,8 @@ from tests.support.rootfs import run
 from tools import newest
 
 GIB = 1 << 30
+# First word of an engine's name, and folder of build/ -> release of Debian that has its programs (tools/newest.py)
+SUITES = {"newest": newest.SUITE, "trixie": "trixie"}
 
 
 class Place(NamedTuple):
@@ -45,10 +47,11 @@ def runtime_path(name: str) -> dict[str, str]:
 
 @contextmanager
 def programs(engine: str) -> Iterator[None]:
-    """For the newest engines: their programs before this machine's own."""
+    """For engines of another release: their programs before this machine's own."""
     before = os.environ["PATH"]
-    if engine.startswith("newest "):
-        os.environ["PATH"] = f"{newest.unpack(BUILD / 'newest')}:{before}"
+    origin = engine.split()[0]
+    if origin in SUITES:
+        os.environ["PATH"] = f"{newest.unpack(BUILD / origin, SUITES[origin])}:{before}"
     try:
         yield
     finally:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 import yaml
+from gpushare.engines import tomltext, validator
 from gpushare.integrations import labels
 
 from simulator.simhost import make_simhost
@@ -33,9 +37,10 @@ PROGRAM = """
 int main(int c, char **v) {
     FILE *to = fopen("/called", "a");
     for (int i = 0; i < c; i++) fprintf(to, "%s%c", v[i], i + 1 < c ? ' ' : '\\n');
-    if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v2.1.0 0123456789");
+    if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v" VERSION " 0123456789");
     return fclose(to);
 }"""
+REQUIRED = {"GPUSHARE_ENGINE": "none", "GPUSHARE_REQUIRE_NRI": "yes"}
 
 
 class Pod:
@@ -72,6 +77,21 @@ class Pod:
         return self.process.returncode
 
 
+def put_programs(node: Path, version: str) -> None:
+    """systemctl, and containerd of this version."""
+    for name in ("systemctl", "containerd"):
+        words = ["gcc", "-static", f'-DVERSION="{version}"', "-xc", "-", "-o", str(node / "usr/bin" / name)]
+        subprocess.run(words, input=PROGRAM.encode(), check=True)
+
+
+@contextmanager
+def plugin_running(node: Path) -> Iterator[None]:
+    """The lock of an NRI plugin that runs on the node."""
+    with open(node / "run/gpushare/nri", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture
 def bundle() -> Path:
     """build/dist/gpushare, made by `make test`."""
@@ -90,9 +110,7 @@ def node(tmp_path: Path) -> Iterator[Path]:
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "dev" / "null").touch()
     (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
-    for name in ("systemctl", "containerd"):
-        words = ["gcc", "-static", "-xc", "-", "-o", str(root / "usr/bin" / name)]
-        subprocess.run(words, input=PROGRAM.encode(), check=True)
+    put_programs(root, "2.1.0")
     try:
         run("mount", "--bind", root, root)
         run("mount", "--make-private", root)
@@ -140,9 +158,29 @@ def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
         pod.process.wait(timeout=60)
 
 
+@contextmanager
+def share_held(node: Path, directory: Path) -> Iterator[None]:
+    """A container with a share that the node's hook gave it."""
+    program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
+    state = {"run": ["gpushare-hook", "prestart"], "end": ["gpushare-hook", "poststop"]}
+    entries = {
+        stage: [{"path": "/usr/sbin/chroot", "args": ["chroot", str(node), str(program / words[0]), words[1]]}]
+        for stage, words in (("prestart", state["run"]), ("poststop", state["end"]))
+    }
+    bundles = directory / "bundles"
+    bundles.mkdir()
+    (node / str(bundles)[1:]).mkdir(parents=True)
+    run("mount", "--bind", bundles, node / str(bundles)[1:])
+    rootfs = make_root(bundles / "image")
+    with Container(bundles, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
+                   edit=lambda spec: spec.update(hooks=entries)) as one:  # fmt: skip
+        one.create()
+        yield
+
+
 def called(node: Path) -> list[str]:
     """Arguments of the node's programs, except queries."""
-    lines = (node / "called").read_text().splitlines()
+    lines = (node / "called").read_text().splitlines() if (node / "called").exists() else []
     return [line for line in lines if line.startswith("systemctl")]
 
 
@@ -164,6 +202,57 @@ def test_engine_is_left_alone_for_the_nri_plugin(node: Path, start: Callable[...
         pod.process.wait(timeout=60)
         config.write_text(config.read_text() + "# edited\n")
     assert config.read_text().count("# edited") == 2
+
+
+def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
+    """Not before: if its image cannot be pulled, the node must still start other containers. At the end of the pod the
+    engine requires it no more, even if a container has a share."""
+    put_programs(node, "2.2.0")
+    before = tree(node)
+    pod = start("install", **REQUIRED)
+    pod.until("ready")
+    assert not (node / DROP_IN).exists() and not (node / "called").exists()
+    with plugin_running(node):
+        pod.until("running: systemctl restart containerd")
+    with share_held(node, tmp_path):
+        value = tomlkit.parse((node / DROP_IN).read_text()).unwrap()
+        assert tomltext.at(value, validator.KEYS)["required_plugins"] == ["gpushare"] and value["version"] == 3
+        assert pod.stop() == 1
+        assert "1 container holds a share" in "\n".join(pod.lines)
+        assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 2
+    last = start("install", **REQUIRED)
+    last.until("ready")
+    assert last.stop() == 0, last.lines
+    assert {path for path in tree(node) - before if "gpushare" in path} == set()
+
+
+def test_older_containerd_stays_unchanged_where_the_nri_plugin_is_required(
+    node: Path, start: Callable[..., Pod]
+) -> None:
+    config = (node / "etc/containerd/config.toml").read_text()
+    pod = start("install", **REQUIRED)
+    pod.until("ready")
+    with plugin_running(node):
+        pod.until("containerd before 2.2 cannot require NRI plugins")
+    assert pod.stop() == 0, pod.lines
+    assert [path.name for path in (node / "etc/containerd").iterdir()] == ["config.toml"]
+    assert (node / "etc/containerd/config.toml").read_text() == config and called(node) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**REQUIRED, "GPUSHARE_REQUIRE_NRI": "maybe"}, "GPUSHARE_REQUIRE_NRI=maybe is neither yes nor no"),
+        ({"GPUSHARE_REQUIRE_NRI": "yes"}, "GPUSHARE_REQUIRE_NRI=yes needs GPUSHARE_ENGINE=none"),
+    ],
+)
+def test_wrong_requirement_changes_nothing(
+    node: Path, start: Callable[..., Pod], variables: dict[str, str], message: str
+) -> None:
+    before = tree(node)
+    pod = start("install", **variables)
+    pod.until(f"gpushare: {message}")
+    assert pod.process.wait(timeout=60) == 1 and tree(node) == before
 
 
 def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]) -> None:
@@ -295,19 +384,7 @@ def test_removal_waits_for_containers_with_shares(node: Path, start: Callable[..
     pod.until("ready")
     assert json.loads((node / "etc/gpushare/config.yaml").read_text()) == own  # an administrator's file stays
     program = Path("/opt/gpushare") / (node / "opt/gpushare/current").readlink() / "bin"
-    state = {"run": ["gpushare-hook", "prestart"], "end": ["gpushare-hook", "poststop"]}
-    entries = {
-        stage: [{"path": "/usr/sbin/chroot", "args": ["chroot", str(node), str(program / words[0]), words[1]]}]
-        for stage, words in (("prestart", state["run"]), ("poststop", state["end"]))
-    }
-    bundles = tmp_path / "bundles"
-    bundles.mkdir()
-    (node / str(bundles)[1:]).mkdir(parents=True)
-    run("mount", "--bind", bundles, node / str(bundles)[1:])
-    rootfs = make_root(bundles / "image")
-    with Container(bundles, [PROBE, "hold"], env={"GPUSHARE_MEMORY": "1Gi"}, rootfs=rootfs,
-                   edit=lambda spec: spec.update(hooks=entries)) as one:  # fmt: skip
-        one.create()
+    with share_held(node, tmp_path):
         assert pod.stop() == 1
         assert "1 container holds a share" in "\n".join(pod.lines)
         assert (node / DROP_IN).exists() and (node / FEATURES).exists() and (node / program.relative_to("/")).is_dir()

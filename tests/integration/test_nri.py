@@ -1,8 +1,12 @@
-"""`gpushare nri` under containerd 2.1 (tools/newest.py), whose configuration does not mention gpushare or NRI."""
+"""`gpushare nri` under containerd 2.1, whose configuration does not mention gpushare or NRI, and under containerd 1.7,
+whose configuration enables NRI. Their programs come from Debian (tools/newest.py)."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import select
 import signal
 import tempfile
 import time
@@ -22,35 +26,47 @@ from tests.support.engines.image import PROBE
 from tests.support.engines.places import DefaultPlaces
 from tests.support.engines.pods import Pod, PodContainer
 from tests.support.host import BIN, Node
+from tests.support.realnodes import ALLOWED, DENIED, access, opened, real_nodes
 from tests.support.rootfs import run
 
 GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
 DEVICES = ("sh", "-c", "ls -d /dev/nvidia[0-9]* /usr/lib/gpushare 2>/dev/null")
+OUT_OF_MEMORY = 2  # of CUresult
 TIMEOUT_S = 2  # of NRI for a response
+LATE_S = 3
+# Engine -> its program's version, and the lines that its configuration needs for NRI
+ENGINES = {
+    "newest containerd": ("2.", ""),
+    "trixie containerd": ("1.7", '[plugins."io.containerd.nri.v1.nri"]\n  disable = false\n'),
+}
+NEWEST = next(iter(ENGINES))
+EVERY = os.environ.get("GPUSHARE_NRI_ENGINES") == "all"  # every test under every engine
 
 
 class Engine:
     """containerd, and the plugin, which a test starts and ends."""
 
-    def __init__(self, directory: Path, image_root: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, image_root: Path, name: str) -> None:
+        self.directory, self.name = directory, name
+        version, enable = ENGINES[name]
         self._places = DefaultPlaces(directory / "places")  # also the default path of NRI's socket
         host = make_simhost(directory / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
         self.node = Node(directory / "node", host)
         assert self.node.cli("refresh").returncode == 0
         self.daemon = Daemon(directory / "d")
-        self._config = directory / "config.toml"
-        self._config.write_text(self.daemon.text())
-        self.daemon.start(self._config)
+        self.config = directory / "config.toml"
+        self.config.write_text(self.daemon.text() + enable)
+        self.daemon.start(self.config)
         self.daemon.load(image_root)
+        self.version = re.escape(version)
         self.plugin: Program
 
     def start_plugin(self) -> None:
         words = ("--config", self.node.config, "--state", self.node.state, "nri")
         self.plugin = Program([str(program()), *map(str, words), "--hook", str(BIN / "gpushare-hook")])
         try:
-            self.plugin.expect("registered with containerd")
+            self.plugin.expect(f"registered with containerd v?{self.version}")
             self.plugin.expect("containers exist")  # the engine calls it from then on
         except BaseException:
             self.plugin.end(signal.SIGKILL)
@@ -58,7 +74,7 @@ class Engine:
 
     def restart(self) -> None:
         self.daemon.kill()
-        self.daemon.start(self._config)
+        self.daemon.start(self.config)
 
     def pod(self, **annotations: str) -> Pod:
         return Pod(self.daemon, self.directory / "pods", annotations, "")
@@ -71,9 +87,9 @@ class Engine:
 
 
 @contextmanager
-def running(image_root: Path) -> Iterator[Engine]:
-    with programs("newest containerd"):
-        made = Engine(Path(tempfile.mkdtemp(prefix="gs-")), image_root)
+def running(image_root: Path, name: str = NEWEST) -> Iterator[Engine]:
+    with programs(name):
+        made = Engine(Path(tempfile.mkdtemp(prefix="gs-")), image_root, name)
         try:
             yield made
         finally:
@@ -93,9 +109,16 @@ def with_plugin(engine: Engine) -> Iterator[Engine]:
     assert engine.node.leases() == [], "a lease was left behind"
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The mark older_engine: under every engine; the other tests only under the newest one."""
+    if "engine_name" in metafunc.fixturenames:
+        older = EVERY or metafunc.definition.get_closest_marker("older_engine")
+        metafunc.parametrize("engine_name", [*ENGINES] if older else [NEWEST], scope="module")
+
+
 @pytest.fixture(scope="module")
-def _engine(image_root: Path) -> Iterator[Engine]:
-    with running(image_root) as made:
+def _engine(engine_name: str, image_root: Path) -> Iterator[Engine]:
+    with running(image_root, engine_name) as made:
         yield made
 
 
@@ -106,13 +129,19 @@ def engine(_engine: Engine) -> Iterator[Engine]:
         yield _engine
 
 
-def total_bytes(one: PodContainer) -> int:
+def limit(one: PodContainer) -> int:
+    """The memory that the driver shows, after a program could not allocate more; the device's node opens."""
     answer: dict[str, Any] = one.exec(PROBE).answer()
-    return int(answer["total_bytes"])
+    total = int(answer["total_bytes"])
+    assert answer["refused"] == OUT_OF_MEMORY and 0 < answer["got_bytes"] <= total == answer["nvml_total_bytes"]
+    assert opened(one, "/dev/nvidia0") == ""
+    return total
 
 
 def has_no_gpu(one: PodContainer) -> bool:
-    return one.exec(*DEVICES).out == ""
+    """No node and no library; a node of the driver's number, which the host makes, cannot be opened either."""
+    has_driver = "failed" not in json.loads(one.exec(PROBE).out)
+    return not has_driver and one.exec(*DEVICES).out == "" and {access(one, 0), access(one, 255)} == {DENIED}
 
 
 def hooks(one: PodContainer) -> list[str]:
@@ -120,11 +149,13 @@ def hooks(one: PodContainer) -> list[str]:
     return sorted(one.info()["runtimeSpec"].get("hooks") or {})
 
 
+@pytest.mark.older_engine
 def test_pod_gets_its_share(engine: Engine) -> None:
     """By variable and by annotation; a neighbour without a request has no GPU."""
     with engine.pod(**{"a.gpushare.io/memory": "1Gi", "example.org/other": "x"}) as pod:
         a, b, plain = pod.run(Want(SLEEP), "a"), pod.run(Want(SLEEP, TWO_GIB), "b"), pod.run(Want(SLEEP), "plain")
-        assert (total_bytes(a), total_bytes(b)) == (GIB, 2 * GIB)
+        assert ("io.containerd.nri" in engine.config.read_text()) == (engine.name != NEWEST)
+        assert (limit(a), limit(b)) == (GIB, 2 * GIB)
         assert has_no_gpu(plain)
         assert engine.node.leases() == sorted([a.id, b.id])
         assert hooks(a) == ["poststop", "prestart"]
@@ -133,11 +164,20 @@ def test_pod_gets_its_share(engine: Engine) -> None:
         assert found["name"] == f"default/{pod.config['metadata']['name']}/b"
 
 
+def test_only_the_granted_device_can_be_opened(engine: Engine, tmp_path: Path) -> None:
+    """By real device nodes, which the device cgroup decides about."""
+    with real_nodes(engine.node, tmp_path / "real"), engine.pod() as pod:
+        one, plain = pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"})), pod.run(Want(SLEEP), "plain")
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (ALLOWED, DENIED, ALLOWED)
+        assert (access(plain, 0), access(plain, 255)) == (DENIED, DENIED)
+
+
 def test_refused_request_fails_with_its_reason(engine: Engine) -> None:
     with engine.pod() as pod, pytest.raises(Exception, match="99Gi requested, 16 GiB free"):
         pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "99Gi"}))
 
 
+@pytest.mark.older_engine
 def test_no_plugin_no_gpu(engine: Engine) -> None:
     engine.plugin.end()
     with engine.pod() as pod:
@@ -146,7 +186,7 @@ def test_no_plugin_no_gpu(engine: Engine) -> None:
 
 
 def test_slow_plugin_no_gpu(engine: Engine) -> None:
-    """The plugin answers later than NRI's timeout: no GPU. After that it connects again."""
+    """The plugin answers after 3 s, and NRI's timeout is 2 s: no GPU. After that the plugin connects again."""
     with engine.pod() as pod:
         engine.plugin.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
@@ -154,22 +194,30 @@ def test_slow_plugin_no_gpu(engine: Engine) -> None:
         assert TIMEOUT_S <= time.monotonic() - began < 2 * TIMEOUT_S
         one.start()
         assert has_no_gpu(one) and hooks(one) == []
+        select.select([], [], [], max(0, LATE_S - (time.monotonic() - began)))
         engine.plugin.process.send_signal(signal.SIGCONT)
         engine.plugin.expect("connecting again")
         engine.plugin.expect("1 containers exist|2 containers exist")
-        assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
+        assert limit(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
+        assert has_no_gpu(one)
 
 
+@pytest.mark.older_engine
 def test_plugin_killed_between_create_and_start_no_gpu(engine: Engine) -> None:
-    """The hook is in config.json by then, and finds that no plugin holds the lock."""
+    """The hook is in config.json by then, and finds that no plugin holds the lock. A container that starts when the
+    plugin runs again has its share."""
     with engine.pod() as pod:
         one, plain = pod.container(Want(SLEEP, TWO_GIB)), pod.container(Want(SLEEP), "plain")
+        late = pod.container(Want(SLEEP, TWO_GIB), "late")
         engine.plugin.end(signal.SIGKILL)
         one.start()
         plain.start()
         assert hooks(one) == ["poststop", "prestart"]
         assert has_no_gpu(one) and has_no_gpu(plain)
         assert engine.node.leases() == []
+        engine.start_plugin()
+        late.start()
+        assert has_no_gpu(one) and limit(late) == 2 * GIB
 
 
 def test_second_plugin_is_refused(engine: Engine) -> None:
@@ -177,19 +225,19 @@ def test_second_plugin_is_refused(engine: Engine) -> None:
     assert done.returncode == 75 and "another gpushare nri runs" in done.stderr
 
 
-def test_restarts_keep_shares(image_root: Path) -> None:
+def test_restarts_keep_shares(engine_name: str, image_root: Path) -> None:
     """Of the plugin, killed, and of the engine, killed while the plugin runs. The test has its own engine: other tests
     must end with the engine that they began with."""
-    with running(image_root) as engine, with_plugin(engine), engine.pod() as pod:
+    with running(image_root, engine_name) as engine, with_plugin(engine), engine.pod() as pod:
         one = pod.run(Want(SLEEP, TWO_GIB))
         engine.plugin.end(signal.SIGKILL)
         engine.start_plugin()
-        assert total_bytes(one) == 2 * GIB
+        assert limit(one) == 2 * GIB
         created = pod.container(Want(SLEEP, TWO_GIB), "created")
         engine.restart()
         engine.plugin.expect("registered with containerd")
         engine.plugin.expect("containers exist, [1-9][0-9]* of them with gpushare's hook")
         created.start()
         after = pod.run(Want(SLEEP, TWO_GIB), "after")
-        assert [total_bytes(each) for each in (one, created, after)] == [2 * GIB] * 3
+        assert [limit(each) for each in (one, created, after)] == [2 * GIB] * 3
         assert engine.node.leases() == sorted([one.id, created.id, after.id])

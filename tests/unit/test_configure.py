@@ -271,6 +271,27 @@ def test_docker_has_no_hooks(cli: Callable[..., Any]) -> None:
     assert code == 78 and "leave out --hook-only" in error
 
 
+def test_required_nri_plugin_is_configured_and_undone(cli: Callable[..., Any], root: Path) -> None:
+    before = tree(root)
+    code, text, error = cli("containerd", "--require-nri", "--engine-version", "2.2")
+    assert (code, error) == (0, "gpushare: now run: systemctl restart containerd\n")
+    assert text == "create /etc/containerd/conf.d/gpushare.toml\ncreate /etc/containerd/config.toml\n"
+    assert "required_plugins" in (root / "etc/containerd/conf.d/gpushare.toml").read_text()
+    assert cli("containerd", "--require-nri", "--engine-version", "2.2")[1] == "nothing to do\n"
+    assert cli("containerd", "--undo")[0] == 0
+    left = tree(root)
+    assert {name: left[name] for name in left if not name.startswith("var")} == before
+    code, text, error = cli("containerd", "--require-nri", "--engine-version", "2.1")
+    assert (code, text) == (0, "nothing to do\n") and "containerd before 2.2 cannot require NRI plugins" in error
+    assert {name: left[name] for name in left if not name.startswith("var")} == before
+
+
+@pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("containerd", "--undo"), ()])
+def test_only_containerd_requires_nri_plugins(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
+    code, _, error = cli(*words, "--require-nri")
+    assert code == 2 and "--require-nri is for containerd" in error
+
+
 def test_two_daemons_are_configured_and_undone_independently(
     cli: Callable[..., Any], daemon_json: Path, root: Path
 ) -> None:

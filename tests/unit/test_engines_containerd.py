@@ -8,7 +8,7 @@ from typing import Any, Optional
 import pytest
 import tomlkit
 from gpushare.core.errors import ConfigError
-from gpushare.engines import basespec, containerd, tomltext
+from gpushare.engines import basespec, containerd, tomltext, validator
 from gpushare.engines.base import UNKNOWN
 
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
@@ -129,6 +129,67 @@ def test_containerd_upgrade_moves_entry() -> None:
     assert "runtimes" not in upgraded[MAIN] and "gpushare" in handler(upgraded, containerd.DROP_IN)
     back = configured(containerd, upgraded, OLD)
     assert containerd.DROP_IN not in back and "gpushare" in handler(back)
+
+
+REQUIRE = SETTINGS._replace(engine_version="2.2", require_nri=True)
+
+
+def required(files: dict[str, str]) -> tuple[dict[str, str], Any]:
+    """(the files after `configure --require-nri`, the validator's table in the drop-in)"""
+    after = applied(containerd.propose(REQUIRE, Tree(files)), files)
+    assert containerd.propose(REQUIRE, Tree(after)).changes == []
+    assert [containerd.entry(path, text) for path, text in after.items()] == [""] * len(after)  # no handler
+    return after, tomltext.at(tomlkit.parse(after[containerd.DROP_IN]).unwrap(), validator.KEYS)
+
+
+@pytest.mark.parametrize("text", [DEBIAN, KUBEADM])
+def test_required_nri_plugin_is_a_drop_in(text: str) -> None:
+    after, table = required({MAIN: text})
+    assert table == {
+        "enable": True,
+        "required_plugins": ["gpushare"],
+        "tolerate_missing_plugins_annotation": "gpushare-nri-optional",
+    }
+    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == tomlkit.parse(text)["version"]
+    assert withdrawn(containerd, after, {MAIN: text}) == {MAIN: text}
+    bare = tomlkit.dumps(tomlkit.parse(after[containerd.DROP_IN]).unwrap())  # rewritten, without gpushare's markers
+    assert containerd.withdraw(containerd.DROP_IN, bare, None) is None
+
+
+def test_required_nri_plugin_replaces_the_handler_and_is_replaced_by_it() -> None:
+    files = {MAIN: KUBEADM}
+    after, _ = required(configured(containerd, files, NEW))
+    assert "runtimes" not in after[containerd.DROP_IN]
+    again = configured(containerd, after, NEW)
+    assert "default_validator" not in again[containerd.DROP_IN] and "gpushare" in handler(
+        again, containerd.DROP_IN, CRI3
+    )
+
+
+def test_administrator_s_validator_is_extended_and_kept() -> None:
+    own = "[plugins.'io.containerd.nri.v1.nri'.default_validator]\n  {}\n"
+    given = "enable = true\n  required_plugins = ['a', 'gpushare']\n  tolerate_missing_plugins_annotation = 'b'"
+    files = {MAIN: KUBEADM + own.format(given)}
+    after, table = required(files)
+    assert table == {
+        "enable": True,
+        "required_plugins": ["a", "gpushare"],
+        "tolerate_missing_plugins_annotation": "b",
+    }
+    assert after[MAIN] == files[MAIN] and withdrawn(containerd, after, files) == files
+    for text, message in (
+        ("reject_oci_hook_adjustment = true", "makes containerd refuse gpushare's hooks"),
+        ("required_plugins = 'a'", "required_plugins must be a list"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            containerd.propose(REQUIRE, Tree({MAIN: KUBEADM + own.format(text)}))
+
+
+@pytest.mark.parametrize(("version", "unknown"), [("1.7", ""), ("2.1.9", ""), ("", "the version of containerd is unk")])
+def test_older_containerd_stays_unchanged_without_required_nri_plugin(version: str, unknown: str) -> None:
+    proposal = containerd.propose(REQUIRE._replace(engine_version=version), Tree({MAIN: KUBEADM}))
+    (note,) = proposal.notes
+    assert proposal.changes == () and note.startswith(unknown) and "containerd before 2.2 cannot require" in note
 
 
 def test_lines_after_half_deleted_block_are_kept() -> None:

@@ -20,6 +20,7 @@ from gpushare.cli import dra, export, k8s_plugin, nri
 from gpushare.cli.main import COMMANDS
 from gpushare.config import config, profiles
 from gpushare.core import constants
+from gpushare.engines import validator
 
 from tests.support import helm
 from tests.support.host import TREE, version
@@ -193,6 +194,30 @@ def test_nri_plugin_has_minimal_rights() -> None:
     before, after = (one["spec"]["template"]["spec"]["containers"][0]["env"] for one in (daemon_set(), changed))
     assert before[0] == {"name": "GPUSHARE_ENGINE", "value": "containerd"}
     assert after == [{"name": "GPUSHARE_ENGINE", "value": "none"}, *before[1:]]
+
+
+def test_pods_of_the_required_nri_plugin_start_without_it() -> None:
+    """Otherwise a node could not start the plugin again. It also needs no network plugin, which is a pod as well."""
+    patches = yaml.safe_load((KUBERNETES / "nri-required/kustomization.yaml").read_text())["patches"]
+    steps = {
+        (patch["target"]["name"], step["path"]): step["value"]
+        for patch in patches
+        for step in yaml.safe_load(patch["patch"])
+        if step["op"] == "add"
+    }
+    installer, plugin, pod = "gpushare-installer", "gpushare-nri", "/spec/template"
+    required = {"name": "GPUSHARE_REQUIRE_NRI", "value": "yes"}
+    assert steps == {
+        (installer, f"{pod}/spec/containers/0/env/-"): required,
+        (installer, f"{pod}/metadata/annotations"): {validator.OPTIONAL: "true"},
+        (plugin, f"{pod}/metadata/annotations"): {validator.OPTIONAL: "true"},
+        (plugin, f"{pod}/spec/hostNetwork"): True,
+    }
+    for one in (daemon_set(), yaml.safe_load((KUBERNETES / "nri/daemonset.yaml").read_text())):
+        template = one["spec"]["template"]
+        assert one["metadata"]["name"] in (installer, plugin)
+        assert "annotations" not in template["metadata"] and "hostNetwork" not in template["spec"]
+    assert required["name"] in (INSTALLER / "install.py").read_text()
 
 
 def test_dra_driver_names_the_hook_of_the_node() -> None:

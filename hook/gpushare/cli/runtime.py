@@ -14,7 +14,7 @@ from ..config.config import load_config, parse_config
 from ..config.keys import effective
 from ..core.errors import ConfigError
 from ..core.quoting import shown
-from ..engines import base
+from ..engines import base, containerd
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
@@ -37,6 +37,11 @@ def runtime() -> None:
 )
 @click.option("--default", is_flag=True, help="Make gpushare the default runtime (docker).")
 @click.option("--hook-only", is_flag=True, help="Keep the engine's runtime and add gpushare's hook.")
+@click.option(
+    "--require-nri",
+    is_flag=True,
+    help="Keep the engine's runtime; refuse containers while `gpushare nri` does not run (containerd 2.2 and newer).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
 @click.option("--undo", is_flag=True, help="Remove gpushare's entries.")
 @click.option("--force", is_flag=True, help="With --profile: replace a configuration file that was edited.")
@@ -82,9 +87,12 @@ def configure_(
         config_file=os.path.abspath(given["config_file"]) if given["config_file"] else "",
         default=given["default"],
         hook_only=given["hook_only"],
+        require_nri=given["require_nri"],
         engine_version=given["engine_version"],
         dump=dump.read() if dump else "",
     )
+    if settings.require_nri and (engine != containerd.NAME or settings.hook_only or given["undo"]):
+        raise click.UsageError("--require-nri is for containerd, without --hook-only and --undo")
     if engine is None:
         if given["undo"] or given["default"] or given["hook_only"] or given["config_file"]:
             raise click.UsageError(f"name an engine: {', '.join(sorted(ENGINES))}")

@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     engine_version: str = ""  # empty: query the engine's program
     dump: str = ""  # text of `containerd config dump`; empty: query the program
     cri: bool = False  # the engine is a CRI
+    require_nri: bool = False  # containerd: no runtime, only the requirement of gpushare's NRI plugin
 
     @property
     def cri_program(self) -> str:

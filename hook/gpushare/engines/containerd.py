@@ -8,6 +8,7 @@ Sources: containerd's docs/cri/config.md and docs/PLUGINS.md; tried with 1.6.
   an imported file replaces the whole section, so gpushare adds its entry to the last file that has the section.
 * Before 2.0 a section with any runtimes has no default runtimes: if the file has none, gpushare adds runc too.
 * Handlers should agree on SystemdCgroup, so gpushare's handler starts as a copy of the default handler.
+* With --require-nri there is no handler: the drop-in requires the NRI plugin (validator.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Optional
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from ..request.dialects import triggers
-from . import basespec, hookfiles, jsontext, tomltext
+from . import basespec, hookfiles, jsontext, tomltext, validator
 from .base import RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Settings
 from .tomltext import Keys
 
@@ -120,6 +121,8 @@ def propose(settings: Settings, files: Files) -> Proposal:
     main = settings.config_file or FILE
     engine = engine_version(settings, files)
     merges = engine >= _MERGES
+    if settings.require_nri and engine < validator.SINCE:
+        return Proposal((), [_why_not_required(engine)])
     sources = _sources(main, files)
     for source in sources:
         disabled = source.value.get("disabled_plugins")
@@ -136,6 +139,9 @@ def propose(settings: Settings, files: Files) -> Proposal:
             value = _merged(value, source.value)
     else:
         value = target.value
+    if settings.require_nri:
+        required: dict[Keys, Mapping[str, Any]] = {validator.KEYS: validator.table(value, main)}
+        return Proposal(_drop_in(main, sources, required, version, files))
     section = tomltext.table_at(value, keys, target.path)
     runtimes = {
         name: table
@@ -155,11 +161,19 @@ def propose(settings: Settings, files: Files) -> Proposal:
     return Proposal(changes, notes)
 
 
+def _unknown(engine: tuple[int, int]) -> str:
+    return "" if any(engine) else "the version of containerd is unknown (--engine-version); "
+
+
+def _why_not_required(engine: tuple[int, int]) -> str:
+    return f"{_unknown(engine)}containerd before 2.2 cannot require NRI plugins, so its configuration stays unchanged"
+
+
 def _why_no_drop_in(engine: tuple[int, int], path: str, main: str) -> str:
     """A note for users who expect a drop-in, or who add their own."""
-    unknown = "" if any(engine) else "the version of containerd is unknown (--engine-version); "
     where = "" if path == main else ", whose CRI section is in force"
-    return f"{unknown}containerd before 2.1 does not merge imported files, so the entry goes into {path}{where}"
+    reason = f"containerd before 2.1 does not merge imported files, so the entry goes into {path}{where}"
+    return _unknown(engine) + reason
 
 
 def _table(
@@ -225,9 +239,10 @@ def _drop_in(
     before = files.read(DROP_IN)
     head = f"# For containerd, which merges it into {main}.\nversion = {version}\n"
     own = before if before is not None and _only_of(before, version) else ""
-    changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN))]
+    handler: Keys = (*_tables(version), "runtimes", RUNTIME)
+    changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN, (handler, validator.KEYS)))]
     first = sources[0]
-    text = tomltext.drop(first.text or "", list(tables), main)  # written for an older containerd
+    text = tomltext.drop(first.text or "", [handler], main)  # written for an older containerd
     if not any(_covers(one) for source in sources for one in tomltext.imports(source.value, source.path)):
         # Without a main file containerd imports all drop-ins; a new main file must import them too.
         glob = _OUR_DROP_INS if first.value else _ALL_DROP_INS
@@ -250,7 +265,10 @@ def _covers(pattern: str) -> bool:
 def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
     if path == BASE_SPEC:
         return None
-    left = tomltext.drop(text, [(*_tables(version), "runtimes", RUNTIME) for version in (2, 3)], path)
+    ours: list[Keys] = [(*_tables(version), "runtimes", RUNTIME) for version in (2, 3)]
+    if path == DROP_IN:
+        ours.append(validator.KEYS)
+    left = tomltext.drop(text, ours, path)
     if before is not None and _OUR_DROP_INS not in before:
         left = tomltext.drop_import(left, _OUR_DROP_INS, path)
     own = path == DROP_IN and set(tomltext.check(left, path)) <= {"version"}

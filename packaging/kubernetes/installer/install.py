@@ -8,15 +8,23 @@ usage: install.py install | remove | run WORDS...       the node's root is mount
     remove     remove gpushare now, even if containers have a share; they keep running.
     run        replace this program by `gpushare WORDS...` in the node's root.
 
-Variables, with their defaults: GPUSHARE_ENGINE=containerd (none: leave the engine alone, for the NRI plugin),
-GPUSHARE_PROFILE=cluster, and GPUSHARE_RESTART=always, which restarts or reloads the engine when its configuration has
-changed (never: print the command instead). GPUSHARE_NODE is the name of the node: if it is set, the node's label
-gpushare.io/profile chooses a file of /profiles, which becomes the node's configuration. SIGHUP reads both at once. The
-node's programs run in the node's root, so that they use only the node's files.
+Variables, with their defaults:
+
+    GPUSHARE_ENGINE=containerd    the engine to configure; none: leave the engine alone, for the NRI plugin
+    GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
+                                  2.2 and newer refuse containers while it does not run
+    GPUSHARE_PROFILE=cluster      the profile of gpushare's configuration file
+    GPUSHARE_RESTART=always       restart or reload the engine when its configuration has changed; never: print the
+                                  command instead
+    GPUSHARE_NODE=                the name of the node: if it is set, the node's label gpushare.io/profile chooses a
+                                  file of /profiles, which becomes the node's configuration; SIGHUP reads both at once
+
+The node's programs run in the node's root, so that they use only the node's files.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import http.client
@@ -42,6 +50,8 @@ METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # a N
 CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROFILE_S = 60  # time between two reads of the label and of the profiles
+STEP_S = 2  # time between two checks for the NRI plugin, until it has run
+PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -252,6 +262,36 @@ def label_of_node() -> str:
         raise Failed(f"API server: GET {path}: {error}") from None
 
 
+def requires_nri() -> bool:
+    """Read GPUSHARE_REQUIRE_NRI. Raises Failed."""
+    asked = os.environ.get("GPUSHARE_REQUIRE_NRI", "no")
+    if asked not in ("yes", "no"):
+        raise Failed(f"GPUSHARE_REQUIRE_NRI={shlex.quote(asked)} is neither yes nor no")
+    if asked == "yes" and os.environ.get("GPUSHARE_ENGINE") != "none":
+        raise Failed("GPUSHARE_REQUIRE_NRI=yes needs GPUSHARE_ENGINE=none, which leaves shares to the NRI plugin")
+    return asked == "yes"
+
+
+def plugin_runs() -> bool:
+    try:
+        with open(on_node(PLUGIN_LOCK), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def require_nri(*words: str) -> None:
+    """Make the engine refuse containers while the NRI plugin does not run, or with --undo stop that. Not before the
+    plugin has run: if its image cannot be pulled, the node must still start other containers."""
+    done = gpushare("runtime", "configure", "containerd", *(words or ["--require-nri"]))
+    for line in [*(f"{change['action']} {change['path']}" for change in done["changes"]), *done["notes"]]:
+        print(line, flush=True)
+    restart(done)
+
+
 def install(profile: Profile) -> None:
     name = copy()
     profile.follow()
@@ -320,16 +360,24 @@ def read(path: str) -> str:
     return contents(path).decode()
 
 
-def serve(profile: Profile) -> None:
-    """Follow the label, the profiles and the devices until the pod ends."""
-    updated = time.monotonic()
+def serve(profile: Profile, pending: bool) -> None:
+    """Follow the label, the profiles and the devices until the pod ends. `pending`: require the NRI plugin once it
+    runs."""
+    followed = updated = time.monotonic()
     while True:
-        info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, PROFILE_S)
+        info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, STEP_S if pending else PROFILE_S)
         if info is not None and info.si_signo in ENDS:
             return
-        if profile.follow() or info is not None or time.monotonic() >= updated + UPDATE_S:
+        if pending and plugin_runs():
+            require_nri()
+            pending = False
+        now = time.monotonic()
+        if info is None and now < followed + PROFILE_S:
+            continue
+        followed = now
+        if profile.follow() or info is not None or now >= updated + UPDATE_S:
             label()
-            updated = time.monotonic()
+            updated = now
 
 
 def main(verb: str = "", *words: str) -> int:
@@ -348,10 +396,13 @@ def main(verb: str = "", *words: str) -> int:
             remove(force=True)
             signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
             return 0
+        required = requires_nri()
         profile = Profile()
         install(profile)
         print("ready", flush=True)
-        serve(profile)
+        serve(profile, required)
+        if required:
+            require_nri("--undo")  # even if containers have a share: the plugin may be removed with this pod
         remove(force=False)
     except (Failed, OSError) as error:
         print(f"gpushare: {error}", file=sys.stderr)
