@@ -74,6 +74,7 @@ def test_missing_registry_is_named() -> None:
         ("profiles.small.policy=x", "version"),
         ("profiles.a/b.version=1", "a/b"),
         ("plugin.enabled=true,dra.enabled=true", "would count the same memory twice"),
+        ("nri.required=true", "nri.required needs nri.enabled"),
     ],
 )
 def test_wrong_value_is_refused_by_name(option: str, message: str) -> None:
@@ -186,6 +187,17 @@ def test_nri_plugin_leaves_the_engine_alone() -> None:
     )
     assert not {"RuntimeClass", "ValidatingAdmissionPolicy"} & {kind for kind, _ in found}
     assert ("DaemonSet", "gpushare-nri") not in rendered("--set", "nri.enabled=true,remove=true")
+
+
+def test_nri_plugin_can_be_required() -> None:
+    """As with packaging/kubernetes/nri-required."""
+    found = rendered("--set", "nri.enabled=true,nri.required=true")
+    for name, path in (("installer", "installer/daemonset.yaml"), ("nri", "nri/daemonset.yaml")):
+        set_of = found["DaemonSet", f"gpushare-{name}"]
+        expected = plain(path)
+        if name == "installer":
+            expected = patched(expected, "nri/kustomization.yaml")
+        assert bare(set_of) == bare(patched(expected, "nri-required/kustomization.yaml"))
 
 
 def test_profiles_reach_the_installer() -> None:

@@ -138,8 +138,11 @@ def pod_of(path: str) -> tuple[Any, Any]:
 def patched(value: Any, kustomization: str) -> Any:
     """The DaemonSet with the JSON patches for it."""
     value = json.loads(json.dumps(value))
-    for patch in yaml.safe_load((KUBERNETES / kustomization).read_text())["patches"]:
-        assert patch["target"] == {"kind": value["kind"], "name": value["metadata"]["name"]}
+    target = {"kind": value["kind"], "name": value["metadata"]["name"]}
+    patches = yaml.safe_load((KUBERNETES / kustomization).read_text())["patches"]
+    mine = [one for one in patches if one["target"] == target]
+    assert mine
+    for patch in mine:
         for step in yaml.safe_load(patch["patch"]):
             at: Any = value
             *parents, last = step["path"].strip("/").split("/")
