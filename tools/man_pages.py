@@ -189,8 +189,8 @@ def config_page() -> str:
 CONFIG_TEXT = (
     "A host has one configuration file, in YAML. Only the key version is required, and its value is 1. An unknown "
     "key is an error. A dot in the names below stands for a nested key. A changed file applies to containers that "
-    "start after the change; running containers keep their limits. gpushare-config(1) checks the file. gpushare- "
-    "runtime-configure(1) with --profile writes a first file."
+    "start after the change; running containers keep their limits. gpushare-config(1) checks the file. "
+    "gpushare-runtime-configure(1) with --profile writes a first file."
 )
 
 

@@ -86,9 +86,11 @@ def put_programs(node: Path, version: str) -> None:
 
 @contextmanager
 def plugin_running(node: Path) -> Iterator[None]:
-    """The lock of an NRI plugin that runs on the node."""
+    """The lock of an NRI plugin that runs on the node, as integrations/nri/plugin.py has it."""
     with open(node / "run/gpushare/nri", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("registered\n")
+        lock.flush()
         yield
 
 

@@ -152,7 +152,7 @@ def test_edit_is_idempotent_and_reversible(container: MakeContainer, node: Node)
     assert [p.name for p in one.bundle.iterdir() if "gpushare" in p.name] == []
     restored = node.cli("explain", str(one.bundle), "--restore")
     assert (restored.returncode, config_of(one)) == (0, one.spec)
-    assert "nothing of gpushare" in node.cli("explain", str(one.bundle), "--restore").stdout
+    assert "no changes of gpushare" in node.cli("explain", str(one.bundle), "--restore").stdout
 
 
 def test_edit_is_removed_with_the_request(container: MakeContainer, node: Node) -> None:

@@ -168,18 +168,19 @@ def test_required_nri_plugin_replaces_the_handler_and_is_replaced_by_it() -> Non
 
 def test_administrator_s_validator_is_extended_and_kept() -> None:
     own = "[plugins.'io.containerd.nri.v1.nri'.default_validator]\n  {}\n"
-    given = "enable = true\n  required_plugins = ['a', 'gpushare']\n  tolerate_missing_plugins_annotation = 'b'"
+    given = "enable = true\n  required_plugins = ['a', 'gpushare']\n  tolerate_missing_plugins_annotation = ''"
     files = {MAIN: KUBEADM + own.format(given)}
     after, table = required(files)
     assert table == {
         "enable": True,
         "required_plugins": ["a", "gpushare"],
-        "tolerate_missing_plugins_annotation": "b",
+        "tolerate_missing_plugins_annotation": "gpushare-nri-optional",
     }
     assert after[MAIN] == files[MAIN] and withdrawn(containerd, after, files) == files
     for text, message in (
         ("reject_oci_hook_adjustment = true", "makes containerd refuse gpushare's hooks"),
         ("required_plugins = 'a'", "required_plugins must be a list"),
+        ("tolerate_missing_plugins_annotation = 'b'", "set it to gpushare-nri-optional, or remove it"),
     ):
         with pytest.raises(ConfigError, match=message):
             containerd.propose(REQUIRE, Tree({MAIN: KUBEADM + own.format(text)}))

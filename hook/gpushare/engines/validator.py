@@ -28,11 +28,16 @@ def table(config: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: {_REJECTS} = true makes containerd refuse gpushare's hooks", "set it to false, or remove it"
         )
+    if other.get(_TOLERATES) not in (None, "", OPTIONAL):
+        raise ConfigError(
+            f"{path}: {_TOLERATES} names an annotation that gpushare's own pods do not have",
+            f"set it to {OPTIONAL}, or remove it",
+        )
     required = other.get(_REQUIRED, [])
     if not isinstance(required, list):
         raise ConfigError(f"{path}: {_REQUIRED} must be a list of plugins", "fix the file")
     return {
         "enable": True,
         _REQUIRED: [*(one for one in required if one != PLUGIN), PLUGIN],
-        _TOLERATES: other.get(_TOLERATES) or OPTIONAL,
+        _TOLERATES: OPTIONAL,
     }

@@ -2,7 +2,7 @@
 
 take(state_dir, name)    -> descriptor of the lock; raises CapacityError if another such program holds it
 is_held(state_dir, name) -> whether such a program runs
-kept(fd, state_dir)      -> the agent's lock, taken again after the state directory was lost
+kept(fd, state_dir, name) -> the lock, taken again after the state directory was lost
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def take(state_dir: str, name: str = FILE) -> int:
     return fd
 
 
-def kept(fd: int, state_dir: str) -> int:
+def kept(fd: int, state_dir: str, name: str = FILE) -> int:
     """Return the lock at its path: `fd`, or a new one if the state directory was lost and made again. Raise as take."""
     try:
-        if os.path.samestat(os.fstat(fd), os.stat(os.path.join(state_dir, FILE))):
+        if os.path.samestat(os.fstat(fd), os.stat(os.path.join(state_dir, name))):
             return fd
     except FileNotFoundError:
         if not storage.is_ready(state_dir):
             return fd
-    new = take(state_dir)
+    new = take(state_dir, name)
     os.close(fd)
     return new
 

@@ -126,6 +126,8 @@ def wait(process: Process, milliseconds: int, send: int = 0) -> None:
             if send:
                 signal.pidfd_send_signal(fd, send)
             _gone(fd, milliseconds)
+    except ProcessLookupError:  # ended meanwhile
+        pass
     finally:
         os.close(fd)
 

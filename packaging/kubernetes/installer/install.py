@@ -171,11 +171,14 @@ class Profile:
 
     def __init__(self) -> None:
         self.line = ""
+        self.failed: tuple = ()  # the profile that `refresh` refused, and why
 
-    def follow(self) -> bool:
-        """Return whether the configuration has changed."""
+    def follow(self, again: bool = True) -> bool:
+        """Return whether the configuration has changed. `again`: try a profile that failed once more."""
         if "GPUSHARE_NODE" not in os.environ:
             return False
+        if again:
+            self.failed = ()
         try:
             changed, line = self.apply(label_of_node()), ""
         except (Failed, OSError) as error:
@@ -196,13 +199,16 @@ class Profile:
             return False
         if old and not is_ours(checksum(CONFIG)):
             raise Failed(f"profile {json.dumps(name)}: {CONFIG} was edited on the node; delete it there")
+        if self.failed[:2] == (name, text):
+            raise Failed(self.failed[2])
         self.check(name, text)
         self.replace(name, text)
         try:
             run(PROGRAM, "refresh", quiet=True)
         except Failed as error:
             self.replace(applied, old)
-            raise Failed(f"profile {json.dumps(name)}: {error}") from None
+            self.failed = (name, text, f"profile {json.dumps(name)}: {error}")
+            raise Failed(self.failed[2]) from None
         print(f"profile {name} is applied", flush=True)
         return True
 
@@ -273,14 +279,17 @@ def requires_nri() -> bool:
 
 
 def plugin_runs() -> bool:
+    """Whether the plugin runs, and the engine has accepted it."""
+    registered = False
     try:
         with open(on_node(PLUGIN_LOCK), "rb") as file:
+            registered = bool(file.read())
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except FileNotFoundError:
         return False
     except BlockingIOError:
-        return True
-    return False
+        return registered
 
 
 def require_nri(*words: str) -> None:
@@ -304,6 +313,7 @@ def install(profile: Profile) -> None:
     done = gpushare(*words) if len(words) > 2 else {"changes": []}
     if "--profile" in words:
         write(WRITTEN, checksum(CONFIG).encode())
+        write(APPLIED, b"")
     for change in done["changes"]:
         print(f"{change['action']} {change['path']}", flush=True)
     restart(done)
@@ -369,13 +379,16 @@ def serve(profile: Profile, pending: bool) -> None:
         if info is not None and info.si_signo in ENDS:
             return
         if pending and plugin_runs():
-            require_nri()
             pending = False
+            try:
+                require_nri()
+            except Failed as error:
+                print(f"gpushare: {error}; the engine does not require the NRI plugin", file=sys.stderr, flush=True)
         now = time.monotonic()
         if info is None and now < followed + PROFILE_S:
             continue
         followed = now
-        if profile.follow() or info is not None or now >= updated + UPDATE_S:
+        if profile.follow(again=info is not None) or info is not None or now >= updated + UPDATE_S:
             label()
             updated = now
 

@@ -31,6 +31,7 @@ LOCK = "nri"  # in the state directory
 NAME = "gpushare"
 _RETRY_S = 0.1  # containers that a restarted engine creates before the plugin is back have no GPU
 _SEND_S = 2.0
+_KEEP_S = 1.0  # between two looks whether the lock is still that of the state directory
 _RECEIVED_BYTES = 1 << 16
 _NO_NRI = "containerd 1.7 and newer and CRI-O 1.26 and newer have NRI; in containerd 1.7 it must be enabled"
 
@@ -51,14 +52,14 @@ class Settings(NamedTuple):
 
 def run(settings: Settings, report: Report) -> None:
     """Run until SIGTERM. Raises CapacityError if another plugin runs."""
-    agentlock.take(settings.hook.state_dir, LOCK)
+    lock = Lock(settings.hook.state_dir)
     last = ""
     with sigterm.readable() as end:
         while True:
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as engine:
                     engine.connect(settings.socket)
-                    line = Connection(engine, settings, report).serve(end)
+                    line = Connection(engine, settings, report, lock).serve(end)
             except OSError as error:
                 hint = _NO_NRI if isinstance(error, FileNotFoundError) else what_to_do(error)
                 line = f"waiting for {shown(settings.socket)}: {error.strerror}" + (f" ({hint})" if hint else "")
@@ -69,12 +70,32 @@ def run(settings: Settings, report: Report) -> None:
                 return
 
 
+class Lock:
+    """The lock of a running plugin. Its file has content after an engine has accepted the plugin."""
+
+    def __init__(self, state_dir: str) -> None:
+        self._state_dir, self._content = state_dir, b""
+        self._fd = agentlock.take(state_dir, LOCK)
+        os.ftruncate(self._fd, 0)
+
+    def mark(self) -> None:
+        self._content = b"registered\n"
+        os.pwrite(self._fd, self._content, 0)
+
+    def keep(self) -> None:
+        """Take the lock again if the state directory was lost. Raises CapacityError or KernelError."""
+        fd = agentlock.kept(self._fd, self._state_dir, LOCK)
+        if fd != self._fd:
+            self._fd = fd
+            os.pwrite(fd, self._content, 0)
+
+
 class Connection:
     """One connection to the engine."""
 
-    def __init__(self, engine: socket.socket, settings: Settings, report: Report) -> None:
+    def __init__(self, engine: socket.socket, settings: Settings, report: Report, lock: Lock) -> None:
         engine.settimeout(_SEND_S)
-        self._engine, self._settings, self._report = engine, settings, report
+        self._engine, self._settings, self._report, self._lock = engine, settings, report, lock
         self._reader = wire.Reader()
 
     def serve(self, end: int) -> str:
@@ -83,8 +104,12 @@ class Connection:
         try:
             self._call("RegisterPlugin", request)
             while True:
-                if end in select.select([end, self._engine], [], [])[0]:
+                ready = select.select([end, self._engine], [], [], _KEEP_S)[0]
+                if end in ready:
                     return "ended by SIGTERM"
+                self._lock.keep()
+                if not ready:
+                    continue
                 data = self._engine.recv(_RECEIVED_BYTES)
                 if not data:
                     return "the engine closed the connection; connecting again"
@@ -116,6 +141,8 @@ class Connection:
         else:
             try:
                 response.payload = answer(self._settings, self._report, call.method, call.payload)
+                if call.method == "Configure":
+                    self._lock.mark()
             except ProtocolError as error:
                 self._report(str(error))
                 response.status.code, response.status.message = protocol.INVALID_ARGUMENT, f"gpushare: {error}"
