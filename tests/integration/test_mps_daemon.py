@@ -275,7 +275,7 @@ def test_tenants_cannot_end_the_daemon_through_their_socket(host: Host, userland
     one, later = (
         Lease(name, "held", "", "", (), 1, 1, created=at) for name, at in (("one", now - 60), ("later", now + 60))
     )
-    assert " had it in one must" in mps_status.deaths(str(host.folder), host.pid(), (one, later)), (
+    assert " that used it in one must" in mps_status.deaths(str(host.folder), host.pid(), (one, later)), (
         "as the log has times"
     )
     assert "Not enough privilege" in host.ask("quit", "share") and host.mps("status")[0]["state"] == "running"
