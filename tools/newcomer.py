@@ -331,7 +331,7 @@ def main(argv: list[str]) -> int:
                 on_debian(watch, suite, deb, archive, work / suite)
     except KeyboardInterrupt:
         return 130
-    except (AssertionError, RuntimeError, OSError, Trouble) as error:
+    except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError, Trouble) as error:
         print(f"newcomer: {error}", file=sys.stderr)
         return 1
     found = result(watch, suites)
