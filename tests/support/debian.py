@@ -33,7 +33,7 @@ FOLDER = BUILD / "debian"
 RELEASES = {"bookworm": "12", "trixie": "13"}
 # docker's client is a package of its own from Debian 13 on
 DOCKER = {"bookworm": ("docker.io",), "trixie": ("docker.io", "docker-cli")}
-_MARK = "etc/gpushare-packages"
+_MARK = "etc/packages-of-the-test"
 _INSTALL = "apt-get update -qq\napt-get install -y -qq --no-install-recommends "
 _READY_S = 60
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
