@@ -3,9 +3,9 @@
 python -m tools.train SNAPSHOT     as root, after `make build`; prints the numbers of the blocks
 
 SNAPSHOT must be built with a page for each block, and it stops when it has nothing more to do; the pages in memory at
-that time were touched. A block counts if it is touched in every one of several starts by the runtime, by the
-createRuntime hook or by the poststop hook. Blocks that several of these need go into the first area; each has another
-area for the blocks that only it needs.
+that time were touched. A block counts if it is touched in most of several starts by the runtime, by the createRuntime
+hook or by the poststop hook: one start may differ from the others, and two builds must find the same blocks. Blocks
+that several of these programs need go into the first area; each has another area for the blocks that only it needs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -117,7 +118,7 @@ def main() -> None:
 
 
 def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
-    """Return the pages touched in every start: by the runtime, by its createRuntime hook, and by its poststop hook."""
+    """Return the pages touched in most starts: by the runtime, by its createRuntime hook, and by its poststop hook."""
     # programs under an ordinary Python; programs with the snapshot to measure
     plain, sparse = directory / "plain", directory / "sparse"
     for place in (plain, sparse):
@@ -152,7 +153,12 @@ def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
             with Container(directory, ["true"], env=SHARE) as container:
                 runtimes.append(touched(command(node, sparse, container), sparse_snapshot, size, "Exec format error"))
     hooks = ([set(json.loads(line)) for line in open(directory / stage)] for stage in ("adopt", "poststop"))
-    return [set.intersection(*pages) for pages in (runtimes, *hooks)]
+    return [in_most(pages) for pages in (runtimes, *hooks)]
+
+
+def in_most(starts: list[set[int]]) -> set[int]:
+    times = Counter(page for start in starts for page in start)
+    return {page for page, number in times.items() if 2 * number > len(starts)}
 
 
 if __name__ == "__main__":

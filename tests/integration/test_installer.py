@@ -208,7 +208,7 @@ def test_engine_is_left_alone_for_the_nri_plugin(node: Path, start: Callable[...
 
 def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:
     """Not before: if its image cannot be pulled, the node must still start other containers. At the end of the pod the
-    engine requires it no more, even if a container has a share."""
+    engine requires it no more, even if a container has a share; after a pod that was killed, from the next one on."""
     put_programs(node, "2.2.0")
     before = tree(node)
     pod = start("install", **REQUIRED)
@@ -222,8 +222,16 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
         assert pod.stop() == 1
         assert "1 container holds a share" in "\n".join(pod.lines)
         assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 2
-    last = start("install", **REQUIRED)
+    killed = start("install", **REQUIRED)
+    killed.until("ready")
+    with plugin_running(node):
+        killed.until("running: systemctl restart containerd")
+    killed.process.kill()
+    killed.process.wait(timeout=60)
+    assert (node / DROP_IN).exists()
+    last = start("install", GPUSHARE_ENGINE="none")
     last.until("ready")
+    assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 4
     assert last.stop() == 0, last.lines
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
 

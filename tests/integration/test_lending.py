@@ -165,6 +165,16 @@ def test_two_requests_at_once_are_both_served(
         assert first.container.wait() != 0 != second.container.wait()
 
 
+def borrower(node: Node, tenants: Callable[..., Tenant]) -> Tenant:
+    """Return a container that the agent lets borrow, when it has all of its limit."""
+    one = tenants("first", node, "hook", BOTH)
+    one.expect("seen")
+    wait_until_lent(node)
+    one.go()
+    assert one.expect("full")["got_bytes"] > LIMIT - GIB
+    return one
+
+
 @pytest.mark.parametrize("how", ["stopped", "paused"])
 def test_borrower_that_does_not_run_is_ended(
     make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, how: str
@@ -172,11 +182,7 @@ def test_borrower_that_does_not_run_is_ended(
     """Its process is stopped, or its cgroup is frozen, as by `docker pause`: the other has its request in time."""
     node = make_node(simhost, policy={"lending": "evict"})
     with agent(node, []):
-        first = tenants("first", node, "hook", BOTH)
-        first.expect("seen")
-        wait_until_lent(node)
-        first.go()
-        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        first = borrower(node, tenants)
         if how == "stopped":
             os.kill(first.container.pid, signal.SIGSTOP)
         else:
@@ -196,11 +202,7 @@ def test_limit_can_change_while_memory_is_borrowed(
     """Below what is borrowed, also to one amount: the request counts at once, and the rest can be taken back."""
     node = make_node(simhost, policy={"lending": "evict"})
     with agent(node, []):
-        first = tenants("first", node, "hook", BOTH)
-        first.expect("seen")
-        wait_until_lent(node)
-        first.go()
-        assert first.expect("full")["got_bytes"] > LIMIT - GIB
+        first = borrower(node, tenants)
         for memory, request_bytes, limit_bytes in (("4Gi..6Gi", REQUEST, 6 * GIB), ("2Gi", 2 * GIB, 2 * GIB)):
             changed = node.cli("limit", "set", first.container.id, "--memory", memory)
             assert changed.returncode == 0, changed.stderr

@@ -7,7 +7,6 @@ CleanRoot(directory)   the unpacked archive in memory; `run` runs programs with 
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -90,18 +89,7 @@ class CleanRoot:
         target.write_text(text)
 
     def files(self, *folders: str) -> dict[str, bytes | str]:
-        """Path -> content, or link target."""
-        found: dict[str, bytes | str] = {}
-        for top in folders:
-            for folder, folders_in, names in os.walk(self.path / top.lstrip("/")):
-                for name in [*names, *folders_in]:
-                    path = Path(folder, name)
-                    shown = "/" + str(path.relative_to(self.path))
-                    if path.is_symlink():
-                        found[shown] = os.readlink(path)
-                    elif path.is_file():
-                        found[shown] = path.read_bytes()
-        return found
+        return debian.files_below(self.path, *folders)
 
     def close(self) -> None:
         inside = getattr(self, "_inside", None)

@@ -152,16 +152,7 @@ class Debian:
         return target
 
     def files(self, *folders: str) -> dict[str, bytes | str]:
-        """Path -> content, or link target."""
-        found: dict[str, bytes | str] = {}
-        for top in folders:
-            for path in sorted((self.path / top.lstrip("/")).rglob("*")):
-                shown = "/" + str(path.relative_to(self.path))
-                if path.is_symlink():
-                    found[shown] = os.readlink(path)
-                elif path.is_file():
-                    found[shown] = path.read_bytes()
-        return found
+        return files_below(self.path, *folders)
 
     def until(self, true: Callable[[], bool], what: str, seconds: float = 60) -> None:
         """Poll a program that offers no event."""
@@ -169,6 +160,19 @@ class Debian:
         while not true():
             assert time.monotonic() < end, f"{what} has not come within {seconds:.0f} s"
             time.sleep(0.1)
+
+
+def files_below(root: Path, *folders: str) -> dict[str, bytes | str]:
+    """Path -> content, or link target."""
+    found: dict[str, bytes | str] = {}
+    for top in folders:
+        for path in sorted((root / top.lstrip("/")).rglob("*")):
+            shown = "/" + str(path.relative_to(root))
+            if path.is_symlink():
+                found[shown] = os.readlink(path)
+            elif path.is_file():
+                found[shown] = path.read_bytes()
+    return found
 
 
 class Docker:

@@ -5,6 +5,7 @@ tests/integration/test_installer.py does the same with the image's programs in a
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,3 +161,17 @@ def test_node_without_profiles_asks_no_server(
 ) -> None:
     monkeypatch.delenv("GPUSHARE_NODE")
     assert not install.Profile().follow() and api.calls == []
+
+
+def test_plugin_runs_when_an_engine_has_accepted_it(install: ModuleType) -> None:
+    """Before that the plugin has its lock too, for example where the engine has no NRI."""
+    lock = Path(install.on_node(install.PLUGIN_LOCK))
+    assert not install.plugin_runs()
+    lock.parent.mkdir(parents=True)
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not install.plugin_runs()
+        file.write("registered\n")
+        file.flush()
+        assert install.plugin_runs()
+    assert not install.plugin_runs()

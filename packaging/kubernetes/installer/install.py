@@ -51,6 +51,8 @@ CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROFILE_S = 60  # time between two reads of the label and of the profiles
 STEP_S = 2  # time between two checks for the NRI plugin, until it has run
+DROP_IN = "/etc/containerd/conf.d/gpushare.toml"
+OPTIONAL = b"gpushare-nri-optional"  # is in the drop-in if it requires the NRI plugin
 PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
@@ -301,6 +303,12 @@ def require_nri(*words: str) -> None:
     restart(done)
 
 
+def lift_nri() -> None:
+    """Stop requiring the NRI plugin, also for an earlier pod that was killed."""
+    if OPTIONAL in contents(DROP_IN):
+        require_nri("--undo")
+
+
 def install(profile: Profile) -> None:
     name = copy()
     profile.follow()
@@ -412,10 +420,11 @@ def main(verb: str = "", *words: str) -> int:
         required = requires_nri()
         profile = Profile()
         install(profile)
+        if not required:
+            lift_nri()
         print("ready", flush=True)
         serve(profile, required)
-        if required:
-            require_nri("--undo")  # even if containers have a share: the plugin may be removed with this pod
+        lift_nri()  # even if containers have a share: the plugin may be removed with this pod
         remove(force=False)
     except (Failed, OSError) as error:
         print(f"gpushare: {error}", file=sys.stderr)
