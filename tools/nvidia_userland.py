@@ -104,8 +104,13 @@ def fetch(work: Path, source: Source, libraries: bool = False) -> None:
     (work / "sources.list").write_text("".join(lines))
     private = (f"Dir::Etc::sourcelist={work}/sources.list", "Dir::Etc::sourceparts=/dev/null", *_private_dirs(work))
     # The exit code of update does not matter: a suite without the section is no failure, a missing package is.
-    _apt(private, "update", check=False)
-    _apt(private, "download", *source.packages, *(_libraries(private, source) if libraries else ()), cwd=work / "debs")
+    updated = _apt(private, "update", check=False)
+    try:
+        names = (*source.packages, *(_libraries(private, source) if libraries else ()))
+        _apt(private, "download", *names, cwd=work / "debs")
+    except UserlandError as error:
+        failed = [line for line in updated.splitlines() if line.startswith(("E:", "W:", "Err:"))]
+        raise UserlandError("; ".join([str(error), *failed[:2]])) from None
     for deb in sorted((work / "debs").glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", str(deb), str(work / "root")], check=True)
 
@@ -119,7 +124,11 @@ def _libraries(private: tuple[str, ...], source: Source) -> list[str]:
 
 
 def _private_dirs(work: Path) -> tuple[str, ...]:
-    return (f"Dir::State::Lists={work}/lists", f"Dir::Cache={work}/cache", "APT::Sandbox::User=root")
+    """Options for package lists of our own, as if no package were installed."""
+    return (
+        f"Dir::State::Lists={work}/lists", "Dir::State::status=/dev/null", f"Dir::Cache={work}/cache",
+        "APT::Sandbox::User=root",
+    )  # fmt: skip
 
 
 def _sources(work: Path, suite: str) -> list[str]:
