@@ -81,7 +81,10 @@ make --no-print-directory build dist gpu-programs build/.setup-test
 packaging/bootstrap compilers
 PYTHONPATH=. build/venv/bin/python - <<'END'
 from pathlib import Path
+from tests.support import helm
 from tools import newest, nvidia_userland
+helm.program("helm")
+helm.program("kubectl")
 newest.unpack(Path("build/newest"))
 newest.unpack(Path("build/trixie"), "trixie")
 for branch in nvidia_userland.branches():
