@@ -3,9 +3,9 @@
 python -m tools.train SNAPSHOT     as root, after `make build`; prints the numbers of the blocks
 
 SNAPSHOT must be built with a page for each block, and it stops when it has nothing more to do; the pages in memory at
-that time were touched. A block counts if it is touched in most of several starts by the runtime, by the createRuntime
-hook or by the poststop hook: one start may differ from the others, and two builds must find the same blocks. Blocks
-that several of these programs need go into the first area; each has another area for the blocks that only it needs.
+that time were touched. A block counts if it is touched in every one of several starts by the runtime, by the
+createRuntime hook or by the poststop hook. Blocks that several of these need go into the first area; each has another
+area for the blocks that only it needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -101,6 +100,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         as_hook(snapshot, Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
     pool = pool_in(snapshot.read_bytes())
+    inherit_nothing()
     host.enter_private_mounts()
     with tempfile.TemporaryDirectory(dir=host.BUILD) as name:
         found = often(Path(name), snapshot, len(pool))
@@ -117,8 +117,18 @@ def main() -> None:
     sys.stdout.buffer.write(struct.pack(f"<{len(words) + 1}I", *words, 0xFFFFFFFF))
 
 
+def inherit_nothing() -> None:
+    """Make each start the same, however this program was started: a shell lets background jobs ignore SIGINT, and then
+    Python does not handle it."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.umask(0o022)
+
+
 def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
-    """Return the pages touched in most starts: by the runtime, by its createRuntime hook, and by its poststop hook."""
+    """Return the pages touched in every start: by the runtime, by its createRuntime hook, and by its poststop hook."""
     # programs under an ordinary Python; programs with the snapshot to measure
     plain, sparse = directory / "plain", directory / "sparse"
     for place in (plain, sparse):
@@ -153,12 +163,7 @@ def often(directory: Path, snapshot: Path, size: int) -> list[set[int]]:
             with Container(directory, ["true"], env=SHARE) as container:
                 runtimes.append(touched(command(node, sparse, container), sparse_snapshot, size, "Exec format error"))
     hooks = ([set(json.loads(line)) for line in open(directory / stage)] for stage in ("adopt", "poststop"))
-    return [in_most(pages) for pages in (runtimes, *hooks)]
-
-
-def in_most(starts: list[set[int]]) -> set[int]:
-    times = Counter(page for start in starts for page in start)
-    return {page for page, number in times.items() if 2 * number > len(starts)}
+    return [set.intersection(*pages) for pages in (runtimes, *hooks)]
 
 
 if __name__ == "__main__":
