@@ -81,10 +81,12 @@ make --no-print-directory build dist gpu-programs build/.setup-test
 packaging/bootstrap compilers
 PYTHONPATH=. build/venv/bin/python - <<'END'
 from pathlib import Path
+from tests.shim import test_real_driver
 from tests.support import helm
 from tools import newest, nvidia_userland
 helm.program("helm")
 helm.program("kubectl")
+test_real_driver.older_runtime()
 newest.unpack(Path("build/newest"))
 newest.unpack(Path("build/trixie"), "trixie")
 for branch in nvidia_userland.branches():

@@ -9,7 +9,8 @@ from tests.shim.box import Box
 
 MIB = 1 << 20
 PRELUDE = """
-import ctypes, os, subprocess, sys, threading, time
+import ctypes, os, subprocess, sys, threading, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12 for a fork while threads run
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 cuda = ctypes.CDLL("libcuda.so.1")
 MIB, GIB = 1 << 20, 1 << 30

@@ -15,7 +15,7 @@ from tests.support.busy import build, words
 
 LAUNCHES = 30
 ALLOCATION, ALLOCATION_LENT = 716, 716  # gcc: 683 and 685; before memory was lent 716
-INSTRUCTIONS = 40  # gcc: 34 to 40; comparisons with what the thread cached, two atomic additions
+INSTRUCTIONS = 41  # gcc 12: 34 to 40; gcc 14: to 41; comparisons with what the thread cached, two atomic additions
 
 
 @pytest.mark.parametrize(
