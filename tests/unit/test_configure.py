@@ -102,6 +102,26 @@ def test_lost_record_is_rebuilt_without_gpushare_entries(
     assert daemon_json.read_text() == HAND
 
 
+@pytest.mark.parametrize(
+    ("engine", "first", "second"),
+    [
+        ("containerd", ("--engine-version=2.2", "--require-nri"), ("--engine-version=2.2",)),
+        ("crio", ("--hook-only",), ()),
+        ("podman", ("--hook-only",), ()),
+    ],
+)
+def test_lost_record_of_an_entry_without_runtime_is_rebuilt(
+    cli: Callable[..., Any], root: Path, engine: str, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    """The requirement of the NRI plugin, and a list of directories with hooks."""
+    cli(engine, *first)
+    (root / record.path_of(engine).lstrip("/")).unlink()
+    assert cli(engine, *second)[0] == 0
+    assert cli(engine, "--undo")[0] == 0
+    left = {name: found[3] for name, found in tree(root).items() if found[3] is not None}
+    assert not any(b"gpushare" in name.encode() + text for name, text in left.items()), left
+
+
 def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
     cli("docker")
     path = root / record.path_of("docker").lstrip("/")

@@ -107,8 +107,8 @@ def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], fold
             before = kept.before
         elif kept is not None and change.before is not None:
             before = engine.withdraw(change.path, change.before, kept.before)
-        elif before is not None and engine.entry(change.path, before):
-            before = engine.withdraw(change.path, before, UNKNOWN)  # configured before, but the record was lost
+        elif before is not None:  # perhaps with gpushare's entries, if the record was lost
+            before = engine.withdraw(change.path, before, UNKNOWN)
         files[change.path] = Kept(change.path, before, change.after)
     return Record(tuple(files.values()), (*(old.folders if old else ()), *folders))
 
