@@ -357,7 +357,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "changes.path": "",
             "changes.action": "`create`, `change`, `remove`",
             "changes.diff": "as from diff -u",
-            "next": "command that makes the engine read the change; null: none",
+            "next": "command that makes the engine read this change, or an earlier one; null: none",
             "notes": "further notes",
         },
     ),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,25 @@ FOLDER = TREE / "packaging" / "kubernetes" / "installer"
 DROP_IN = "etc/containerd/conf.d/gpushare.toml"
 FEATURES = labels.FILE[1:]
 LABEL = "gpushare.io/profile"
-# systemctl and containerd of the node write down their arguments.
+# systemctl and containerd of the node write down their arguments. The engine runs since boot, or the last restart.
 PROGRAM = """
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 int main(int c, char **v) {
+    if (c > 1 && strcmp(v[1], "show") == 0) {
+        long long started = 1;
+        FILE *from = fopen("/started", "r");
+        if (from && fscanf(from, "%lld", &started) != 1) return 1;
+        return printf("ActiveState=active\\nExecMainStartTimestampMonotonic=%lld\\n", started) < 0;
+    }
+    if (c > 1 && strcmp(v[1], "restart") == 0) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        FILE *at = fopen("/started", "w");
+        fprintf(at, "%lld", now.tv_sec * 1000000LL + now.tv_nsec / 1000);
+        fclose(at);
+    }
     FILE *to = fopen("/called", "a");
     for (int i = 0; i < c; i++) fprintf(to, "%s%c", v[i], i + 1 < c ? ' ' : '\\n');
     if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v" VERSION " 0123456789");
@@ -187,6 +201,19 @@ def called(node: Path) -> list[str]:
     return [line for line in lines if line.startswith("systemctl")]
 
 
+def wait_for(done: Callable[[], bool]) -> None:
+    """Poll: no event tells that a program of the node has ended."""
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def kill(pod: Pod) -> None:
+    pod.process.kill()
+    pod.process.wait(timeout=60)
+
+
 def tree(node: Path) -> set[str]:
     places = (node / "etc", node / "opt", node / "var")
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
@@ -201,8 +228,7 @@ def test_engine_is_left_alone_for_the_nri_plugin(node: Path, start: Callable[...
         assert (node / "opt/gpushare/current/bin/gpushare-hook").is_file()
         config = node / "etc/gpushare/config.yaml"
         assert "require_limits: true" in config.read_text()
-        pod.process.kill()
-        pod.process.wait(timeout=60)
+        kill(pod)
         config.write_text(config.read_text() + "# edited\n")
     assert config.read_text().count("# edited") == 2
 
@@ -227,18 +253,37 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
     killed.until("ready")
     with plugin_running(node):
         killed.until("running: systemctl restart containerd")
-        end = time.monotonic() + 60
-        while len(called(node)) < 3:  # a kill between the line and the restart would leave two
-            assert time.monotonic() < end and killed.process.poll() is None, killed.lines
-            time.sleep(0.01)
-    killed.process.kill()
-    killed.process.wait(timeout=60)
+        wait_for(lambda: len(called(node)) == 3)  # a kill between the line and the restart would leave two
+    kill(killed)
     assert (node / DROP_IN).exists()
     last = start("install", GPUSHARE_ENGINE="none")
     last.until("ready")
     assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 4
     assert last.stop() == 0, last.lines
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
+
+
+@pytest.mark.parametrize("variables", [{}, REQUIRED], ids=["runtime", "nri"])
+def test_pod_restarts_an_engine_that_an_earlier_pod_did_not_restart(
+    node: Path, start: Callable[..., Pod], variables: dict[str, str]
+) -> None:
+    """The earlier pod was killed after it had written the drop-in. A third pod finds that the engine has read it."""
+    put_programs(node, "2.2.0")
+    line = "systemctl restart containerd"
+    first = start("install", GPUSHARE_RESTART="never", **variables)
+    with ExitStack() as stack:
+        if variables:
+            first.until("ready")
+            stack.enter_context(plugin_running(node))
+        first.until(f"on the node, run: {line}")
+        kill(first)
+        second = start("install", **variables)
+        second.until(f"running: {line}")
+        wait_for(lambda: called(node) == [line])
+        kill(second)
+        third = start("install", **variables)
+        third.until("ready")
+        assert third.stop() == 0 and third.lines.count(f"running: {line}") == 1, third.lines  # for the removal
 
 
 def test_older_containerd_stays_unchanged_where_the_nri_plugin_is_required(
@@ -293,13 +338,11 @@ def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]
     assert exporter.stop() == 0, exporter.lines
 
     # A restarted pod finds everything in place.
-    pod.process.kill()
-    pod.process.wait(timeout=60)
+    kill(pod)
     again = start("install")
     again.until("ready")
     assert called(node) == ["systemctl restart containerd"] and home.is_dir()
-    again.process.kill()
-    again.process.wait(timeout=60)
+    kill(again)
 
     # A pod that finds the entry of a version without gpushare-runtime-cri rewrites it.
     entry = (node / DROP_IN).read_text()
@@ -379,8 +422,7 @@ def test_label_of_the_node_chooses_its_profile(
         assert called(node) == ["systemctl restart containerd"]  # at the installation only
 
         # A restarted pod keeps the profile, although it cannot read the label.
-        pod.process.kill()
-        pod.process.wait(timeout=60)
+        kill(pod)
         before, api.problem = config.read_bytes(), 503
         pod = start("install", GPUSHARE_NODE=NODE, **server)
         pod.until(f"gpushare: API server: GET /api/v1/nodes/{NODE}: 503")

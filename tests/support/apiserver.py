@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 from urllib.parse import unquote, urlsplit
 
+import pytest
 import yaml
 
 NODE, NODE_UID = "node-a", "11111111-2222-3333-4444-555555555555"
@@ -82,6 +83,48 @@ def failed(code: int, message: str) -> tuple[int, Any]:
     return code, {"kind": "Status", "code": code, "message": message}
 
 
+# Like the certificates of clusters that were made before 2020, these have no key identifiers.
+_EXTENSIONS = """
+[req]
+distinguished_name = name
+[name]
+[ca]
+basicConstraints = critical, CA:TRUE
+keyUsage = critical, keyCertSign
+subjectKeyIdentifier = none
+authorityKeyIdentifier = none
+[api]
+subjectAltName = IP:127.0.0.1
+subjectKeyIdentifier = none
+authorityKeyIdentifier = none
+"""
+
+
+def _make_certificates(folder: Path) -> None:
+    """ca.crt, and the server's api.crt with its key."""
+    (folder / "extensions").write_text(_EXTENSIONS)
+    new = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -config extensions -days 2"
+    for line in (
+        f"{new} -x509 -subj /CN=kubernetes -extensions ca -keyout ca.key -out ca.crt",
+        f"{new} -new -subj /CN=api -keyout key -out api.csr",
+        "x509 -req -days 2 -in api.csr -CA ca.crt -CAkey ca.key -CAcreateserial -extfile extensions -extensions api"
+        " -out api.crt",
+    ):
+        subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+
+
+def check_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the default of TLS connections that of Python 3.13, under every Python."""
+    default = ssl.create_default_context
+
+    def strict(**words: Any) -> ssl.SSLContext:
+        context = default(**words)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+
+
 class ApiServer:
     """`account`: the folder with token and ca.crt."""
 
@@ -95,10 +138,7 @@ class ApiServer:
         )
         self.token = f"e30.{payload.decode().rstrip('=')}.x"
         (folder / "token").write_text(self.token + "\n")
-        words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-        words += ["-subj", "/CN=api", "-addext", "subjectAltName=IP:127.0.0.1"]
-        command = ["openssl", "req", *words, "-keyout", str(folder / "key"), "-out", str(folder / "ca.crt")]
-        subprocess.run(command, check=True, capture_output=True)
+        _make_certificates(folder)
 
     def __enter__(self) -> Any:
         api = self
@@ -123,7 +163,7 @@ class ApiServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.account / "ca.crt", self.account / "key")
+        context.load_cert_chain(self.account / "api.crt", self.account / "key")
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
         self.url = f"https://127.0.0.1:{self.port}"

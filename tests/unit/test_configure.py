@@ -10,16 +10,18 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from gpushare.cli import main
 from gpushare.cli.runtime import remove_broken_snapshot
 from gpushare.config import profiles
 from gpushare.core.errors import GpushareError
-from gpushare.engines import docker, record
+from gpushare.engines import containerd, crio, docker, record
+from gpushare.engines.host import Host
 
 from tests.unit import configurehost
 from tests.unit.configurehost import HAND, tree
@@ -100,6 +102,26 @@ def test_lost_record_is_rebuilt_without_gpushare_entries(
     assert daemon_json.read_text() == HAND
 
 
+@pytest.mark.parametrize(
+    ("engine", "first", "second"),
+    [
+        ("containerd", ("--engine-version=2.2", "--require-nri"), ("--engine-version=2.2",)),
+        ("crio", ("--hook-only",), ()),
+        ("podman", ("--hook-only",), ()),
+    ],
+)
+def test_lost_record_of_an_entry_without_runtime_is_rebuilt(
+    cli: Callable[..., Any], root: Path, engine: str, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    """The requirement of the NRI plugin, and a list of directories with hooks."""
+    cli(engine, *first)
+    (root / record.path_of(engine).lstrip("/")).unlink()
+    assert cli(engine, *second)[0] == 0
+    assert cli(engine, "--undo")[0] == 0
+    left = {name: found[3] for name, found in tree(root).items() if found[3] is not None}
+    assert not any(b"gpushare" in name.encode() + text for name, text in left.items()), left
+
+
 def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, root: Path) -> None:
     cli("docker")
     path = root / record.path_of("docker").lstrip("/")
@@ -110,6 +132,68 @@ def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, 
         code, out, error = cli("docker", "--undo")
         assert (code, out) == (78, "") and "is damaged" in error and "move it away" in error
         assert daemon_json.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "file", "event", "action"),
+    [
+        ("containerd", ("--engine-version=2.1",), containerd.DROP_IN, "ExecMainStart", "restart"),
+        ("containerd", ("--engine-version=2.2", "--require-nri"), containerd.DROP_IN, "ExecMainStart", "restart"),
+        ("containerd", ("--engine-version=1.7", "--hook-only"), containerd.BASE_SPEC, "ExecMainStart", "restart"),
+        ("crio", (), crio.FILE, "ExecMainStart", "restart"),
+        ("docker", (), docker.FILE, "StateChange", "reload"),
+    ],
+)
+def test_change_that_the_engine_has_not_read_is_named_again(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch,
+    engine: str, options: tuple[str, ...], file: str, event: str, action: str,
+) -> None:  # fmt: skip
+    """A command that was killed before it named the engine's restart, and a user who forgot it. docker reads its file
+    when it is reloaded, the others when they start."""
+    ago: dict[str, float] = {}
+
+    def ask(host: Host, *command: str) -> Optional[str]:
+        if command[0] != "systemctl":
+            return None
+        verb, properties, unit = command[1:]
+        assert (verb, unit, properties[:11]) == ("show", engine, "--property=")
+        now = time.monotonic()
+        values = {f"{name}TimestampMonotonic": f"{(now - seconds) * 1e6:.0f}" for name, seconds in ago.items()}
+        values["ActiveState"] = "active" if ago else "inactive"
+        return "".join(f"{name}={values.get(name, 0)}\n" for name in properties[11:].split(","))
+
+    def written(seconds: float) -> None:
+        then = time.time() - seconds
+        for path in root.rglob("*"):
+            os.utime(path, (then, then), follow_symlinks=False)
+
+    def answer() -> str:
+        code, text, error = cli(engine, *options)
+        assert code == 0 and text == "nothing to do\n"
+        return "".join(line for line in error.splitlines(True) if "has not read" in line or "now run" in line)
+
+    cli(engine, *options)
+    monkeypatch.setattr(Host, "ask", ask)
+    written(120)
+    assert answer() == ""  # it does not run
+    ago.update({"ExecMainStart": 60, "StateChange": 60, event: 3600})
+    assert f"{engine} has not read {file} yet" in answer() and f"now run: systemctl {action} {engine}\n" in answer()
+    ago.update({"ExecMainStart": 3600, "StateChange": 3600, event: 60})
+    assert answer() == ""
+    ago[event] = 3600
+    written(-3600)  # the clock was set back since
+    assert answer() == ""
+    if not file.endswith(".json"):  # the administrator, who edited it since, will restart the engine
+        edited = root / file[1:]
+        edited.write_text("# edited\n" + edited.read_text())
+        written(120)
+        assert file not in answer()
+
+
+def test_podman_reads_its_files_always(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("podman")
+    monkeypatch.setattr(Host, "ask", lambda *command: pytest.fail("podman has no daemon"))
+    assert cli("podman") == (0, "nothing to do\n", "")
 
 
 @pytest.mark.parametrize("options", [(), ("--default",), ("--undo",)])

@@ -20,7 +20,7 @@ from gpushare.core.model import SharingRule
 from gpushare.engines.base import Settings
 from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
-from tests.support.apiserver import NODE, NODE_UID, Call, call_of, compared
+from tests.support.apiserver import NODE, NODE_UID, Call, call_of, check_strictly, compared
 from tests.support.dra import ApiServer, Kubelet, Refused, check_slice, edits
 from tests.support.host import TREE
 from tests.unit import pure
@@ -219,6 +219,15 @@ def test_deleted_slice_is_published_again(tmp_path: Path) -> None:
             server.node()
     with pytest.raises(GpushareError, match='--server "http://a" is not the URL of an API server'):
         apiserver.Server("http://a")
+
+
+def test_certificates_without_key_identifiers_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_strictly(monkeypatch)
+    with ApiServer(tmp_path / "account") as api:
+        assert apiserver.Server(api.url, str(api.account)).version() == "v1"
+        other = ApiServer(tmp_path / "other").account  # not the issuer
+        with pytest.raises(GpushareError, match="CERTIFICATE_VERIFY_FAILED"):
+            apiserver.Server(api.url, str(other)).version()
 
 
 def test_slice_has_the_devices_that_policy_allows() -> None:

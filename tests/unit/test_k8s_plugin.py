@@ -40,6 +40,14 @@ def stale_socket(folder: Path) -> None:
         bound.bind(str(folder / "kubelet.sock"))
 
 
+def test_host_without_device_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(facts, "host", lambda paths: pure.node(devices=0))
+    assert main(["--state", str(tmp_path), "k8s-plugin", "--kubelet", str(folder)]) == 1
+    assert capfd.readouterr().err == "gpushare: this host has no device; load the driver\n"
+
+
 @pytest.mark.parametrize(
     ("make", "words", "code", "line"),
     [
@@ -145,6 +153,18 @@ def test_removed_devices_and_driver_are_found(tmp_path: Path) -> None:
     assert gone() == {part.uuid: "the MIG device is gone", whole.uuid: f"no GPU at {whole.bus_id} any more"}
     version.unlink()
     assert set(gone().values()) == {"no driver is loaded"}
+
+
+def test_numa_node_is_read_from_sysfs(tmp_path: Path) -> None:
+    """A missing file, and one that is no number, count as an unknown node."""
+    devices = [pure.device(0, bus_id=f"0000:0{bus}:00.0") for bus in range(1, 5)]
+    for device, text in zip(devices, ("1\n", "-1\n", "\n")):
+        file = tmp_path / "sys/bus/pci/devices" / device.bus_id / "numa_node"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assert list(plugin._numa_nodes(str(tmp_path), devices).items()) == [
+        (device.bus_id, node) for device, node in zip(devices, (1, -1, -1, -1))
+    ]
 
 
 def test_missing_driver_root_in_pod_uses_own_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

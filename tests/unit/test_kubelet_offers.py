@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from gpushare.allocation import placement
@@ -80,6 +80,44 @@ def test_resource_name_contains_unit(unit_mib: int, name: str) -> None:
         MEMORY: "a.b/c",
         DEVICES: "a.b/d",
     }
+
+
+def numa(node: Node, nodes: dict[str, int]) -> set[tuple[tuple[str, int], ...]]:
+    """The NUMA node of each device, as each of memory, compute and devices has it."""
+    found = offers.with_numa(offers.offered(node, 1), nodes)
+    return {tuple((one.key, one.numa) for one in found[kind]) for kind in (MEMORY, COMPUTE, DEVICES)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hints"),
+    [
+        ((0, 1), (0, 1)),
+        ((1, 0), (1, 0)),
+        ((1, 1), (-1, -1)),  # a host with one node for all devices needs no hint
+        ((0, -1), (-1, -1)),  # the kernel does not know one of them
+        ((-1, -1), (-1, -1)),
+        ((0, None), (-1, -1)),
+    ],
+)
+def test_numa_node_is_a_hint_if_devices_are_on_several(
+    nodes: tuple[Optional[int], ...], hints: tuple[int, ...]
+) -> None:
+    node = pure.node()
+    known = {one.bus_id: number for one, number in zip(node.inventory.devices, nodes) if number is not None}
+    assert numa(node, known) == {tuple(zip((A, B), hints))}
+
+
+def test_device_without_numa_node_has_no_hint_beside_others() -> None:
+    node, third = pure.node(), pure.device(1, uuid="GPU-cccccccc-2", bus_id="0000:03:00.0")._replace(index=2)
+    devices = (*node.inventory.devices, third)
+    node = node._replace(inventory=node.inventory._replace(devices=devices))
+    known = {one.bus_id: number for one, number in zip(devices, (0, 1))}
+    assert numa(node, known) == {((A, 0), (B, 1), ("cccccccc", -1))}
+
+
+@pytest.mark.parametrize("whole", [(), ("2",), ("GPU-cccccccc",), (SECOND.lower()[:-1] + "9",)])
+def test_whole_that_names_no_device_leaves_all_divided(whole: tuple[str, ...]) -> None:
+    assert summary(pure.node(), whole=whole) == {MEMORY: [(A, 16384, 1), (B, 16384, 1)], GPU: []}
 
 
 def of(kind: str, **words: Any) -> tuple[Offered, ...]:

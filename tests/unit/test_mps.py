@@ -341,6 +341,21 @@ def test_package_removal_checks_before_stopping_mps(tmp_path: Path, listed: str,
         assert 0 < disabled < mine
 
 
+def test_package_removal_names_what_uninstall_names(tmp_path: Path) -> None:
+    """Containers with a share, or prepared claims."""
+    script = (Path(__file__).parents[2] / "packaging/scripts/preremove").read_text()
+    line = "gpushare: 1 resource claim is prepared for pods: uid u; delete these pods first"
+    (tmp_path / "gpushare").write_text(f'#!/bin/sh\n[ "$1" != uninstall ] || {{ echo "{line}" >&2; exit 75; }}\n')
+    (tmp_path / "gpushare").chmod(0o755)
+    script = script.replace("/usr/bin/gpushare", str(tmp_path / "gpushare")).replace("/run/systemd/system", "/none")
+    done = subprocess.run(["sh", "-c", script, "preremove", "remove"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        line,
+        "gpushare: the package stays; end what uses it (see above) and remove it again, or first run gpushare"
+        " uninstall --yes --force",
+    ]
+
+
 def test_stop_without_daemon_needs_no_driver(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A package can also be removed from a host whose driver is gone."""
     config = tmp_path / "config.yaml"

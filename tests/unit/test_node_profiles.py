@@ -15,7 +15,7 @@ import pytest
 from gpushare.config.config import load_config
 from gpushare.core.errors import ConfigError
 
-from tests.support.apiserver import NODE, NodeServer
+from tests.support.apiserver import NODE, NodeServer, check_strictly
 from tests.support.host import TREE
 
 SMALL = "version: 1\npolicy: {max_memory: 8Gi}\n"
@@ -88,6 +88,11 @@ def test_label_chooses_and_changes_the_profile(install: ModuleType, follow: Foll
     (tmp_path / "profiles/large.yaml").write_text(SMALL)
     assert follow("large") == (SMALL, "profile large is applied\n")
     assert install.is_ours(install.checksum(install.CONFIG))  # the installer may replace or remove it
+
+
+def test_certificates_without_key_identifiers_are_accepted(follow: Follow, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_strictly(monkeypatch)
+    assert follow("small") == (SMALL, "profile small is applied\n")
 
 
 def test_impossible_profile_keeps_the_configuration(

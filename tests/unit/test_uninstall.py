@@ -120,8 +120,10 @@ def test_claims_of_the_dra_driver_are_removed(cli: Callable[..., Any], root: Pat
     for name in ("gpushare.io-claim_u.json", "gpushare.io-claim_v.json.new", "nvidia.json"):
         (folder / name).touch()
     code, out, error = cli("--yes")
-    line = "1 resource claim is prepared for pods: /run/cdi/gpushare.io-claim_u.json; delete these pods first"
+    line = "1 resource claim is prepared for pods: uid u; delete these pods first"
     assert (code, out) == (75, "") and line in error and len(list(folder.iterdir())) == 3
+    (folder / "gpushare.io-claim_a.json").touch()
+    assert "2 resource claims are prepared for pods: uid a, u; delete these pods first" in cli("--yes")[2]
     assert "remove /run/cdi/gpushare.io-claim_u.json\n" in cli("--yes", "--force")[1]
     assert [path.name for path in folder.iterdir()] == ["nvidia.json"]
 

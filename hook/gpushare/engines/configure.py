@@ -8,6 +8,7 @@ state(engine, settings, host)               -> State
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -23,7 +24,8 @@ CRI_ENGINES = (containerd.NAME, crio.NAME)
 
 
 class Outcome(NamedTuple):
-    """Changes that were made, or would be. `next` is the command to run afterwards; empty: none."""
+    """Changes that were made, or would be. `next` is the command to run afterwards, also for earlier changes that the
+    engine has not read yet; empty: none."""
 
     engine: str
     changes: tuple[Change, ...]
@@ -49,7 +51,9 @@ def configure(
     KernelError."""
     proposal = engine.propose(settings, host)
     changes = tuple(proposal.changes)
-    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes else "", tuple(proposal.notes))
+    unread = [] if changes else _unread(engine, host)
+    notes = (*proposal.notes, *(f"{engine.NAME} has not read {path} yet" for path in unread))
+    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes or unread else "", notes)
     if dry_run or not outcome.changes:
         return outcome
     records = []
@@ -59,6 +63,31 @@ def configure(
         records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
     host.write([*records, *outcome.changes])  # the record first, so that nothing is lost if the command is killed
     return outcome
+
+
+def _unread(engine: Engine, host: Host) -> list[str]:
+    """Files that gpushare wrote after the engine had started: the command that changed them was killed before the
+    engine was restarted, or the user has not restarted it. A file that was edited since does not count."""
+    kept, since = record.load(host, engine.NAME), _since_reading(engine, host)
+    if kept is None or since is None:
+        return []
+    written = [one.path for one in kept.files if one.after is not None and host.read(one.path) == one.after]
+    return [path for path in written if 0 <= host.age(path) < since]
+
+
+def _since_reading(engine: Engine, host: Host) -> Optional[float]:
+    """Seconds since the engine last read its files; None if it does not run, or not as the unit in RELOAD."""
+    if not engine.RELOAD:
+        return None
+    action, unit = engine.RELOAD.split()[1:]
+    event = "StateChange" if action == "reload" else "ExecMainStart"  # a reload changes the unit's state, and back
+    stamp = f"{event}TimestampMonotonic"
+    text = host.ask("systemctl", "show", f"--property=ActiveState,{stamp}", unit) or ""
+    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    microseconds = values.get(stamp, "")
+    if values.get("ActiveState") != "active" or not microseconds.isdigit():
+        return None
+    return time.monotonic() - int(microseconds) / 1e6
 
 
 def _present(kept: Optional[Record], host: Host) -> Optional[Record]:
@@ -78,8 +107,8 @@ def _kept(engine: Engine, old: Optional[Record], changes: Sequence[Change], fold
             before = kept.before
         elif kept is not None and change.before is not None:
             before = engine.withdraw(change.path, change.before, kept.before)
-        elif before is not None and engine.entry(change.path, before):
-            before = engine.withdraw(change.path, before, UNKNOWN)  # configured before, but the record was lost
+        elif before is not None:  # perhaps with gpushare's entries, if the record was lost
+            before = engine.withdraw(change.path, before, UNKNOWN)
         files[change.path] = Kept(change.path, before, change.after)
     return Record(tuple(files.values()), (*(old.folders if old else ()), *folders))
 

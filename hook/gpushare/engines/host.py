@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Sequence
 from typing import Optional
 
@@ -73,6 +74,10 @@ class Host:
             return data.decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "fix the file") from None
+
+    def age(self, path: str) -> float:
+        """Seconds since the file was written. Raises OSError."""
+        return time.time() - os.stat(self.at(path)).st_mtime
 
     def glob(self, pattern: str) -> list[str]:
         prefix = self.root.rstrip("/")

@@ -89,13 +89,17 @@ def _claims(folder: str) -> list[str]:
 def _refuse_claims(names: list[str]) -> None:
     """Raise CapacityError if a claim is prepared: its pod can still start containers, and kubelet does not prepare a
     claim again."""
-    claims = [name for name in names if name.endswith(dra.SUFFIX)]
-    if claims:
-        what = "1 resource claim is" if len(claims) == 1 else f"{len(claims)} resource claims are"
+    uids = [name[len(dra.PREFIX) : -len(dra.SUFFIX)] for name in names if name.endswith(dra.SUFFIX)]
+    if uids:
+        what = "1 resource claim is" if len(uids) == 1 else f"{len(uids)} resource claims are"
         raise CapacityError(
-            f"{what} prepared for pods: {_CLAIMS}/{claims[0]}{' ...' if len(claims) > 1 else ''}",
+            f"{what} prepared for pods: uid {_first(uids)}",
             "delete these pods first; after --force they cannot start containers",
         )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _refuse_foreign(state_dir: str) -> None:
@@ -125,10 +129,9 @@ def refuse_leases(state_dir: str) -> None:
     seen = leases.view(state_dir)
     held = [constants.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
     if held:
-        some = ", ".join(held[:5]) + (f" and {len(held) - 5} more" if len(held) > 5 else "")
         who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
         hint = f"stop {them} first; --force leaves {them} running unaccounted for"
-        raise CapacityError(f"{who} a share: {some}", hint)
+        raise CapacityError(f"{who} a share: {_first(held)}", hint)
 
 
 def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:

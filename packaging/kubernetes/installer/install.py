@@ -14,8 +14,8 @@ Variables, with their defaults:
     GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
                                   2.2 and newer refuse containers while it does not run
     GPUSHARE_PROFILE=cluster      the profile of gpushare's configuration file
-    GPUSHARE_RESTART=always       restart or reload the engine when its configuration has changed; never: print the
-                                  command instead
+    GPUSHARE_RESTART=always       restart or reload the engine if it has not read its configuration yet; never: print
+                                  the command instead
     GPUSHARE_NODE=                the name of the node: if it is set, the node's label gpushare.io/profile chooses a
                                   file of /profiles, which becomes the node's configuration; SIGHUP reads both at once
 
@@ -256,6 +256,8 @@ def label_of_node() -> str:
         with open(f"{ACCOUNT}/token", encoding="ascii") as file:
             headers = {"Authorization": f"Bearer {file.read().strip()}", "Accept": METADATA}
         context = ssl.create_default_context(cafile=f"{ACCOUNT}/ca.crt")
+        # Python 3.13 sets it, and then refuses the certificates of old clusters, which kubectl accepts
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
         try:
             connection.request("GET", path, headers=headers)
