@@ -29,7 +29,7 @@ FOLDER = BUILD / "pythons"
 NAME = "pythons.json"
 TESTS = ("tests/unit", "tests/golden")
 OLDEST = (3, 9)
-# What a version does not run, with the reason, for docs/versions.md; pytest ignores the names that are files
+# Tests that a version does not run, with the reason, for docs/versions.md; pytest ignores the names that are files
 LEFT_OUT = {
     "3.9": {
         "tests/unit/test_kubernetes.py": "cel-python needs google-re2, which has no wheel for Python 3.9",

@@ -374,7 +374,7 @@ def test_file_in_place_of_socket_is_kept(cli: Callable[..., Any], tmp_path: Path
     ],
 )
 def test_unknown_name_reads_the_same_with_old_click(
-    error: click.UsageError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: click.UsageError, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The sentences are those of click 8.1, which quotes no option and suggests no command."""
 
@@ -384,4 +384,4 @@ def test_unknown_name_reads_the_same_with_old_click(
 
     monkeypatch.setattr(group, "make_context", refuse)
     assert main([]) == 2
-    assert capsys.readouterr().err == f"gpushare: no such {said}; see `gpushare --help`\n"
+    assert capfd.readouterr().err == f"gpushare: no such {said}; see `gpushare --help`\n"
