@@ -58,10 +58,16 @@ def python_section(pythons: list[dict[str, Any]]) -> list[str]:
     for row in pythons:
         counts = (row.get(key, row.get("broken")) for key in ("passed", "failed", "skipped"))
         rows.append((row["python"], *counts, row["when"], f"`{row['commit']}`"))
+    left_out = [
+        f"* Python {row['python']} does not run {name}: {reason}.\n"
+        for row in pythons
+        for name, reason in row.get("left_out", {}).items()
+    ]
     return [
         "## Python\n",
         "`make pythons` runs the unit tests with other versions of Python. These ran on Debian 12.\n",
         table(("Python", "passed", "failed", "skipped", "date", "commit"), rows),
+        *(["".join(left_out)] if left_out else []),
     ]
 
 

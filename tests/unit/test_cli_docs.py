@@ -77,7 +77,8 @@ def parse(command: click.Command, words: list[str], parent: click.Context | None
     """Parse the words without running the command; raises UsageError."""
     context = command.make_context("x", list(words), parent)
     if isinstance(command, click.Group):
-        name, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        first = vars(context).get("_protected_args") or context.protected_args  # click 8.1 has no underscore
+        name, found, rest = command.resolve_command(context, [*first, *context.args])
         assert found is not None and name is not None
         parse(found, rest, context)
 

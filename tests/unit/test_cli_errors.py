@@ -362,3 +362,26 @@ def test_file_in_place_of_socket_is_kept(cli: Callable[..., Any], tmp_path: Path
     for path in (file, link):
         assert cli("export", "--socket", str(path))[0] == 1
     assert file.read_text() == "precious" and link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (click.NoSuchOption("--sta", "No such option: --sta", ["--state"]), "option '--sta', did you mean '--state'"),
+        (click.NoSuchOption("--no", "No such option: --no"), "option '--no'"),
+        (click.UsageError("No such command 'lits'."), "command 'lits', did you mean one of 'limit', 'list'"),
+        (click.UsageError("No such command '\\''."), "command '\\''"),
+    ],
+)
+def test_unknown_name_reads_the_same_with_old_click(
+    error: click.UsageError, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sentences are those of click 8.1, which quotes no option and suggests no command."""
+
+    def refuse(*_: object) -> None:
+        error.ctx = click.Context(group, info_name="gpushare")
+        raise error
+
+    monkeypatch.setattr(group, "make_context", refuse)
+    assert main([]) == 2
+    assert capfd.readouterr().err == f"gpushare: no such {said}; see `gpushare --help`\n"

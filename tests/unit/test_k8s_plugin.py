@@ -30,8 +30,9 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """kubelet's folder; the path of a socket must be short."""
     node = pure.node()
     monkeypatch.setattr(facts, "host", lambda paths: node)
-    with tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp", ignore_cleanup_errors=True) as path:
-        yield Path(path)
+    path = tempfile.mkdtemp(prefix="gpushare-", dir="/tmp")
+    yield Path(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def stale_socket(folder: Path) -> None:

@@ -76,13 +76,14 @@ def test_page_lists_versions_and_failures() -> None:
     ran = {"when": "2026-11-25", "commit": "1a2c"}
     pythons = [
         {"python": "3.10.13", "passed": 7, "failed": 1, "skipped": 0, "failures": ["tests/y.py::test_b"], **ran},
-        {"python": "3.9.18", "broken": "exit code 4", **ran},
+        {"python": "3.9.18", "broken": "exit code 4", "left_out": {"tests/z.py": "no wheel"}, **ran},
     ]
     text = matrix_docs.page([{"suite": "trixie", "versions": versions, "parts": {"engines": part}}], pythons)
     assert "| podman 5.4 with crun 1.21 | trixie | cgroupfs | hook | 8 | 1 | 0 | 2026-11-24 | `abc` |" in text
     assert "* trixie: `tests/x.py::test_a`\n* Python 3.10.13: `tests/y.py::test_b`" in text
     broken = "| 3.9.18 | exit code 4 | exit code 4 | exit code 4 | 2026-11-25 | `1a2c` |"
     assert f"{broken}\n| 3.10.13 | 7 | 1 | 0 | 2026-11-25 | `1a2c` |" in text
+    assert "\n\n* Python 3.9.18 does not run tests/z.py: no wheel.\n\n" in text
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -102,12 +102,6 @@ class _Commands(click.Group):
                 found = ((name, self.get_command(ctx, name)) for name in commands)
                 formatter.write_dl([(name, one.get_short_help_str(limit)) for name, one in found if one])
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]  # click suggests these names
-        return super().resolve_command(ctx, args)
-
 
 def _print_version(context: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
@@ -220,15 +214,33 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
     """Convert click's sentences to one line in gpushare's style, without a capital letter and a full stop."""
-    text = re.sub(r"\. \(?Did you mean( one of)?:? ", r", did you mean\1 ", " ".join(error.format_message().split()))
+    text = _unknown(error) or " ".join(error.format_message().split()).rstrip(".")
     text = re.sub(r"is not a valid (float|integer)( range)?", "is not a number", text)
-    text = text.rstrip(".?)") if "did you mean" in text else text.rstrip(".")
     if getattr(error, "option_name", "") in ("--config", "--state"):
         text += ", which stands before the command"
     command = error.ctx.command_path if error.ctx else _command_of(argv)
     wrong = GpushareError(text[:1].lower() + text[1:], f"see `{command} --help`")
     wrong.exit_code = error.exit_code
     return wrong
+
+
+def _unknown(error: click.UsageError) -> str:
+    """The sentence for an unknown option or command, else "". click's own depends on its version: 8.1 quotes no option
+    and suggests no command."""
+    command = re.match(r"No such command (.+?)\.( |$)", error.format_message())
+    close: Sequence[str] = ()
+    if isinstance(error, click.NoSuchOption):
+        text, close = f"no such option {error.option_name!r}", sorted(error.possibilities or ())
+    elif command and error.ctx and isinstance(error.ctx.command, click.Group):
+        from difflib import get_close_matches
+
+        text = f"no such command {command[1]}"
+        close = sorted(get_close_matches(command[1][1:-1], error.ctx.command.list_commands(error.ctx)))
+    else:
+        return ""
+    if close:
+        text += f", did you mean{' one of' * (len(close) > 1)} " + ", ".join(f"'{name}'" for name in close)
+    return text
 
 
 def _command_of(argv: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ def runtime() -> None:
 
 
 @runtime.command("configure")
-@click.argument("engine", required=False, type=click.Choice(sorted(ENGINES)))
+@click.argument("engine", required=False, type=click.Choice(sorted(ENGINES)), metavar=f"[{'|'.join(sorted(ENGINES))}]")
 @click.option(
     "--profile", type=click.Choice(profiles.NAMES), help="Also write gpushare's configuration file for this use."
 )
