@@ -77,10 +77,21 @@ class Strace:
 
     def start_to_be_killed(self, part: int, parts: int) -> subprocess.Popen[bytes]:
         """Start an agent that is killed after `part` of `parts` of its work."""
+        return self.start("-o", "/dev/null", *self._inject("KILL", part, parts))
+
+    def start_to_be_stopped(self, part: int, parts: int) -> subprocess.Popen[bytes]:
+        """Start an agent that is stopped there: see `is_stopped`."""
+        self._log.write_text("")
+        return self.start("-o", str(self._log), *self._inject("STOP", part, parts))
+
+    def is_stopped(self) -> bool:
+        return "--- stopped by SIGSTOP ---" in self._log.read_text(errors="replace")
+
+    def _inject(self, signal_name: str, part: int, parts: int) -> tuple[str, str]:
         at = self._first + 1 + part * (self._end - self._first) // parts
         name = self._names[at]
         which = self._names[: at + 1].count(name)
-        return self.start("-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={which}")
+        return "-e", f"inject={name}:signal={signal_name}:when={which}"
 
     def record(self, completed: Callable[[], None]) -> None:
         """Run an agent until its work is completed, and read its calls."""

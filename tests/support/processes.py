@@ -6,7 +6,11 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>, prctl(2)
 
@@ -42,6 +46,26 @@ def kill_and_reap(pid: int) -> None:
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
         pass
+
+
+@contextmanager
+def slow_to_exit() -> Iterator[tuple[int, Callable[[], None]]]:
+    """(pid, let_end): the first process of a pid namespace. When it gets SIGKILL it begins to exit, and it has ended
+    only after let_end(): until then the parent of a second process there does not reap that."""
+    words = ["sh", "-c", "echo; exec sleep inf"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(["unshare", "--pid", "--fork", *words], **pipes) as outer:
+        assert outer.stdout and outer.stdout.readline()
+        first = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text())
+        with subprocess.Popen(["nsenter", "-t", str(first), "-p", *words], **pipes) as parent:
+            try:
+                assert parent.stdout and parent.stdout.readline()
+                parent.send_signal(signal.SIGSTOP)
+                yield first, lambda: parent.send_signal(signal.SIGCONT)
+            finally:
+                parent.send_signal(signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(first, signal.SIGKILL)
 
 
 def reap_zombies() -> None:

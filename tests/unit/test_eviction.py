@@ -17,10 +17,11 @@ from gpushare.allocation import limit_update
 from gpushare.core.model import Lease, Share
 from gpushare.gpu import nvml_usage
 from gpushare.monitor import eviction
-from gpushare.state import agentlock, leases, log, shm_abi, storage
+from gpushare.state import agentlock, leases, leftover, log, shm_abi, storage
 from gpushare.system import procs
 
 from tests.support.host import TREE
+from tests.support.processes import slow_to_exit
 from tests.unit import limithost, pure
 from tests.unit.limithost import GIB
 
@@ -40,6 +41,11 @@ def report(state: str, container_id: str, used_bytes: int, wanted_bytes: int = 0
         file.write(packed)
 
 
+def lent(request_bytes: int, limit_bytes: int = 0) -> tuple[Share]:
+    changes: dict[str, Any] = {"virtual_bytes": limit_bytes, "lending": "evict"} if limit_bytes else {}
+    return (pure.share(0, 0, request_bytes)._replace(**changes),)
+
+
 @pytest.fixture
 def start(state: str) -> Iterator[Start]:
     """start(id, request, limit) -> the init of a "container"; a limit above the request is lent."""
@@ -48,9 +54,7 @@ def start(state: str) -> Iterator[Start]:
     def make(container_id: str, request_bytes: int, limit_bytes: int = 0) -> subprocess.Popen[bytes]:
         init = subprocess.Popen(["sleep", "inf"])
         running.append(init)
-        lent: dict[str, Any] = {"virtual_bytes": limit_bytes, "lending": "evict"} if limit_bytes else {}
-        share = pure.share(0, 0, request_bytes)._replace(**lent)
-        limithost.hold(state, init.pid, share, container_id=container_id)
+        limithost.hold(state, init.pid, *lent(request_bytes, limit_bytes), container_id=container_id)
         return init
 
     yield make
@@ -88,6 +92,8 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
     written = (tmp_path / "log").read_text()
     assert "decision=evicted id=most " in written and f"devices={pure.UUIDS[0]} " in written
     assert f"used={6 * GIB} memory={GIB} limit={12 * GIB} needed_by=plain way=agent" in written
+    agent.tick()
+    assert less.poll() is None, "the memory of the first is free, and the waiting container may get it"
     agent.tick()
     assert less.wait(5) == -signal.SIGKILL and plain.poll() is None
     agent.tick()
@@ -172,9 +178,118 @@ def test_next_borrower_is_ended_if_one_does_not_end(
     for later, ended in ((1, [stuck, other]), (2, [stuck, other, stuck])):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later * (eviction.ENDING_S + 1))
         agent.tick()
+        agent.tick()
         assert sent == [one.pid for one in ended]
         other.wait(5)
     assert len(said) == 2, "each is reported once"
+
+
+class Ended:
+    """A borrower of 5 GiB that ends by itself, another of 1 GiB, and a container that waits for `wanted_bytes`."""
+
+    def __init__(self, state: str, start: Start, log_file: Path, wanted_bytes: int = 2 * GIB) -> None:
+        self.borrower, self.other = start("borrower", GIB, 12 * GIB), start("other", GIB, 12 * GIB)
+        start("waiting", 6 * GIB)
+        report(state, "borrower", 6 * GIB)
+        report(state, "other", 2 * GIB)
+        self.said: list[str] = []
+        self.log_file = log_file
+        self.agent = eviction.Agent(state, str(log_file), say=self.said.append)
+        self.agent.tick()
+        report(state, "waiting", 6 * GIB, wanted_bytes)
+
+    def end(self) -> None:
+        self.borrower.kill()
+        self.borrower.wait()
+
+    def decisions(self) -> list[str]:
+        lines = self.log_file.read_text().splitlines() if self.log_file.exists() else []
+        return [line.partition("decision=")[2].partition(" dialect=")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "when", ["before the round", "after the first reading", "after the last reading", "after the line"]
+)
+def test_end_by_itself_is_not_an_eviction(
+    state: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """No borrower is killed for memory that is free already."""
+    one = Ended(state, start, tmp_path / "log")
+    held, tell, readings = one.agent._held, one.agent._tell, []
+
+    def read() -> list[eviction.Held]:
+        found = held()
+        readings.append(found)
+        if when.endswith(("first reading", "last reading")[min(len(readings), 2) - 1]):
+            one.end()
+        return found
+
+    def told(most: eviction.Held, waiting: eviction.Held) -> None:
+        tell(most, waiting)
+        one.end()
+
+    if "before" in when:
+        one.end()
+    monkeypatch.setattr(one.agent, "_held", read)
+    if "line" in when:
+        monkeypatch.setattr(one.agent, "_tell", told)
+    one.agent.tick()
+    assert one.borrower.poll() is not None and one.other.poll() is None
+    assert log.read(state, "borrower") == ""
+    lines = ["evicted id=borrower", "ended id=borrower"] if "line" in when else []
+    assert one.decisions() == lines and len(one.said) == len(lines)
+    assert one.said[1:] == ["gpushare: container borrower ended by itself before it was killed"][: len(lines)]
+    report(state, "waiting", 6 * GIB)
+    one.agent.tick()
+    assert one.other.poll() is None
+
+
+def test_end_by_itself_that_frees_too_little_is_not_waited_for(state: str, start: Start, tmp_path: Path) -> None:
+    one = Ended(state, start, tmp_path / "log", wanted_bytes=6 * GIB)
+    one.end()
+    one.agent.tick()
+    assert one.other.wait(5) == -signal.SIGKILL and one.decisions() == ["evicted id=other"]
+
+
+def test_borrower_that_exits_is_waited_for_and_not_reported(
+    state: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes close their files, which takes time on a device with much memory in use. After some seconds the
+    next borrower is ended."""
+    one = Ended(state, start, tmp_path / "log")
+    with slow_to_exit() as (pid, let_end):
+        limithost.hold(state, pid, *lent(GIB, 12 * GIB), container_id="slow")
+        report(state, "slow", 9 * GIB)
+        report(state, "waiting", 6 * GIB)
+        one.agent.tick()
+        os.kill(pid, signal.SIGKILL)
+        while not procs.is_exiting(pid):
+            pass
+        report(state, "slow", 0)  # its usage ends before its memory
+        report(state, "waiting", 6 * GIB, 2 * GIB)
+        one.agent.tick()
+        one.agent.tick()
+        assert one.borrower.poll() is None and one.decisions() == []
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + eviction.ENDING_S + 1)
+        one.agent.tick()
+        assert one.borrower.wait(5) == -signal.SIGKILL
+        assert one.decisions() == ["evicted id=borrower"]
+        let_end()
+
+
+def test_borrower_without_a_process_to_kill_is_reported_once(
+    state: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose processes are in another cgroup than its lease has. The next borrower is ended."""
+    one = Ended(state, start, tmp_path / "log")
+    monkeypatch.setattr(leftover, "lives", lambda _, lease: lease.id == "borrower")
+    one.end()
+    for _ in range(3):
+        one.agent.tick()
+    assert one.other.wait(5) == -signal.SIGKILL
+    assert one.decisions().count("evicted id=borrower") == 1
+    assert "evicted id=other" in one.decisions()
 
 
 def test_borrower_that_reports_no_use_is_found_by_the_driver(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from gpushare.system import procs
+
+from tests.support.processes import slow_to_exit
 
 FIRST_THREAD_ENDS = """
 import ctypes, threading, time
@@ -32,6 +35,31 @@ def test_process_with_ended_main_thread_is_alive_until_last_thread() -> None:
             process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie without threads
         assert procs.find(process.pid) is None
+
+
+def test_process_that_exits_is_alive_until_it_has_ended() -> None:
+    with slow_to_exit() as (pid, let_end):
+        found = procs.find(pid)
+        assert found is not None and not procs.is_exiting(pid)
+        os.kill(pid, signal.SIGKILL)
+        while not procs.is_exiting(pid):
+            pass
+        assert procs.alive(pid, found.start)
+        let_end()
+        while procs.alive(pid, found.start):
+            pass
+        assert procs.is_exiting(pid)
+
+
+def test_one_running_thread_keeps_a_process_from_exiting() -> None:
+    with subprocess.Popen([sys.executable, "-ISsc", FIRST_THREAD_ENDS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            while (found := procs.find(process.pid)) is not None and found.state != "Z":
+                pass
+            assert not procs.is_exiting(process.pid)
+        finally:
+            process.kill()
 
 
 def test_cgroup_name_cannot_forge_another_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ class Agent:
         self._needed_s: dict[str, float] = {}  # device uuid -> when a container last waited there
         self._ending: dict[str, Ending] = {}  # device uuid -> the container that was killed last
         self._stuck: set[str] = set()  # containers that did not end in time
+        self._borrowed: dict[tuple[str, str], int] = {}  # (id, device uuid) -> bytes borrowed, this round's readings
+        self._recent: dict[tuple[str, str], int] = {}  # the same, of this round and the previous one
 
     def tick(self) -> None:
         """End a borrower on each device where a container waits for its request; lend where none does. Raise
@@ -79,6 +81,8 @@ class Agent:
         held = self._held()
         now = time.monotonic()
         lenders = {one.share.device.uuid for one in held if one.share.lending == constants.EVICT}
+        borrowed = {(one.lease.id, one.share.device.uuid): one.borrowed_bytes for one in held if one.borrowed_bytes}
+        self._recent, self._borrowed = {**self._borrowed, **borrowed}, borrowed
         self._stuck &= {one.lease.id for one in held}
         for one in held:
             if one.waits and one.share.device.uuid in lenders and not self._has_room(one, now):
@@ -135,10 +139,36 @@ class Agent:
         held = [one for one in self._held() if one.share.device.uuid == uuid]  # after lending has stopped
         waiting = next((one for one in held if one.waits), None)
         most = self._borrower(uuid, held) if waiting is not None else None
-        if most is not None and waiting is not None:
-            if most.lease.id not in self._stuck:
-                self._tell(most, waiting)
-            self._ending[uuid] = Ending(most.lease.id, self._kill(most.lease), now)
+        if most is None or waiting is None or self._ends_without(uuid, held, most, waiting.wanted_bytes, now):
+            return
+        is_news = most.lease.id not in self._stuck
+        if is_news:
+            self._tell(most, waiting)
+        stopped = self._kill(most.lease)
+        self._ending[uuid] = Ending(most.lease.id, stopped.processes, now)
+        if not stopped.processes:
+            self._stuck.add(most.lease.id)  # until its lease has ended, too
+        if is_news and not stopped.by_us:
+            self._correct(most)
+
+    def _ends_without(self, uuid: str, held: list[Held], most: Held, wanted_bytes: int, now: float) -> bool:
+        """Whether borrowers that end by themselves free the memory: enough of it, or that of the container to end. Then
+        wait for such a container as for one that was killed."""
+        borrowed = {container_id: size for (container_id, at), size in self._recent.items() if at == uuid}
+        borrowed[most.lease.id] = most.borrowed_bytes
+        ending = [
+            one.lease
+            for one in held
+            if one.lease.id in borrowed and one.lease.id not in self._stuck and _is_ending(one.lease)
+        ]
+        live = {lease.id for lease in leases.view(self._state_dir).live}  # now: the use of `held` was read later
+        left = borrowed.keys() - live | {lease.id for lease in ending}
+        if sum(borrowed[container_id] for container_id in left) < wanted_bytes and most.lease.id not in left:
+            return False
+        if ending:
+            lease = max(ending, key=lambda one: borrowed[one.id])
+            self._ending[uuid] = Ending(lease.id, (procs.Process(lease.init_pid, lease.init_start, ""),), now)
+        return True
 
     def _borrower(self, uuid: str, held: list[Held]) -> Optional[Held]:
         """Return the container to end: the one furthest above its request. One that did not end comes last."""
@@ -183,6 +213,17 @@ class Agent:
         log.record(self._state_dir, lease.id, line, error)
         audit_log.evicted(self._sink, lease, share, most.used_bytes, waiting.lease.id)
 
-    def _kill(self, lease: Lease) -> tuple[procs.Process, ...]:
+    def _correct(self, most: Held) -> None:
+        """Write that a container ended by itself after _tell."""
+        self._say(f"gpushare: container {constants.short(most.lease.id)} ended by itself before it was killed")
+        log.forget(self._state_dir, most.lease.id)
+        audit_log.ended(self._sink, most.lease, most.share.device.uuid)
+
+    def _kill(self, lease: Lease) -> overuse.Stopped:
         pids = procs.pids_by_container_pid(lease.cgroup).values() if lease.cgroup else ()
         return overuse.stop(lease, pids, overuse.Owners([lease]))
+
+
+def _is_ending(lease: Lease) -> bool:
+    """Whether the container's first process closes its files, so no signal is needed."""
+    return procs.alive(lease.init_pid, lease.init_start) and procs.is_exiting(lease.init_pid)

@@ -159,16 +159,26 @@ class Watch:
         self.exceeded = {key: count for key, count in self.exceeded.items() if key in by_id}
 
 
-def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> tuple[procs.Process, ...]:
+class Stopped(NamedTuple):
+    """The processes of a container that got SIGKILL, which may live for some time. `by_us`: one of them ran until then,
+    so the container did not end by itself."""
+
+    processes: tuple[procs.Process, ...]
+    by_us: bool
+
+
+def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> Stopped:
     """Kill the container's first process, which ends its pid namespace, and the processes that use the device, which
-    would survive in the host's pid namespace. Kill only processes that still belong to the container; return them, and
-    do not wait until they have ended."""
+    would survive in the host's pid namespace. Kill only processes that still belong to the container, and do not wait
+    until they have ended."""
     wanted = [pid for pid in pids if owner(pid) == lease.id]
     if procs.alive(lease.init_pid, lease.init_start):
         wanted.insert(0, lease.init_pid)
     found = {process.pid: process for process in map(procs.find, wanted) if process is not None}
+    by_us = False
     for process in found.values():
+        by_us = not procs.is_exiting(process.pid) or by_us  # directly before the signal
         procs.wait(process, 0, signal.SIGKILL)
     for pid in found:
         cgroup.thaw(pid)
-    return tuple(found.values())
+    return Stopped(tuple(found.values()), by_us)

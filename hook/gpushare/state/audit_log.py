@@ -4,6 +4,7 @@
     refused    no share, and the kind of reason          withheld   devices denied to a privileged container
     changed    new limits, or paused                     exceeded   more use than the limit, as the driver counts
     evicted    a borrower that was ended for another container's request
+    ended      a borrower that ended by itself after its line with `evicted`
     ignored    containers that the search after a lost state directory left out
 
     decision=granted id=web dialect=own devices=GPU-1 memory=4294967296 compute=30 ... way=runtime ms=21.4
@@ -203,6 +204,12 @@ def evicted(where: str, lease: Lease, share: Share, used_bytes: int, needed_by: 
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={share.device.uuid} used={used_bytes}"
     sizes = f"memory={share.memory_limit_bytes} limit={share.virtual_bytes}"
     _write(open_sink(where), WARNING, f"decision=evicted {what} {sizes} needed_by={value(needed_by)} way=agent")
+
+
+def ended(where: str, lease: Lease, uuid: str) -> None:
+    """Log that a container ended by itself after `evicted` was logged and before the agent killed it."""
+    fields = f"decision=ended id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} way=agent"
+    _write(open_sink(where), WARNING, fields)
 
 
 def withheld(where: str, container_id: str, taken: Sequence[str]) -> None:

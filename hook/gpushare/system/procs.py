@@ -11,6 +11,7 @@ from ..core.errors import KernelError
 from . import syscalls
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_PF_EXITING = 4
 _DEAD_STATES = ("Z", "X", "x")  # a zombie without other threads holds no memory, no device and no mount
 
 
@@ -60,6 +61,18 @@ def alive(pid: int, start: int) -> bool:
     """Whether the process with this `pid` and `start` still runs."""
     process = find(pid)
     return process is not None and process.start == start
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether no thread of this process runs any more: it has ended, or it closes its files, and no signal can kill it.
+    Source: field 9 of proc(5) stat, PF_EXITING of the kernel."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended
+        return True
+    lines = (_read(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+    flags = (line.rpartition(b")")[2].split()[6:7] for line in lines)
+    return all(not field or int(field[0]) & _PF_EXITING for field in flags)
 
 
 def myself() -> Process:
