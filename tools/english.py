@@ -45,7 +45,7 @@ _PAGES = (
 )
 _SOURCES = re.compile(
     r"\.(py|c|h|mk|sh)$|(^|/)(Makefile|CONTRIBUTING\.md|simulator/README\.md)$|^docs/internals/"
-    rf"|^(README|SECURITY)\.md$|^docs/({_PAGES})\.md$"
+    rf"|^(CHANGELOG|README|SECURITY)\.md$|^docs/({_PAGES})\.md$"
 )
 _SKIPPED = re.compile(r"(^|/)(test_)?english\.py$|^tests/(fuzz/corpus|schemas|golden/[a-z]+/)")
 
