@@ -35,10 +35,10 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
 * A container does not start if a limit is malformed, has no unit, or is for a device that the container does not get.
   The message has the variable and its value.
 * Some schedulers divide NVML's whole total, which includes memory that the driver reserves
-  ([placement.md](placement.md#capacity)). If an amount exceeds the free memory by at most this reserved memory, gpushare
-  reduces it to the free memory, so the last container of such a scheduler fits. `explain`, `list` and the log show the
-  request. gpushare refuses an amount that exceeds the free memory by more, and a reduced amount that is too small for
-  a CUDA context.
+  ([placement.md](placement.md#capacity)). If an amount exceeds the free memory by at most this reserved memory,
+  gpushare reduces it to the free memory, so the last container of such a scheduler fits. `explain`, `list` and the log
+  show the request. gpushare refuses an amount that exceeds the free memory by more, and a reduced amount that is too
+  small for a CUDA context.
 * Limits that include host memory need a budget on the node (`oversubscription.host_memory`,
   [oversubscription.md](oversubscription.md)). Without one the container does not start, and the message names the
   missing key.

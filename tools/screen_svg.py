@@ -120,7 +120,8 @@ def film(shots: list[tuple[float, list[str]]], columns: int, title: str) -> str:
 
 
 def _between(text: str, begin: float, end: float, seconds: float, still: float) -> str:
-    """Show elements from `begin` to `end`, and in a still picture those of the time `still`: parts of the whole time."""
+    """Show elements from `begin` to `end`, and in a still picture those of the time `still`: parts of the whole
+    time."""
     times = [(0.0, "hidden")] * (begin > 0) + [(begin, "visible")] + [(end, "hidden")] * (end < 1)
     values = ";".join(value for _, value in times)
     keys = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time, _ in times)

@@ -22,7 +22,7 @@ Judgement = tuple[Optional[bool], str]  # None: unclear; and the figure, or the 
 
 
 class Assumption(NamedTuple):
-    """`relies_on`: the file to change if a measurement refutes the sentence. `judge`: called with the values of the check.
+    """`relies_on`: the file to change if the sentence is refuted. `judge`: called with the values of the check.
 
     `by_verdict`: the check's own result, "held" or "missed", decides.
     """

@@ -76,7 +76,9 @@ CHECKS = (
     Check("compute.30", "30 %, alone", compute.thirty, 30),
     Check("compute.5", "5 %, alone", compute.five, 30),
     Check("compute.graph", "30 %, alone, CUDA graphs", compute.graph, 30),
-    Check("compute.told", "30 % and 70 %, with the measured slices in the configuration", compute.shared_told, 30, HARDWARE),
+    Check(
+        "compute.told", "30 % and 70 %, with measured slices in the configuration", compute.shared_told, 30, HARDWARE
+    ),
     Check("compute.waiting", "streams that wait for each other, 5 %", compute.waiting, 30),
     Check("run", "gpushare run on this machine", product.run, 30),
     Check("run.compute", "gpushare run with 30 % of compute", product.run_compute, 30),
