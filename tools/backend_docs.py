@@ -40,7 +40,7 @@ with `GPUSHARE_BACKEND=dmem` the kernel enforces the memory limit and the shim t
   not enforce compute)`. The decision log has `backend=`.
 * The shim is in every container. It reports the limits and counts the use, whichever backend enforces the limits, and
   enforces them too where it can.
-* All of a MIG device, without a limit, needs no backend for its memory: the hardware enforces its size.
+* A whole MIG device, without a limit, needs no backend for its memory: the hardware enforces its size.
 * `oversubscribe` below is memory beyond the device (`GPUSHARE_OVERSUBSCRIBE`, `memory_scaling` above 1:
   [oversubscription](oversubscription.md)). A request cannot name it. Only the shim can enforce it.
 

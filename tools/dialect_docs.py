@@ -21,35 +21,38 @@ Generated from `hook/gpushare/request/dialects/registry.py` by `make docs`; a te
 A container that another scheduler describes needs no second description. gpushare reads the variables and annotations
 that the scheduler writes, and enforces the limits itself. The scheduler's own node software does not have to run.
 
-* GPUSHARE_* names override other dialects, each for its own setting. With `GPUSHARE_MEMORY=4Gi` a foreign memory limit
-  is not parsed; a foreign compute limit still counts. An image can set variables, so where `policy.accept.widening`
-  accepts none, as in the cluster profile, a variable that is larger than the foreign limit is ignored.
+* GPUSHARE_* names override other dialects, each for its own setting. With `GPUSHARE_MEMORY=4Gi`, gpushare ignores the
+  memory limit of another scheduler, but not its compute limit. An image can set variables. So where
+  `policy.accept.widening` does not accept them, as in the cluster profile, gpushare ignores a GPUSHARE_* limit that is
+  larger than the other scheduler's.
 * Two dialects may request the same. If they disagree, the container does not start, and the error names both variables
   with their values.
-* `NVIDIA_VISIBLE_DEVICES=all`, which images set, yields to a dialect that names devices. A list of other devices
-  contradicts it.
+* A dialect that names devices overrides `NVIDIA_VISIBLE_DEVICES=all`, which images set. It contradicts a list of other
+  devices in that variable.
 * Limits without devices request a device, as in gpushare's own dialect; limits of an MPS client do not. An annotation
-  reaches every container of a pod. One with `<container>` in its name counts for that container, any other for one
-  container that names a device.
+  reaches every container of a pod. If its name contains `<container>`, it counts for that container. Any other
+  annotation counts for one container that names a device.
 * A container does not start if a limit is malformed, has no unit, or is for a device that the container does not get.
   The message has the variable and its value.
 * Some schedulers divide NVML's whole total, which includes memory that the driver reserves
-  ([placement.md](placement.md#capacity)). An amount that exceeds what is free by no more than that is reduced to what
-  is free, so the last container of such a scheduler fits. `explain`, `list` and the log show the request. An amount
-  that exceeds it by more is refused, and so is one that would leave less than a CUDA context needs.
+  ([placement.md](placement.md#capacity)). If an amount exceeds the free memory by at most this reserved memory,
+  gpushare reduces it to the free memory, so the last container of such a scheduler fits. `explain`, `list` and the log
+  show the request. gpushare refuses an amount that exceeds the free memory by more, and a reduced amount that is too
+  small for a CUDA context.
 * Limits that include host memory need a budget on the node (`oversubscription.host_memory`,
   [oversubscription.md](oversubscription.md)). Without one the container does not start, and the message names the
   missing key.
 * Variables that switch limits off (`CUDA_DISABLE_CONTROL`, `CGPU_DISABLE` and the others below) have no effect by
-  default, since a user could lift the limit of a container by setting one. `policy.accept.switches` allows them. They
-  also keep the other system's library out of the container, as its device plugin does with `CUDA_DISABLE_CONTROL=true`,
-  so that gpushare alone enforces the limits.
-* `policy.accept.env` and `policy.accept.annotations` decide whether variables and annotations are accepted. With
-  `policy.annotations: scoped`, as in the cluster profile, only those with `<container>` in their name are. If a
-  container gets a device and a limit for it is not accepted, the container does not start. `policy.dialects` selects
-  the dialects: all by default, none in the cluster profile until you add your scheduler to `policy.dialects.enabled`,
-  since gpushare's admission policy counts GPUSHARE_* names only.
-* containerd passes on those annotations of a pod that its configuration lists; `gpushare runtime configure` adds these.
+  default, because a user could set one to lift the limit of a container. `policy.accept.switches` allows them. You can
+  also set such a variable to keep the other system's library out of the container: its device plugin does that for
+  `CUDA_DISABLE_CONTROL=true`. Then gpushare alone enforces the limits.
+* `policy.accept.env` and `policy.accept.annotations` decide whether variables and annotations count. With
+  `policy.annotations: scoped`, as in the cluster profile, only annotations with `<container>` in their name count. If a
+  container gets a device and policy does not accept the limit for it, the container does not start.
+* `policy.dialects` selects the dialects. By default all count. In the cluster profile none counts until you add your
+  scheduler to `policy.dialects.enabled`, because gpushare's admission policy counts GPUSHARE_* names only.
+* containerd passes on only the annotations of a pod that its configuration lists. `gpushare runtime configure` adds the
+  annotations of the dialects to that list.
 * `gpushare explain BUNDLE` shows the dialects and values that were used, and which values were ignored and why, also
   if the container requests nothing. `--format json` has the same as `request.dialect`, `request.sources`,
   `request.ignored`, and `unused`.

@@ -130,18 +130,6 @@ WORKED_OUT = {
     "<_key_hint(at, name, known)>": "use the suggested key; [config](config.md) lists all keys",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory that you own",
 }
-# File of the shim -> what to do about its messages
-SHIM_ADVICE = {
-    "launch/admit.c": "set only a memory limit for the container, and report the launch function",
-    "memory/foreign.c": "unset GPUSHARE_OVERSUBSCRIBE if processes share memory",
-    "driver/init.c": "start a new container with fewer processes; run `gpushare doctor`",
-    "driver/mps.c": "run `gpushare mps status`; start the daemon, then the program",
-    "oversubscription/virtual.c": "unset GPUSHARE_OVERSUBSCRIBE on this device",
-    "memory/vmm_host.c": "unset GPUSHARE_OVERSUBSCRIBE on this device",
-    "driver/getproc.c": "update gpushare: the driver is newer; its new functions that allocate or launch are withheld",
-    "nvml/init.c": "start a new container",
-    "core/region.c": "start a new container: the share's files are damaged, covered by another mount, or of another version",
-}
 SYSCALL = (
     '| `CALL PATH: REASON`, for example `openat2 "/etc/ld.so.cache": Permission denied` | the kernel refused that call on that path: '
     "check the reason; for a path in the image, check what the image has there |\n"
@@ -185,9 +173,9 @@ def rows(wanted: str) -> list[str]:
 
 def text() -> str:
     page = HEAD + "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in SYMPTOMS)
-    page += "\nWith `GPUSHARE_LOG=1` in the environment the library prints the reason of a refusal to standard error, after `gpushare: `:\n"
+    page += "\nWith `GPUSHARE_LOG=1` in the environment the library prints each refusal on standard error, after `gpushare: `. `FILE` is a file of the share, and `…` a function:\n"
     page += "\n| message | what to do |\n|---|---|\n"
-    page += "".join(f"| {cell(code(said))} | {SHIM_ADVICE[file]} |\n" for file, said in of_shim())
+    page += "".join(f"| {cell(code(said))} | {hint} |\n" for said, hint in of_shim())
     page += "\n## Messages of the engine\n\n| message | why | what to do |\n|---|---|---|\n"
     page += "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in ENGINES)
     page += "\n## Messages of gpushare\n\nThey follow `gpushare: `. `…` stands for a value; the advice follows in the same line, after a semicolon.\n"

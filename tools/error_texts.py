@@ -167,25 +167,26 @@ def _carries(one: Message) -> bool:
 def _of_launcher() -> Iterator[Message]:
     """Yield the messages in lines of C that write to standard error: "gpushare: TEXT; HINT"."""
     for path in sorted((TREE / "hook" / "launcher").glob("*.c")):
-        for match in re.finditer(r'fprintf\(stderr, "gpushare: (.*?)\\n"', path.read_text()):
+        for match in re.finditer(r'(?:fprintf\(stderr, |fputs\()"gpushare: (.*?)\\n"', path.read_text()):
             text, _, hint = match[1].rpartition("; ")
             yield Message("KernelError", f"../launcher/{path.name}", 0, re.sub(r"'?%\w+'?", "{x}", text), hint)
 
 
-_LOGGED = r'gs_log\("([^"]+)", "([^"]+)"\)|gs_log\(("[^"]+"), symbol\)'
-_REASON = r'refuse\("([^"]+)"\)|\*why = [^;"]*"([^"]+)"(?: : "([^"]+)")?|return "([^"]+)"|: "((?:usage|limits): [^"]+)"'
+_LOGGED = re.compile(r'gs_log\("([^"]+)", (?:"([^"]+)"|symbol), "([^"]+)"\)|refuse\("([^"]+)", "([^"]+)"\)')
+_FILES = re.compile(r'WITH_PATH\(path, "([^"]+)"\)|(?:LIMITS|USAGE)_PATH " ([^"]+)"')  # region.c: about its two files
+_FILES_HINT = "start a new container: the share's files are damaged, covered by another mount, or of another version"
 
 
 def of_shim() -> list[tuple[str, str]]:
-    """Return (file, text) of each message that the shim logs in a container with GPUSHARE_LOG=1."""
-    found = []
+    """Return (text, hint) of each message that the shim logs in a container with GPUSHARE_LOG=1."""
+    found: dict[str, str] = {}
     for path in sorted((TREE / "shim").glob("*/*.c")):
-        text = path.read_text()
-        if "gs_log(" in text:
-            logged = [": ".join(part.strip('"') for part in parts if part) for parts in re.findall(_LOGGED, text)]
-            reasons = [part for parts in re.findall(_REASON, text) for part in parts if part]
-            found += [(f"{path.parent.name}/{path.name}", one) for one in [*logged, *reasons]]
-    return found
+        text = re.sub(r"\s+", " ", path.read_text())
+        for begin, detail, hint, reason, its_hint in _LOGGED.findall(text):
+            found[reason or f"{begin}: {detail or '…'}"] = its_hint or hint
+        for match in _FILES.finditer(text):
+            found[f"FILE {match[1] or match[2]}"] = _FILES_HINT
+    return list(found.items())
 
 
 @functools.cache

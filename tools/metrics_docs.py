@@ -31,21 +31,21 @@ scrape_configs:
     static_configs: [{{targets: ["127.0.0.1:{PORT}"]}}]
 ```
 
-The exporter listens on loopback, without password or encryption. With `--listen 0.0.0.0` every machine that reaches the
-host can read the metrics. It needs root (leases belong to root) and the host's pid namespace; run by another user it
-shows the programs of that user. `packaging/metrics` has alert rules for Prometheus (`alerts.yaml`) and a dashboard for
+The exporter uses loopback, without password or encryption. With `--listen 0.0.0.0` every machine that reaches the host
+can read the metrics. It needs the host's pid namespace, and root, to which the leases belong. If another user runs it,
+it shows that user's programs. `packaging/metrics` has alert rules for Prometheus (`alerts.yaml`) and a dashboard for
 Grafana (`dashboard.json`); a package installs them below `/usr/share/doc/gpushare`.
 
 * `container`, `pod` and `namespace` are the names in Kubernetes, from the container's `config.json`. Outside of a pod
   `container` is the id, and the other two are empty. `id` is always the engine's id, and `slot` the device's number in
   the container.
-* `name` is for people: the name in docker or podman, NAMESPACE/POD/CONTAINER, or else the short id. `service` is
-  PROJECT/SERVICE of Compose, or empty. The exporter reads names from files of the engine, so it must see the host's
+* `name` is the name that people use: that of docker or podman, NAMESPACE/POD/CONTAINER, or else the short id. `service`
+  is PROJECT/SERVICE of Compose, or empty. The exporter reads names from files of the engine, so it must see the host's
   files.
 * `user` is the uid of the container's first process, as the host numbers it.
-* A container has metrics while it runs; its counters start at 0. Values that its processes report count up to the
-  size of the device and not beyond.
-* Values from NVML are those of the last query (`--interval`, 10 seconds). A series is missing if there is no value:
+* A container has metrics while it runs; its counters start at 0. gpushare caps the values that its
+  processes report at the size of the device.
+* Values from NVML come from the last query (`--interval`, 10 seconds). A series is missing if there is no value:
   NVML does not answer, the device does not measure it, or there is no limit.
 
 """

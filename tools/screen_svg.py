@@ -99,8 +99,13 @@ def svg(screen: pyte.Screen, title: str) -> str:
 
 
 def film(shots: list[tuple[float, list[str]]], columns: int, title: str) -> str:
-    """An SVG that plays forever. `shots`: (seconds, `rows` of a screen). A row that stays is written once."""
+    """Return an SVG that plays forever. `shots`: (seconds, `rows` of a screen). A row that stays is written once.
+
+    A viewer that plays no animations shows the shot that lasts longest.
+    """
     whole = sum(seconds for seconds, _ in shots)
+    longest = max(range(len(shots)), key=lambda number: shots[number][0])
+    still = sum(seconds for seconds, _ in shots[:longest]) / whole
     parts: list[str] = []
     for row in range(max(len(shown) for _, shown in shots)):
         begin, text = 0.0, ""
@@ -108,14 +113,15 @@ def film(shots: list[tuple[float, list[str]]], columns: int, title: str) -> str:
         for seconds, shown in [*shots, (0.0, [])]:
             now = shown[row] if row < len(shown) else ""
             if now != text:
-                parts += [_between(text, begin / whole, at / whole, whole)] if text else []
+                parts += [_between(text, begin / whole, at / whole, whole, still)] if text else []
                 begin, text = at, now
             at += seconds
     return _framed("\n".join(parts), columns, max(len(shown) for _, shown in shots), title)
 
 
-def _between(text: str, begin: float, end: float, seconds: float) -> str:
-    """Show elements from `begin` to `end`, parts of the whole time."""
+def _between(text: str, begin: float, end: float, seconds: float, still: float) -> str:
+    """Show elements from `begin` to `end`, and in a still picture those of the time `still`: parts of the whole
+    time."""
     times = [(0.0, "hidden")] * (begin > 0) + [(begin, "visible")] + [(end, "hidden")] * (end < 1)
     values = ";".join(value for _, value in times)
     keys = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time, _ in times)
@@ -123,7 +129,8 @@ def _between(text: str, begin: float, end: float, seconds: float) -> str:
         f'<animate attributeName="visibility" values="{values}" keyTimes="{keys}" calcMode="discrete"'
         f' dur="{seconds:.1f}s" repeatCount="indefinite"/>'
     )
-    return f'<g visibility="hidden">{play}\n{text}\n</g>'
+    shown = "visible" if begin <= still < end else "hidden"
+    return f'<g visibility="{shown}">{play}\n{text}\n</g>'
 
 
 def _framed(body: str, columns: int, count: int, title: str) -> str:

@@ -2,10 +2,10 @@
 
 python -m tools.train SNAPSHOT     as root, after `make build`; prints the numbers of the blocks
 
-SNAPSHOT must be built with a page for each block, and it stops when it has nothing more to do; the pages in memory at
-that time were touched. A block counts if it is touched in every one of several starts by the runtime, by the
-createRuntime hook or by the poststop hook. Blocks that several of these need go into the first area; each has another
-area for the blocks that only it needs.
+SNAPSHOT must be built with a page for each block, and it sends itself SIGSTOP when its work is done; the start touched
+the pages that are in memory then. A block counts if it is touched in every one of several starts by the runtime, by the
+createRuntime hook or by the poststop hook. Blocks that several of these programs need go into the first area; each has
+another area for the blocks that only it needs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def touched(command: list[str], snapshot: Path, size: int, says: str = "") -> se
         os.fsync(cached.fileno())
         os.posix_fadvise(cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with tempfile.TemporaryFile() as stderr:
-        # It ends with this process: runc kills a hook that is late, and then waits for all that have the hook's output.
+        # It ends with this process: runc kills a late hook, and then waits for processes that hold the hook's output.
         command = ["setpriv", "--pdeathsig", "KILL", *command]
         start = subprocess.Popen(command, env={"PATH": os.defpath}, stderr=stderr)
         _, status = os.waitpid(start.pid, os.WUNTRACED)

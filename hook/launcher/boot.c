@@ -47,7 +47,9 @@ int main(int argc, char **argv) {
     int folder = (int)(strrchr(self, '/') - self);
     snprintf(directory, sizeof directory, "%.*s/_internal", folder, self);
     if (strpbrk(directory, ":;")) { /* they separate a list of directories */
-        fprintf(stderr, "gpushare: '%s' has a colon or semicolon; install elsewhere\n", directory);
+        fprintf(stderr,
+                "gpushare: '%s' has a colon or semicolon; install gpushare in another directory\n",
+                directory);
         return 127;
     }
     snprintf(loader, sizeof loader, "%.*s/_internal/ld.so", folder, self);

@@ -52,7 +52,7 @@ int waiting_hook(const char *state_dir, const char *id, const char *text, size_t
     if (have == 0 && (got == 0 || errno == ECONNRESET))
         return -1;
     if (got != 0 || have < 2) {
-        fputs("gpushare: the hook that waited for this container was ended; start it again\n",
+        fputs("gpushare: the hook of this container was killed; start the container again\n",
               stderr);
         return 1;
     }

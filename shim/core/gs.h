@@ -54,9 +54,10 @@ const char *gs_region_refusal(void);
 int gs_slot_of_uuid(const uint8_t uuid[16]);
 /* Map one file of exactly `size` bytes, or NULL with `*why`; the descriptor is closed. */
 void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why);
-/* One line on stderr; silent unless GPUSHARE_LOG=1 was set when the log was opened. */
+/* Print "gpushare: TEXT: DETAIL; HINT" on standard error, if GPUSHARE_LOG was 1 when the log was
+ * opened. docs/troubleshooting.md has the literals of each call (tools/error_texts.py). */
 void gs_log_open(void);
-void gs_log(const char *text, const char *detail);
+void gs_log(const char *text, const char *detail, const char *hint);
 
 /* ---- slot.c --------------------------------------------------------------------------- */
 

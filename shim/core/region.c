@@ -12,9 +12,12 @@
 
 #define LIMITS_PATH "/usr/lib/gpushare/limits"
 #define USAGE_PATH "/usr/lib/gpushare/rw/usage"
+/* A static text about one of these two files */
+#define WITH_PATH(path, text) \
+    (strcmp(path, USAGE_PATH) == 0 ? USAGE_PATH " " text : LIMITS_PATH " " text)
 
 static _Atomic(const struct gs_view *) the_view;
-static _Atomic(const char *) refusal = "not opened yet";
+static _Atomic(const char *) refusal = LIMITS_PATH " was not opened yet";
 static _Atomic bool log_on;
 
 void gs_log_open(void) {
@@ -22,15 +25,16 @@ void gs_log_open(void) {
     atomic_store(&log_on, value && strcmp(value, "1") == 0);
 }
 
-void gs_log(const char *text, const char *detail) {
+void gs_log(const char *text, const char *detail, const char *hint) {
     if (!atomic_load(&log_on))
         return;
     char line[256];
     size_t n = 0;
-    const char *part[] = {"gpushare: ", text, detail[0] ? ": " : "", detail, "\n"};
+    const char *part[] = {"gpushare: ", text, ": ", detail, "; ", hint};
     for (size_t i = 0; i < sizeof(part) / sizeof(part[0]); i++)
-        for (const char *c = part[i]; *c && n < sizeof(line); c++)
+        for (const char *c = part[i]; *c && n < sizeof(line) - 1; c++)
             line[n++] = *c;
+    line[n++] = '\n';
     ssize_t ignored = write(STDERR_FILENO, line, n);
     (void)ignored;
 }
@@ -56,17 +60,18 @@ static void tell_host(int fd) {
 void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
     int fd = open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
-        *why = errno == ENOENT ? "file is missing" : "file cannot be opened";
+        *why =
+            errno == ENOENT ? WITH_PATH(path, "is missing") : WITH_PATH(path, "cannot be opened");
         return NULL;
     }
     struct stat st;
     void *at = MAP_FAILED;
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
-        *why = "not a regular file";
+        *why = WITH_PATH(path, "is not a regular file");
     else if ((uint64_t)st.st_size != size)
-        *why = "wrong size";
+        *why = WITH_PATH(path, "has the wrong size");
     else if ((at = mmap(NULL, size, prot, MAP_SHARED, fd, 0)) == MAP_FAILED)
-        *why = "cannot be mapped";
+        *why = WITH_PATH(path, "cannot be mapped");
     else if (strcmp(path, USAGE_PATH) == 0)
         tell_host(fd);
     close(fd);
@@ -75,23 +80,23 @@ void *gs_map_exact(const char *path, int flags, int prot, size_t size, const cha
 
 static const char *wrong_limits(const struct gs_limits *l) {
     if (l->magic != GS_LIMITS_MAGIC)
-        return "limits: not a limits file";
+        return LIMITS_PATH " is not a limits file";
     if (l->version != GS_ABI_VERSION || l->size != sizeof(*l))
-        return "limits: other version";
+        return LIMITS_PATH " is of another version of gpushare";
     if (l->n_devices > GS_MAX_DEVICES)
-        return "limits: too many devices";
+        return LIMITS_PATH " lists too many devices";
     for (uint32_t i = 0; i < l->n_devices; i++)
         if (l->device[i].granularity_bytes != GS_BLOCK)
-            return "limits: granularity is not 2 MiB";
+            return LIMITS_PATH " has blocks of another size than 2 MiB";
     return NULL;
 }
 
 static const char *wrong_usage(const struct gs_usage *u, const struct gs_limits *l) {
     if (u->magic != GS_USAGE_MAGIC)
-        return "usage: not a usage file";
+        return USAGE_PATH " is not a usage file";
     if (u->version != GS_ABI_VERSION || u->size != sizeof(*u) || u->n_slots != GS_MAX_SLOTS)
-        return "usage: other version";
-    return u->nonce == l->nonce ? NULL : "usage: nonce of another container";
+        return USAGE_PATH " is of another version of gpushare";
+    return u->nonce == l->nonce ? NULL : USAGE_PATH " belongs to another container";
 }
 
 const struct gs_view *gs_region(void) {
@@ -118,7 +123,8 @@ const struct gs_view *gs_region(void) {
         munmap(fresh.usage, sizeof(struct gs_usage));
     if (fresh.limits)
         munmap((void *)fresh.limits, sizeof(struct gs_limits));
-    atomic_store(&refusal, why ? why : "no memory");
+    atomic_store(&refusal,
+                 why ? why : LIMITS_PATH " cannot be used: this process has no memory left");
     return atomic_load_explicit(&the_view, memory_order_acquire);
 }
 

@@ -105,11 +105,13 @@ static bool replace_by_wrapper(const char *symbol, void **function) {
     if ((known && !known->intercepted) || is_wrapper(*function))
         return true;
     if (!is_withheld(symbol)) {
-        gs_log("cuGetProcAddress: passed, unknown to this gpushare", symbol);
+        gs_log("cuGetProcAddress returned a function that this gpushare does not know", symbol,
+               "update gpushare");
         gs_warn(GS_WARN_PASSED_PROC);
         return true;
     }
-    gs_log("cuGetProcAddress: withheld, unknown to this gpushare", symbol);
+    gs_log("cuGetProcAddress withheld a function that this gpushare does not know", symbol,
+           "update gpushare");
     gs_warn(GS_WARN_UNKNOWN_PROC);
     *function = NULL;
     return false;

@@ -2,15 +2,15 @@
  * there is no GPU: "unlimited" is a value in the file, never a missing file. */
 #include "driver.h"
 
-static CUresult refuse(const char *reason) {
-    gs_log("cuInit refused", reason);
+static CUresult refuse(const char *reason, const char *hint) {
+    gs_log("cuInit refused", reason, hint);
     return CUDA_ERROR_NOT_PERMITTED;
 }
 
 static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
     const struct gs_view *view = gs_region();
     if (!view)
-        return refuse(gs_region_refusal());
+        return refuse(gs_region_refusal(), "start a new container");
     if (gs_slot())
         return real(flags);
     CUresult result = gs_mps_enter(view->limits);
@@ -22,10 +22,12 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
         return result;
     gs_devices_learn(); /* before the slot is claimed: afterwards other threads may allocate */
     if (!gs_compute_ready(view))
-        return refuse("compute is limited, but the container has no activity files");
+        return refuse("the container has a compute limit, but no activity files",
+                      "start a new container");
     gs_launches_ready();
     if (!gs_slot_claim(view, gs_compute_forget_all))
-        return refuse("no free slot: too many processes, or a thread cannot be started");
+        return refuse("the container has its maximum number of processes, or cannot start a thread",
+                      "run fewer processes");
     return CUDA_SUCCESS;
 }
 

@@ -91,8 +91,8 @@ static void set_memory_limit(uint64_t bytes) {
     setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", text, 1);
 }
 
-static CUresult refuse(const char *why) {
-    gs_log("cuInit refused: MPS", why);
+static CUresult refuse(const char *why, const char *hint) {
+    gs_log("cuInit refused", why, hint);
     return CUDA_ERROR_MPS_CONNECTION_FAILED;
 }
 
@@ -101,13 +101,15 @@ CUresult gs_mps_enter(const struct gs_limits *limits) {
     if (!device)
         return CUDA_SUCCESS;
     if (limits->mps_uid != ANY_UID && limits->mps_uid != geteuid())
-        return refuse("it serves one user at a time, and this process belongs to another user");
+        return refuse("the MPS daemon serves one user, and this process runs as another user",
+                      "run the program as the user for whom the daemon was started");
     if (no_daemon)
-        return refuse("the driver was initialised without it in this process");
+        return refuse("this process initialised the driver while the MPS daemon did not run",
+                      "restart the program");
     char pipe[128];
     format_pipe(device, pipe, sizeof(pipe));
     if (!(socket_inode = listening_inode(pipe)))
-        return refuse("its control daemon is gone");
+        return refuse("the MPS daemon does not run", "run `gpushare mps start` on the host");
     struct gs_limit_now now = gs_limit_stated(limits, limits->mps_device - 1);
     setenv("CUDA_MPS_PIPE_DIRECTORY", pipe, 1);
     setenv("CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING", "0", 1);
@@ -125,5 +127,7 @@ CUresult gs_mps_entered(const struct gs_limits *limits) {
         return CUDA_SUCCESS;
     format_pipe(device, pipe, sizeof(pipe));
     no_daemon = listening_inode(pipe) != socket_inode;
-    return no_daemon ? refuse("its control daemon has ended meanwhile") : CUDA_SUCCESS;
+    return no_daemon ? refuse("the MPS daemon ended while the driver started",
+                              "run `gpushare mps start` on the host, then restart the program")
+                     : CUDA_SUCCESS;
 }

@@ -157,8 +157,8 @@ static uint64_t ask_limiter(struct gs_compute *c, CUcontext context, struct requ
     } else if (!w->s ||
                (w->s->unmarked > UNMARKED && c->throttle.limit.mode != GS_THROTTLE_UNLIMITED)) {
         w->refused = CUDA_ERROR_NOT_SUPPORTED;
-        gs_log("launch refused",
-               "work in its stream cannot be timed, so its limit cannot be enforced");
+        gs_log("launch refused", "the shim cannot time this stream, so it cannot enforce the limit",
+               "start the container without GPUSHARE_COMPUTE");
     } else {
         if (w->overlaps && gs_compute_now() - c->marked_ns < OVERLAP)
             c->throttle.capturing = true;

@@ -21,7 +21,8 @@ GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (gs_virtual_holds(dptr)) {
-        gs_log("cuIpcGetMemHandle refused", "oversubscription placed this memory on the host");
+        gs_log("cuIpcGetMemHandle refused", "oversubscription placed this memory on the host",
+               "unset GPUSHARE_OVERSUBSCRIBE for this container");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     CUresult result = real(handle, dptr);

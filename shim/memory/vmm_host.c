@@ -77,7 +77,8 @@ static CUresult create(CUmemGenericAllocationHandle *handle, size_t size,
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (can_device_map(dev, *handle, size, prop->location.id))
         return CUDA_SUCCESS;
-    gs_log("oversubscription", "this device cannot map memory of the host");
+    gs_log("allocation refused", "this device cannot map memory of the host",
+           "unset GPUSHARE_OVERSUBSCRIBE for this container");
     GS_REAL(cuMemRelease)(*handle);
     *handle = 0;
     return CUDA_ERROR_OUT_OF_MEMORY;

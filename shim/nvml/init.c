@@ -5,7 +5,7 @@ static bool refused(void) {
     gs_log_open();
     if (gs_region())
         return false;
-    gs_log("nvmlInit refused", gs_region_refusal());
+    gs_log("nvmlInit refused", gs_region_refusal(), "start a new container");
     return true;
 }
 

@@ -112,7 +112,8 @@ static CUresult alloc_managed(CUdeviceptr *out, uint64_t bytes, unsigned int fla
                              .dev = here->dev,
                              .kind = GS_KIND_VIRTUAL};
     if (advise_parts(*out, bytes, parts, here) != CUDA_SUCCESS) {
-        gs_log("oversubscription", "this device cannot use memory that stays on the host");
+        gs_log("allocation refused", "this device cannot use memory that stays on the host",
+               "unset GPUSHARE_OVERSUBSCRIBE for this container");
     } else {
         /* A deferred move belongs to an earlier allocation at this address. */
         gs_residency_stays(*out);

@@ -177,8 +177,14 @@ def test_recording_shows_demo_and_top() -> None:
     assert set(pictures.drawn("demo")) <= film
     headings = {text for text in pictures.drawn("top") if text.isupper()}
     assert len(headings) > 5 and headings <= film
-    durations = re.findall(r'dur="([\d.]+)s"', (pictures.PICTURES / "film.svg").read_text())
-    assert set(durations) == {f"{pictures.FILM_SECONDS:.1f}"}
+    recording = (pictures.PICTURES / "film.svg").read_text()
+    assert set(re.findall(r'dur="([\d.]+)s"', recording)) == {f"{pictures.FILM_SECONDS:.1f}"}
+
+
+def test_recording_without_animation_shows_the_demo() -> None:
+    recording = (pictures.PICTURES / "film.svg").read_text()
+    still = re.sub(r'<g visibility="hidden">.*?</g>', "", recording, flags=re.DOTALL)
+    assert pictures.texts(still) == pictures.drawn("demo")
 
 
 def write(todo: list[Command], done: dict[int, Done]) -> None:

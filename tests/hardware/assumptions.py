@@ -1,4 +1,4 @@
-"""The table of assumptions about hardware that gpushare is built on, and what a measurement says of each."""
+"""The table of gpushare's assumptions about hardware, and how a measurement confirms or refutes each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Judgement = tuple[Optional[bool], str]  # None: unclear; and the figure, or the 
 
 
 class Assumption(NamedTuple):
-    """`relies_on`: the file that is wrong if this is refuted. `judge`: called with the values of the check.
+    """`relies_on`: the file to change if the sentence is refuted. `judge`: called with the values of the check.
 
-    `by_verdict`: "held" and "missed" of the check decide alone.
+    `by_verdict`: the check's own result, "held" or "missed", decides.
     """
 
     id: str
@@ -155,7 +155,7 @@ def switches_alike(values: Values) -> Judgement:
 
 def probes_wait(values: Values) -> Judgement:
     seen = values["in_a_turn_of_the_neighbour"]
-    figure = f"{seen['told']} of {sum(seen.values())} probes told when the own residency began"
+    figure = f"{seen['told']} of {sum(seen.values())} probes completed when their own context got the device"
     return values["holds"], figure
 
 
@@ -232,7 +232,7 @@ def two_ranks(values: Values) -> Judgement:
 
 
 def _limit(check: str, name: str) -> Assumption:
-    return Assumption(check, f"{name} gets its memory limit, no more and no less, and goes on.", check, "shim/memory")
+    return Assumption(check, f"{name} gets exactly its memory limit, and continues at the limit.", check, "shim/memory")
 
 
 def _shares(check: str, name: str) -> Assumption:
@@ -249,7 +249,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "context.listed",
-        "NVML lists a process with the memory that the device lost to it.",
+        "NVML reports for a process the memory that the process takes from the device.",
         "context",
         "hook/gpushare/monitor/overuse.py",
         context_listed,
@@ -270,7 +270,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "modules.lazy",
-        "Loaded lazily, a module takes memory at its first use.",
+        "A module that is loaded lazily takes memory at its first use.",
         "modules",
         "shim/code/module.c",
         modules_lazy,
@@ -278,14 +278,14 @@ ASSUMPTIONS = (
     Assumption("local.covered", "The charge for local memory covers it.", "local", "shim/code/local.c", local_charged),
     Assumption(
         "reserved.v1",
-        "All of NVML's total (v1) can be given to containers.",
+        "Containers can allocate all of NVML's total (v1).",
         "reserved",
         "hook/gpushare/gpu/nvml.py",
         all_of_the_total,
     ),
     Assumption(
         "reserved.v2",
-        "All but what NVML (v2) calls reserved can be allocated, down to single blocks.",
+        "Programs can allocate all memory that NVML (v2) does not report as reserved, down to single blocks.",
         "reserved",
         "hook/gpushare/gpu/nvml.py",
         reserved_is_exact,
@@ -303,7 +303,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "switch.full",
-        "A switch takes 50 to 500 us with all threads of the device in use, too.",
+        "A switch also takes 50 to 500 us while all threads of the device are in use.",
         "slices",
         "shim/limiter/throttle.c",
         lambda values: within(values.get("full_switches_ns")),
@@ -324,7 +324,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "descriptors",
-        "Device and inode of an exported descriptor name the memory.",
+        "Device and inode of an exported descriptor identify the memory.",
         "descriptors",
         "shim/memory/foreign.c",
         distinct,
@@ -359,7 +359,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "green.launches",
-        "Launches into a green context's stream go under a compute limit.",
+        "Launches into a green context's stream work under a compute limit.",
         "green",
         "shim/driver/context_make.c",
         green_launches,

@@ -111,7 +111,7 @@ if os.fork() == 0:
         pass
 """)
     one = container(["true"], env=SHARE, runtime=ordinary(f"kill -9 $waiting; python3 {listener}"))
-    with pytest.raises(RuntimeFailed, match="the hook that waited for this container was ended; start it again"):
+    with pytest.raises(RuntimeFailed, match="the hook of this container was killed; start the container again"):
         one.create()
     assert left(node) == []
     again = container(["true"], env=SHARE, runtime=node.runtime())
@@ -144,7 +144,7 @@ def test_waiting_process_killed_at_any_point_leaves_nothing(
     for at in kills.some(1, total + 1, 9):
         runtime = node.runtime(write_runtime(tmp_path, at, waits=True))
         one = container(["true"], env=SHARE, name=f"at{at}", runtime=runtime)
-        with pytest.raises(RuntimeFailed, match="hook that waited for this container was ended"):
+        with pytest.raises(RuntimeFailed, match="hook of this container was killed"):
             one.create()
         one._runtime = (*node.runtime(), *one._runtime[-2:])
         assert one.run() == 0, f"point {at} of {total}: {one.stderr}"

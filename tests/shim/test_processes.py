@@ -180,7 +180,7 @@ def test_context_is_refused_if_the_device_stays_full(tmp_path: Path) -> None:
 
 
 def test_process_beyond_the_slots_is_refused() -> None:
-    """More processes than slots: the next one is refused, and prints that only with GPUSHARE_LOG."""
+    """More processes than slots: cuInit of the next one returns CUDA_ERROR_NOT_PERMITTED and prints nothing."""
     from gpushare.state.shm_abi import MAX_SLOTS
 
     program = f"""

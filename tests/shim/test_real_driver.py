@@ -77,16 +77,22 @@ def another_nonce(box: RealBox) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[RealBox], None], str]] = {
-    "missing": (lambda box: box.set_limits(None), "file is missing"),
-    "empty": (limits_as(lambda data: b""), "wrong size"),
-    "truncated": (limits_as(lambda data: data[:-1]), "wrong size"),
-    "longer": (limits_as(lambda data: data + b"\0"), "wrong size"),
-    "zeros": (limits_as(lambda data: bytes(len(data))), "not a limits file"),
-    "newer": (limits_as(lambda data: patched(data, "gs_limits", "version", 2)), "other version"),
-    "too many devices": (limits_as(lambda data: patched(data, "gs_limits", "n_devices", 17)), "too many devices"),
-    "directory": (a_directory, "not a regular file"),
-    "usage missing": (hidden_usage, "file is missing"),
-    "usage of another container": (another_nonce, "nonce of another container"),
+    "missing": (lambda box: box.set_limits(None), "/limits is missing"),
+    "empty": (limits_as(lambda data: b""), "/limits has the wrong size"),
+    "truncated": (limits_as(lambda data: data[:-1]), "/limits has the wrong size"),
+    "longer": (limits_as(lambda data: data + b"\0"), "/limits has the wrong size"),
+    "zeros": (limits_as(lambda data: bytes(len(data))), "/limits is not a limits file"),
+    "newer": (
+        limits_as(lambda data: patched(data, "gs_limits", "version", 2)),
+        "/limits is of another version of gpushare",
+    ),
+    "too many devices": (
+        limits_as(lambda data: patched(data, "gs_limits", "n_devices", 17)),
+        "/limits lists too many devices",
+    ),
+    "directory": (a_directory, "/limits is not a regular file"),
+    "usage missing": (hidden_usage, "/rw/usage is missing"),
+    "usage of another container": (another_nonce, "/rw/usage belongs to another container"),
 }
 
 
@@ -102,7 +108,7 @@ def test_without_valid_limits_nothing_starts(case: str, box: RealBox) -> None:
         sys.executable, "-c", "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)", env={"GPUSHARE_LOG": "1"}
     )
     assert quiet.stderr == ""
-    assert reason in loud.stderr
+    assert loud.stderr == f"gpushare: cuInit refused: /usr/lib/gpushare{reason}; start a new container\n"
 
 
 @pytest.mark.parametrize(("library", "init"), [("libcuda.so.1", "cuInit"), ("libnvidia-ml.so.1", "nvmlInitWithFlags")])

@@ -114,7 +114,7 @@ def kind_of(nodeid: str) -> str:
 
 
 def group_of(nodeid: str) -> str:
-    """A name of GROUPS, otherwise the test's file; in a run in parts, the test itself."""
+    """Return the test's group: a name of GROUPS, otherwise its file; in a run in parts, the test itself."""
     if kills.PARTS:
         return nodeid
     if nodeid.startswith(CLOCK):
@@ -123,8 +123,8 @@ def group_of(nodeid: str) -> str:
 
 
 def rank(nodeid: str) -> int:
-    """The start order of groups, smallest first. Exclusive tests come first, because then they need not wait for
-    others."""
+    """Return the place of a group in the start order, smallest first. Exclusive tests come first, because then they
+    need not wait for others."""
     if nodeid.startswith(ALONE):
         return 0
     clock = next((place for place, row in enumerate(CLOCK, 1) if nodeid.startswith(row)), 0)
@@ -133,7 +133,7 @@ def rank(nodeid: str) -> int:
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
-    """A pytest-xdist scheduler in the controlling process: it gives a whole group to each idle worker."""
+    """Return a pytest-xdist scheduler for the controlling process, which gives a whole group to each idle worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -146,7 +146,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
-            """A worker that replaces a crashed one gets work once it has reported its tests."""
+            """Give work to a worker that replaces a crashed one, once it has reported its tests."""
             if node in self.registered_collections:
                 super()._reschedule(node)
 
@@ -159,15 +159,16 @@ SEATS = 8  # maximum number of workers with timed tests
 class Seats:
     """The seats of one worker; a single worker needs none. A timed test takes its worker's seat, an exclusive test all
     seats, and an ordinary test shares all seats with other ordinary tests. A worker that waits for a seat keeps the
-    door lock: later workers wait behind it even if they could join the running tests, so it enters when these end."""
+    door lock: later workers wait behind it even if they could join the running tests, so it gets its seat when these
+    tests end."""
 
     def __init__(self, folder: Path = BUILD) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
     def enter(self, kind: str, worker: str | None) -> None:
-        """Before a test. `worker` is its name, None for a single worker. A worker with seats keeps them: see
-        `leave`."""
+        """Wait before a test until it may run. `worker` is its name, None for a single worker. A worker with seats
+        keeps them: see `leave`."""
         if worker is None or self._fds:
             return
         waiting = [self._open(name) for name in (("alone", "door") if kind == EXCLUSIVE else ("door",))]
@@ -197,8 +198,8 @@ class Seats:
         return os.open(self._folder / f".tests-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def leave(self, kind: str, next_one: str | None) -> None:
-        """After a test. A timed test passes its seats on to the next timed test of its worker, unless an exclusive test
-        waits; that one waits for one test only."""
+        """Free the seats after a test. A timed test passes its seats on to the next timed test of its worker, unless an
+        exclusive test waits; that one waits for one test only."""
         if kind != ORDINARY and next_one == kind and (kind == EXCLUSIVE or not self._is_wanted_alone()):
             return
         for fd in self._fds:

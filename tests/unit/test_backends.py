@@ -167,7 +167,7 @@ def test_each_limit_gets_its_enforcer(backend: str, allowed: tuple[str, ...], en
     [
         (asked("mps", compute_mode="soft"), node(), (), {}, DeviceError, "mps cannot: its percentages are hard"),
         (asked("mps", priority=1), node(), (), {}, DeviceError, "no high priority"),
-        (asked("mps", name="0:0"), node(mig=True), (), {}, DeviceError, "whole GPUs, not inside of MIG"),
+        (asked("mps", name="0:0"), node(mig=True), (), {}, DeviceError, "whole GPUs, not for MIG"),
         (asked("mps"), node(), (), {"mps": "down"}, DeviceError, "mps cannot: down; set GPUSHARE_BACKEND=shim"),
         (asked("dmem"), node("dmem"), (), {"dmem": "old kernel"}, DeviceError, "old kernel; add shim to"),
         (asked("mps", compute=False), node(), (), {"mps": "down"}, DeviceError, "mps cannot: down"),
@@ -203,7 +203,7 @@ CANNOT = {
     ("mps", OVER): "mps cannot: it has no memory beyond the device's own",
     ("mps", SOFT): "mps cannot: its percentages are hard: it does not lend idle compute",
     ("mps", URGENT): "mps cannot: it has no high priority, only a low one",
-    ("mps", MIG): "mps cannot: it is offered for whole GPUs, not inside of MIG devices",
+    ("mps", MIG): "mps cannot: gpushare offers it for whole GPUs, not for MIG devices",
     ("mps", SEVERAL): "mps cannot: a program connects to the daemon of one GPU, and this container asks for several",
     ("mps", ROOTLESS): "mps cannot: the MPS daemon runs as root, and gpushare runs rootless here",
     ("dmem", OVER): "dmem cannot: managed memory is not counted there",

@@ -85,7 +85,7 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
     assert less.poll() is None is plain.poll()
     assert not is_lent(state, "less")
     line = (
-        "container most was ended: it had borrowed 5 GiB above its request of 1 GiB on device 0, and plain needs "
+        "container most was killed: it had borrowed 5 GiB above its request of 1 GiB on device 0, and plain needs "
         "its own request; request more memory for it, or set policy.lending to movable"
     )
     assert said == [f"gpushare: {line}"] and log.read(state, "most") == line

@@ -35,7 +35,7 @@ class LimitRequest(NamedTuple):
 
 
 def parse(memory: str = "", compute: str = "", mode: str = "", priority: str = "", device: str = "") -> LimitRequest:
-    """Parse the options. Raise RequestError for everything that is wrong whatever the container is."""
+    """Parse the options. Raise RequestError for a value that no container can have."""
     text = memory.strip()
     if text and text != NO_LIMIT:
         if text[0] in "+-":

@@ -4,7 +4,7 @@
     settled(state_dir, leases)     the leases without memory that their containers have freed since
     unfinished, finish             find and complete a change that was killed; `finish` needs the lock
     store(fd, shares)              write the limits file alone
-    lend, lend_locked              let limits of lent shares be in force, or their requests
+    lend, lend_locked              put the limits of lent shares in force, or their requests
 
 Other containers are admitted against lease.json. So it is written first, with all that the container may still hold.
 The limits file follows, by one store for all devices (gpushare_abi.h). A command that is killed in between leaves the
@@ -275,8 +275,8 @@ def _lent(limits: shm_abi.Limits) -> frozenset[str]:
 
 
 def lend(state_dir: str, lent: Collection[str]) -> None:
-    """Let the limits of shares that an agent can take back be in force on the devices `lent`, and their requests on all
-    other devices. Takes the lock if something changes."""
+    """For shares that an agent can take back: put their limits in force on the devices `lent`, and their requests on
+    all other devices. Takes the lock if something changes."""
     if not any(_differs(state_dir, lease, lent) for lease in leases.view(state_dir).live):
         return
     with leases.locked(state_dir):

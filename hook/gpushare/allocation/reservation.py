@@ -131,7 +131,8 @@ def _make(state_dir: str, lease: Lease, others: tuple[Lease, ...]) -> None:
 
 
 def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
-    """Return `live` after limit changes in progress: a change that was killed, memory that was freed."""
+    """Complete a limit change that was killed. Return `live` with that change, and without memory that was freed
+    since."""
     unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
     if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
         return live

@@ -80,6 +80,6 @@ CRI_FLAG = "--cri"  # option of gpushare-hook (prefixed for gpushare-runtime): t
 
 
 def short(container_id: str) -> str:
-    """The id as engines shorten it: 12 digits of a 64-digit id; any other name stays whole."""
+    """Return the id as engines shorten it: 12 digits of a 64-digit id. Any other name is returned whole."""
     is_hex = len(container_id) == 64 and set(container_id) <= set("0123456789abcdef")
     return container_id[:12] if is_hex else container_id

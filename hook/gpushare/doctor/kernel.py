@@ -66,8 +66,8 @@ def features(_: Machine) -> Result:
 
 
 def file_leases(machine: Machine) -> Result:
-    """Whether each file system whose files are mounted into containers can hide their owner, so that containers cannot
-    lease them; see idmap.py."""
+    """Check whether each file system whose files are mounted into containers can hide their owner, so that containers
+    cannot lease them; see idmap.py."""
     if machine.config is None or rootless.is_rootless():
         return Result(SKIP, "needs a configuration and root's rights over mounts")
     paths = [machine.config.shim_dir]
@@ -95,7 +95,7 @@ def file_leases(machine: Machine) -> Result:
 
 
 def _type_of(path: str) -> str:
-    """The type of the file system of `path`."""
+    """Return the type of the file system of `path`."""
     status = os.stat(path)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     return next((mount.fstype for mount in mountns.read_mounts() if mount.device == device), "a file system")

@@ -24,8 +24,8 @@ from ..core.model import Context, Device, Inventory
 DEFAULT_BYTES = 640 << 20  # where NVML does not report the number of multiprocessors; above all reported sizes
 _BASE_BYTES = 96 << 20
 _THREAD_BYTES = 2 << 10
-_BLOCK_BYTES = 2 << 20  # in which the driver takes memory
-_SIMULATED = "NVIDIA Simulated"  # the simulator's default card, whose context is that of no real one
+_BLOCK_BYTES = 2 << 20  # unit of the driver's allocations
+_SIMULATED = "NVIDIA Simulated"  # the simulator's default card; no real card has its context size
 _SIMULATED_BYTES = 300 << 20
 # compute capability -> (cores, resident threads) of a multiprocessor: CUDA C++ Programming Guide, chapter "Compute
 # Capabilities"
@@ -39,12 +39,12 @@ _UNKNOWN = (64, 2048)  # the fewest cores and the most threads, so that the esti
 
 
 def multiprocessors(arch: str, cores: int) -> int:
-    """Return the number of multiprocessors of a GPU with that many cores."""
+    """Return the number of multiprocessors of a GPU with this number of cores."""
     return cores // _PROCESSORS.get(arch, _UNKNOWN)[0]
 
 
 def estimated_bytes(model: str, arch: str, processors: int) -> int:
-    """Return a size that a context on this hardware should not exceed. `processors` 0: not known."""
+    """Return a size that a context on this hardware should not exceed. `processors`: 0 if unknown."""
     if model.startswith(_SIMULATED):
         return _SIMULATED_BYTES
     if not processors:

@@ -24,7 +24,7 @@ class HostNode(NamedTuple):
 
 
 def listing(path: str) -> frozenset[str]:
-    """The names in a directory; empty when it cannot be read."""
+    """Return the names in a directory; empty if it cannot be read."""
     try:
         return frozenset(os.listdir(path))
     except OSError:
@@ -32,7 +32,7 @@ def listing(path: str) -> frozenset[str]:
 
 
 def in_root(root: str, path: str) -> Optional[str]:
-    """`path` (relative to `root`) with its links followed as if `root` were "/"; None when it does not exist.
+    """Return `path` (relative to `root`) with its links followed as if `root` were "/"; None if it does not exist.
     Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`."""
     parts, here, hops = path.strip("/").split("/"), "", 0
     while parts:
@@ -60,7 +60,7 @@ def in_root(root: str, path: str) -> Optional[str]:
 
 
 def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
-    """The text of a small file; None when it cannot be read."""
+    """Return the text of a small file; None if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
@@ -74,7 +74,7 @@ def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
 
 
 def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
-    """The node `name`: a character device, or a regular file if the root is simulated."""
+    """Return the node `name`: a character device, or a regular file if the root is simulated."""
     path = os.path.join(root, "dev", name)
     try:
         status = os.lstat(path)
@@ -88,7 +88,8 @@ def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
 
 
 def numbered(root: str, pattern: str) -> tuple[str, ...]:
-    """The names that match `pattern`, sorted by number. A pattern without `#` is returned as it is, also if missing."""
+    """Return the names that match `pattern`, sorted by number. A pattern without `#` is returned as it is, also if
+    missing."""
     if "#" not in pattern:
         return (pattern,)
     directory, _, name = pattern.rpartition("/")

@@ -203,7 +203,7 @@ class Agent:
         never kills in silence."""
         lease, share = most.lease, most.share
         error = GpushareError(
-            f"container {constants.short(lease.id)} was ended: it had borrowed {human(most.borrowed_bytes)} above its "
+            f"container {constants.short(lease.id)} was killed: it had borrowed {human(most.borrowed_bytes)} above its "
             f"request of {human(share.memory_limit_bytes or 0)} on device {device_name(share.device)}, and "
             f"{constants.short(waiting.lease.id)} needs its own request",
             "request more memory for it, or set policy.lending to movable",

@@ -2,10 +2,10 @@
 
     collect(config, state_dir, since_s, by) -> Report
 
-A container's entries are points of its account in time. The part in the period is the account at its end without the
-account at its beginning; between two points the account grows evenly. Within one boot all times are those of
-CLOCK_BOOTTIME, so a host's clock that is set does not change durations. A boot is placed in time by the last entry of
-it, when the clock was most likely right."""
+A container's entries are points of its account in time. Its use in the period is the account at the end of the period
+minus the account at the beginning; between two points the account grows evenly. Within one boot all times are those of
+CLOCK_BOOTTIME, so a change of the host's clock does not change durations. The last entry of a boot converts its times
+to unix time, because by then the clock was most likely right."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _of_lease(lease: Lease, books: tuple[Account, ...], now: int) -> Entry:
 
 def _lives(found: Iterable[Entry], running: Iterable[Entry]) -> list[_Life]:
     of: dict[tuple[str, str, int], list[Entry]] = {}
-    sighted: dict[str, int] = {}  # boot -> last start of a container, which finds the dead ones
+    sighted: dict[str, int] = {}  # boot -> last start of any container; a start finds dead containers
     for entry in found:
         of.setdefault((entry.boot, entry.id, entry.began_ns), []).append(entry)
         if entry.what == journal.START:
@@ -149,8 +149,8 @@ def _lives(found: Iterable[Entry], running: Iterable[Entry]) -> list[_Life]:
 
 
 def _extended(entry: Entry, until_ns: int) -> Entry:
-    """Return the last entry of a container whose end no entry reports, with what it was granted until a later start:
-    had it been dead then, that start would have ended it."""
+    """Extend the last entry of a container whose end no entry reports: add what it was granted until the last start of
+    any container. If it had been dead then, that start would have reported its end."""
     took = max(0, until_ns - entry.end_ns)
     held = tuple(
         one._replace(
@@ -165,7 +165,7 @@ def _extended(entry: Entry, until_ns: int) -> Entry:
 
 
 def _points(known: list[Entry]) -> tuple[_Point, ...]:
-    """Return the points in order of time, from the start on; no value ever decreases."""
+    """Return the points in order of time, from the start on; values never decrease."""
     points = [_Point(known[0].began_ns, Total())]
     for entry in sorted(known, key=lambda one: one.end_ns):
         total = Total(*(max(pair) for pair in zip(points[-1].total, _total(entry))))

@@ -22,7 +22,7 @@ def _interrupt(number: int, _: object) -> None:
     ignore_signals()
     if number == signal.SIGALRM:
         raise Interrupted(f"the start took longer than {DEADLINE_S} s", "see whether the driver or the disk hangs")
-    raise Interrupted(f"the start was ended by signal {number}", "start the container again")
+    raise Interrupted(f"the start was interrupted by signal {number}", "start the container again")
 
 
 def _interrupt_undo(number: int, _: object) -> None:

@@ -68,7 +68,7 @@ def _term(name: str, value: str, text: str) -> Term:
     if not key or not operator or not wanted:
         raise wrong(name, value, f"{shown(text)} is not a term", _HINT)
     if key == "brand" and operator not in ("=", "==", "!="):
-        raise wrong(name, value, f"{shown(text)}: a brand has no order", _HINT)
+        raise wrong(name, value, f"{shown(text)}: brands cannot be compared with < or >", _HINT)
     if key != "brand" and _version(wanted) is None:
         raise wrong(name, value, f"{shown(text)}: {shown(wanted)} is not a version", _HINT)
     return Term(key, operator, wanted)

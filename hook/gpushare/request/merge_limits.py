@@ -48,12 +48,12 @@ def _bytes(limit: Limit, device: Device) -> int:
 
 def _same(one: Limit, other: Limit, places: Sequence[Device]) -> bool:
     """Return whether two limits are equal on every device that may be chosen."""
-    if one.part is None and other.part is None:  # one value beside a request and its limit may be either
+    if one.part is None and other.part is None:  # a single value may equal the other's request or its limit
         return one.size in (other.size, other.ceiling) or other.size in (one.size, one.ceiling)
     if one.part is not None and other.part is not None:
         return one.part[0] * other.part[1] == other.part[0] * one.part[1]
     known = [device for device in places if device.memory_bytes]  # the admission check reports a device of unknown size
-    # an amount may be of NVML's total, which has the reserved memory in addition
+    # an amount can be a part of NVML's total, which includes the reserved memory
     return all((abs(_bytes(one, d) - _bytes(other, d)) - d.reserved_bytes) * _TOLERANCE < d.memory_bytes for d in known)
 
 
@@ -182,7 +182,8 @@ def scaled(
     devices: Sequence[Optional[Device]],
     most: float,
 ) -> tuple[tuple[tuple[Optional[int], float], ...], list[tuple[str, Value]], list[Value]]:
-    """Return the slots whose memory covers device and host, with their scaling, `most` at most."""
+    """Return the scaling (at most `most`) of each slot whose memory covers device and host, and the values that were
+    used and ignored."""
     by_slot, used, idle = dict(memory), [], []
     scalings: list[float] = []
     for slot, device in enumerate(devices):

@@ -166,7 +166,7 @@ def _unscoped(request: Request) -> str:
 
 
 def pod_wide(request: Request, bundle: Bundle) -> str:
-    """Return the id of the pod's sandbox if the request is an annotation that all its containers have. Of a container
+    """Return the id of the pod's sandbox if the request is an annotation of the whole pod. Of a container
     with Kubernetes claims, return the names of their variables, joined by commas: containers can share a claim."""
     claims = [name for name, _ in bundle.env if name.startswith(constants.ENV_CLAIM_PREFIX)]
     if claims:
@@ -176,7 +176,8 @@ def pod_wide(request: Request, bundle: Bundle) -> str:
 
 def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> None:
     """Refuse a second container with the annotation of a pod, or with the same device of a claim: 4 GiB for all must
-    not become 4 GiB for each. A spec does not know the other containers, so the first gets the share."""
+    not become 4 GiB for each. config.json does not list the pod's other containers, so the first one that
+    starts gets the share."""
     mine = {*pod_wide(request, bundle).split(",")} - {""}
     if not mine:
         return

@@ -220,7 +220,7 @@ def hold(state_dir: str, lease: Lease, init: procs.Process, cgroup: str) -> Leas
     with locked(state_dir):
         if find(state_dir, lease.id) != lease:
             raise KernelError(
-                f"the lease of {shown(lease.id)} was taken away during its start", "start the container again"
+                f"the lease of {shown(lease.id)} was removed during its start", "start the container again"
             )
         if not procs.alive(init.pid, init.start):
             raise KernelError(f"the container's init (pid {init.pid}) died during its start")

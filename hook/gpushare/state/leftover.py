@@ -53,7 +53,7 @@ def lives(state_dir: str, lease: Lease) -> bool:
     if is_locked(os.path.join(storage.container_dir(state_dir, lease.id), "rw", "usage")):
         return True
     if lease.cgroup_id == UNKNOWN:
-        return _populated(_directory_of_before(lease), 0)
+        return _populated(_directory_of_0_1_0(lease), 0)
     return lease.cgroup_id > 0 and _populated(lease.cgroup_dir, lease.cgroup_id)
 
 
@@ -82,7 +82,7 @@ def is_locked(path: str) -> bool:
         os.close(fd)
 
 
-def _directory_of_before(lease: Lease) -> str:
+def _directory_of_0_1_0(lease: Lease) -> str:
     """Return the cgroup of a lease of 0.1.0, which recorded only its path; "" if it may be shared."""
     path, mine = lease.cgroup.rstrip("/"), procs.cgroup_of(os.getpid())
     is_run = lease.dialect == constants.RUN_DIALECT and not os.path.basename(path).startswith("gpushare-")

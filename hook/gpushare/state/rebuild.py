@@ -64,8 +64,8 @@ def _marker(state_dir: str) -> Optional[tuple[int, int]]:
 
 
 def search(state_dir: str, node: Node) -> Optional[SearchResult]:
-    """Search containers that may need a lease, with their grants; None unless the state directory is new. Never call it
-    with the lease lock: it reads other mount tables and takes over the activity files of devices."""
+    """Search for containers that may need a lease, with their grants; None unless the state directory is new. Never
+    call it with the lease lock: it reads other mount tables and takes over the activity files of devices."""
     marker = _marker(state_dir)
     if marker is None:
         return None
@@ -74,7 +74,7 @@ def search(state_dir: str, node: Node) -> Optional[SearchResult]:
     for one in every:
         lease = _lease(one, node)
         for share in lease.shares if lease else ():
-            _keep_pages(state_dir, one, share.device.uuid)
+            _keep_activity_files(state_dir, one, share.device.uuid)
         found.append((one, lease))
     for remark in remarks:
         audit_log.searched(node.config.log, remark)
@@ -114,7 +114,7 @@ def containers(state_dir: str) -> tuple[Found, ...]:
 
 
 def _search(state_dir: str) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """Return `containers`, and a line about each kind of thing that was left out."""
+    """Return `containers`, and one line for each reason why mounts or containers were ignored."""
     oldest: dict[str, Found] = {}
     now = _now(state_dir)
     ignored: list[int] = []
@@ -254,7 +254,7 @@ def _mounted(namespace: mountns.Namespace, path: str) -> int:
             os.close(found)
 
 
-def _keep_pages(state_dir: str, found: Found, uuid: str) -> None:
+def _keep_activity_files(state_dir: str, found: Found, uuid: str) -> None:
     """Take over the activity files of a device from where this container has them, so that it and later containers see
     each other. If that fails they do not, and the number of its file stays reserved."""
     if rootless.is_rootless() or activity_files.is_ready(state_dir, uuid):

@@ -58,7 +58,7 @@ class Hider:
         self.fd = -1 if rootless.is_rootless() else _namespace(state_dir)
 
     def attributes(self, target: str, kind: str, flags: Sequence[str], status: os.stat_result) -> int:
-        """IDMAP or 0, for the mount of a source with this `status`. A file that a container writes keeps its
+        """Return IDMAP or 0 for the mount of a source with this `status`. A file that a container writes keeps its
         owner. So does a file that only its owner may read: with the owner hidden no process could read it."""
         mode = status.st_mode
         if (
@@ -71,7 +71,7 @@ class Hider:
         return IDMAP if self.can(status.st_dev) else 0
 
     def can(self, device: int) -> bool:
-        """Whether this file system supports hiding owners, as far as known."""
+        """Return whether this file system supports hiding owners, as far as known."""
         if self.fd < 0:
             return False
         if device not in self._refused:
@@ -82,7 +82,8 @@ class Hider:
         return f"{self.folder}/refused-{os.major(device)}:{os.minor(device)}"
 
     def refused(self, error: syscalls.SyscallError, device: int) -> bool:
-        """Whether `error` means that the file system does not support it; then skip that file system for RETRY_S."""
+        """Return whether `error` means that the file system does not support it; then skip that file system for
+        RETRY_S."""
         if error.errno not in _REFUSALS:
             return False
         self._refused[device] = True
@@ -113,8 +114,9 @@ def shown(hider: Hider) -> Callable[[Mount], str]:
 
 
 def _clone(hider: Hider, directory: str) -> str:
-    """A read-only clone of `directory` with owners hidden, made by the first start that needs it; `directory` itself
-    if cloning is not supported. A directory that replaces another has another inode number, so another clone."""
+    """Return a read-only clone of `directory` with hidden owners, which the first start that needs it makes;
+    `directory` itself if cloning is not supported. A directory that replaces another has another inode number, so
+    another clone."""
     status = os.stat(directory)
     clone = f"{hider.folder}/{status.st_dev}-{status.st_ino}"
     try:
@@ -141,7 +143,7 @@ def _clone(hider: Hider, directory: str) -> str:
 
 
 def _namespace(state_dir: str) -> int:
-    """A descriptor of the user namespace, which the first start makes; -1 if that is impossible."""
+    """Return a descriptor of the user namespace, which the first start makes; -1 if that is impossible."""
     path = f"{state_dir}/{FOLDER}/{NAMESPACE}"
     for made in (False, True):
         try:
@@ -234,7 +236,8 @@ def _touch(path: str) -> None:
 
 
 def _failed_lately(mark: str) -> bool:
-    """Whether the file `mark` is younger than RETRY_S. A time in the future does not count: the clock was set back."""
+    """Return whether the file `mark` is younger than RETRY_S. A time in the future does not count: the clock was set
+    back."""
     try:
         return 0 <= time.time() - os.stat(mark).st_mtime <= RETRY_S
     except OSError:

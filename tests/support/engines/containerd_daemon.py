@@ -1,4 +1,4 @@
-"""One containerd for the tests: its directories, image and configuration; it is started, and killed by pid."""
+"""Run one containerd for the tests, with its own directories, image and configuration; end it by pid."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Daemon:
         self.cri = Cri(self.socket)
 
     def text(self, *imports: str) -> str:
-        """config.toml without gpushare's handler."""
+        """Return a config.toml without gpushare's handler."""
         disabled = json.dumps([f"io.containerd.{name}" for name in _DISABLED])
         return MAIN.format(directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE)
 
     def start(self, config: Path) -> None:
-        """Wait until it is ready (sd_notify) and CRI has loaded the existing containers."""
+        """Start containerd, and wait until it is ready (sd_notify) and CRI has loaded the existing containers."""
         ready = self.directory / "notify"
         ready.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.log, "ab") as log:
@@ -99,7 +99,7 @@ class Daemon:
         return True
 
     def _wait_for(self, what: str, done: Callable[[], bool]) -> None:
-        """Poll until done() is true: containerd sends no event for it."""
+        """Poll until done() is true, because containerd sends no event for it."""
         for _ in range(1000):
             if done():
                 return
@@ -114,7 +114,7 @@ class Daemon:
         self._wait_for("the image", lambda: bool(self.cri.call("ImageStatus", image={"image": IMAGE}).image.id))
 
     def ctr(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """`ctr` with these words; raises RuntimeError on failure."""
+        """Run `ctr` with these words. Raise RuntimeError if it fails."""
         done = self.try_ctr(*words, timeout_s=timeout_s)
         if done.returncode:
             raise RuntimeError(f"ctr {' '.join(words)}: {done.stderr}")
@@ -153,7 +153,7 @@ class Daemon:
 
 
 def make_archive(image_root: Path, directory: Path) -> Path:
-    """`image_root` as `docker save` would write it, for containerd to import. Its program sleeps: a sandbox
+    """Write `image_root` as `docker save` would, for containerd to import. Its program sleeps: a sandbox
     needs a process that stays."""
     layer = make_tar(image_root, directory / "layer.tar")
     config = directory / "image.json"

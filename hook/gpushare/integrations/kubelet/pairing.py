@@ -1,5 +1,5 @@
 """Keep a container's memory and compute on the same device. kubelet chooses them one after the other, in either order,
-and does not tell for which container. Has no side effects; used by the threads of two services.
+without the name of the container. No side effects; the threads of two services call it.
 
     pairing = Pairing(time.monotonic)
     pairing.asked(kind, available, size)  -> (beside, short)     kubelet asks for a preference
@@ -7,12 +7,13 @@ and does not tell for which container. Has no side effects; used by the threads 
     pairing.chosen(kind, keys, ids)                              kubelet has chosen
 
 kubelet admits one pod after the other and asks for all resources of a container within milliseconds. So a choice of
-memory and a choice of compute that follow each other are of one container, unless a pair is complete or too much time
-has passed. If a container with memory only is followed at once by a container with compute, the two are taken for a
-pair: then compute may be counted on another device than the container has it on, and the hook's ledger decides.
+memory and the next choice of compute belong to one container, unless a pair is complete or too much time has passed.
+The guess can be wrong: if a container with memory only comes just before a container with compute, the two choices
+become a pair. kubelet can then count compute on another device than the one that the hook grants; the hook's ledger
+decides.
 
-`short` are devices that have too little of the other resource for a container like the last: what kubelet offered then,
-less what it took since.
+`short`: the devices with too little of the other resource for a container that needs as much as the last one. They come
+from the amounts that kubelet offered for that container, minus what it chose since.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple, Optional
 
 from .offers import COMPUTE, DIVISIBLE, MEMORY
 
-_WITHIN_S = 2.0  # kubelet's calls for one container; it gives up a call after longer, and fails the pod
+_WITHIN_S = 2.0  # kubelet calls both for one container within this; it fails a pod whose calls take longer
 _NONE: frozenset[str] = frozenset()
 
 
@@ -47,7 +48,7 @@ class Pairing:
         self._lock = threading.Lock()
         self._open: Optional[_Choice] = None  # a choice whose partner may follow
         self._free: dict[str, dict[str, int]] = {}  # kind -> key -> units
-        self._size: dict[str, int] = {}  # kind -> units that a container was last asked for
+        self._size: dict[str, int] = {}  # kind -> units that the last container requested
 
     def beside(self, kind: str) -> frozenset[str]:
         one = self._open

@@ -18,7 +18,7 @@ from ..base import COMPUTE, Backend, Site
 def _why_unsupported(limit: str, site: Site) -> Optional[str]:
     device, request = site.device, site.request
     if device.parent:
-        return "it is offered for whole GPUs, not inside of MIG devices"
+        return "gpushare offers it for whole GPUs, not for MIG devices"
     if any(part.parent == device.uuid for part in site.node.inventory.mig):
         return "this GPU is divided into MIG devices"
     if rootless.is_rootless():
@@ -68,15 +68,15 @@ BACKEND = Backend(
     name="mps",
     enforces=(COMPUTE,),
     why_unsupported=_why_unsupported,
-    alone="other containers on this device do not use MPS, and MPS clients would have to wait for their slices",
+    alone="other containers on this device do not use MPS, and clients of MPS would wait for their time slices",
     why_unchangeable=lambda share: _unsupported_mode(share.soft, share.priority),
     ops=_ops,
     change=_change,
     grant=_grant,
     charged=_charged,
     enforced_by="NVIDIA's MPS server: each process of the container gets at most its percentage of the "
-    "multiprocessors, at the same time as others. The shim still enforces the memory limit, over all processes "
-    "of the container.",
+    "multiprocessors, at the same time as other processes. The shim still enforces the memory limit, over all "
+    "processes of the container.",
     bypassed_by="a container can start several processes, and each gets the full percentage; a program that does not "
     "connect to MPS runs unlimited, and the device divides its time between it and the MPS server",
     changes_live="compute, for processes that begin later; neither mode nor priority",
