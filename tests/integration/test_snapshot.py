@@ -20,7 +20,7 @@ import pytest
 from tests.support.host import BUILD, TREE, WITHOUT_SNAPSHOT, Node, write_config
 from tests.support.runc import Container
 
-pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
+pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="no snapshot: SNAPSHOT=no, or not Python 3.11")
 MakeContainer = Callable[..., Container]
 SNAPSHOT = BUILD / "libexec" / "snapshot"
 STATIC = BUILD / "snapshot" / "python"  # the interpreter that writes it

@@ -19,7 +19,7 @@ from tests.integration.test_snapshot import SHARE, SNAPSHOT, MakeContainer, with
 from tests.support import host, processes
 from tests.support.host import BUILD, WITHOUT_SNAPSHOT, Node, write_config
 
-pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
+pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="no snapshot: SNAPSHOT=no, or not Python 3.11")
 __all__ = ["with_snapshot"]  # a fixture
 MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup")

@@ -17,7 +17,7 @@ from tests.support.host import WITHOUT_SNAPSHOT, Node
 from tests.support.rootfs import run
 from tests.support.runc import Container
 
-pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="SNAPSHOT=no")
+pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="no snapshot: SNAPSHOT=no, or not Python 3.11")
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 MakeContainer = Callable[..., Container]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tests.support.runc import Container, RuntimeFailed
 
 from . import proof, rules, table
 from .scene import Scene
+
+# Python 3.12 and newer reads lists as deep as Go does, so nothing is left to refuse. A snapshot has Python 3.11.
+DEEP = "lists 9000 deep"
 
 
 @pytest.fixture
@@ -40,6 +44,8 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
     before, mounts = proof.host_state(scene.node, scene.host), proof.mount_table(scene.node)
     image = names_of_ours(scene.one)
     expected = attack.expected(scene.way, runc.LOW_LEVEL)
+    if attack.name == DEEP and sys.version_info >= (3, 12):
+        expected = table.SHARE
     error = scene.start()
     try:
         record_property("outcome", outcome_of(error, expected))

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from .spec import Hook, Mount
 
 TREE = Path(__file__).resolve().parents[2]
 BUILD = TREE / "build"
-WITHOUT_SNAPSHOT = (BUILD / "snapshot" / ".no").exists()  # make build SNAPSHOT=no
+# make build SNAPSHOT=no, or another Python than hook/snapshot/make knows
+WITHOUT_SNAPSHOT = (BUILD / "snapshot" / ".no").exists() or sys.version_info[:2] != (3, 11)
 BIN = BUILD / "bin"  # these two: see use_programs
 SHIM = BUILD / "shim"
 VENV_IN_CONTAINER = "/opt/venv"

@@ -182,7 +182,7 @@ def test_lease_of_earlier_boot_is_dead(state: str) -> None:
 def test_hold_fails_after_lease_was_removed(state: str, init: subprocess.Popen[bytes]) -> None:
     lease = reserve(state, "c1")
     leases.undo(state, "c1")
-    with pytest.raises(KernelError, match="taken away"):
+    with pytest.raises(KernelError, match="was removed during its start"):
         leases.hold(state, lease, process(init.pid), "")
     assert not lease_file(state, "c1").exists()
 

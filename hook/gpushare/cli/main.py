@@ -230,16 +230,17 @@ def _unknown(error: click.UsageError) -> str:
     command = re.match(r"No such command (.+?)\.( |$)", error.format_message())
     close: Sequence[str] = ()
     if isinstance(error, click.NoSuchOption):
-        text, close = f"no such option {error.option_name!r}", sorted(error.possibilities or ())
+        text, close = f"no such option {shown(error.option_name)}", sorted(error.possibilities or ())
     elif command and error.ctx and isinstance(error.ctx.command, click.Group):
         from difflib import get_close_matches
 
-        text = f"no such command {command[1]}"
-        close = sorted(get_close_matches(command[1][1:-1], error.ctx.command.list_commands(error.ctx)))
+        name = command[1][1:-1]
+        text = f"no such command {shown(name)}"
+        close = sorted(get_close_matches(name, error.ctx.command.list_commands(error.ctx)))
     else:
         return ""
     if close:
-        text += f", did you mean{' one of' * (len(close) > 1)} " + ", ".join(f"'{name}'" for name in close)
+        text += f", did you mean{' one of' * (len(close) > 1)} " + ", ".join(map(shown, close))
     return text
 
 
