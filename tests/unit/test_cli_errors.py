@@ -255,6 +255,8 @@ def test_ctrl_c_while_a_start_loads_python_prints_no_traceback(words: tuple[str,
         strace = ["strace", "-f", "-o", "/dev/null", "-e", "trace=openat", "-e", inject]
         line = [*strace, str(BIN.parent / "libexec" / words[0]), *words[1:]]
         printed.add(subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr)
+    # Python 3.14 itself prints this one, before it runs the program
+    printed = {text for text in printed if not text.startswith("Failed checking if argv[0] is an import path entry\n")}
     assert "" in printed and not [text for text in printed if text.count("\n") > 1 or "Traceback" in text]
 
 
