@@ -2,7 +2,7 @@
 SNAPSHOT ?= yes
 SNAPSHOT_MADE := build/snapshot/.$(SNAPSHOT)
 
-$(SNAPSHOT_MADE): $(wildcard hook/snapshot/*) $(shell find hook/gpushare -name '*.py') | $(SETUP) $(PROGRAMS) $(LAUNCHERS) shim sim simhost
+$(SNAPSHOT_MADE): $(wildcard hook/snapshot/*) $(shell find hook/gpushare -name '*.py') tools/train.py | $(SETUP) $(PROGRAMS) $(LAUNCHERS) shim sim simhost
 	@mkdir -p $(@D) build/libexec && rm -f build/snapshot/.yes build/snapshot/.no build/libexec/snapshot
 	@[ "$(SNAPSHOT)" = no ] || hook/snapshot/make "$(PYTHON)" $(@D) build/libexec/snapshot || [ $$? = 1 ]
 	@touch $@
