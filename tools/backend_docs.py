@@ -67,10 +67,30 @@ the limit changes. The start waits for NVML, which takes seconds without persist
 A container that [borrows memory](lending.md#with-the-limits-of-driver-615) has its request as `dmem.min` (soft limit)
 and its limit as `dmem.max` (hard limit).
 
-The tests use cgroup trees of plain files, in which real crun wrote the values that `gpushare-runtime` put into
-config.json, and a stand-in for that NVML. On a kernel without the controller, real runc and crun refuse to start the
-container. This was **not run on hardware**; the check `dmem` of `make gpu-check` tells whether a machine has the
-controller with the GPU in it.
+If cgroup v1 is mounted beside v2, runc and crun refuse a config.json with these limits. There the backend `dmem` is not
+available, and `gpushare explain` gives the reason.
+
+### What of dmem was tested
+
+These tests run with the runc and crun of Debian 12 (1.1.5 and 1.8.1) and of Debian sid (1.3.6 and 1.28):
+
+* On a kernel without the controller, and on cgroup v1, each runtime refuses the container with one line that names
+  `dmem` or `unified`. The container does not start without its limit.
+* crun writes both values into the container's cgroup before the hook runs, also request and limit of a container that
+  borrows. The files are plain ones in place of the kernel's.
+* Each runtime writes values of `unified` unchanged, and does not write them again for `update`, `pause` and `resume`.
+  So `docker update` keeps what `gpushare limit set` wrote. The test uses another file of the cgroup.
+
+The tests use a stand-in for NVML's `nvmlDeviceSetMemoryLimits_v1`.
+
+These parts have **never run**, because no kernel with the controller and no GPU with driver 615 was available:
+
+* a write into the kernel's own `dmem.max` and `dmem.min`, and the lines of the driver in `dmem.capacity`
+* the enabling of the controller in `cgroup.subtree_control` by runc and crun, and systemd as the cgroup manager
+* an allocation that the driver refuses because of `dmem.max`, and borrowing between `dmem.min` and `dmem.max`
+* the driver's own limits through NVML
+
+The check `dmem` of `make gpu-check` tells whether a machine has the controller with the GPU in it.
 """
 
 GPU = model.Device(0, "GPU-0", 0, "0000:01:00.0", "GPU", 16 << 30, 0)

@@ -94,6 +94,13 @@ def test_host_without_controller_is_unsupported() -> None:
     assert found is not None and ("no dmem controller" in found or "no region" in found)
 
 
+def test_cgroup_v1_beside_v2_is_unsupported(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, runc and crun refuse a config.json with the limit."""
+    (tmp_path / "sys/fs/cgroup").rename(tmp_path / "sys/fs/unified")
+    monkeypatch.setattr(dmem, "_tree", lambda _: str(tmp_path / "sys/fs/unified"))
+    assert "not at /sys/fs/cgroup" in (dmem.unsupported(GPU, inventory(tmp_path)) or "")
+
+
 def test_limit_is_written_verified_changed_and_removed(tree: Path, tmp_path: Path) -> None:
     undo = dmem.enforce(os.getpid(), limits(tmp_path))
     assert written(tree) == (f"{REGION} {4 * GIB}",) * 2

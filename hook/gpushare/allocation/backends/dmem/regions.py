@@ -107,6 +107,8 @@ def unsupported(device: Device, inventory: Inventory) -> Optional[str]:
         return None
     if capacity is None:
         return "the kernel has no dmem controller (Linux 6.14, with cgroup v2), and the driver has no limits of its own"
+    if not tree.endswith(_UNIFIED):
+        return f"cgroup v2 is mounted at {shown(tree)} and not at {_UNIFIED}, so runtimes write no limits there"
     if not region_of(device, capacity):
         return f"the driver has no region for {device.bus_id} in {CAPACITY} (615 or newer has one)"
     return None
