@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.state import leases, storage
 
 from demo.tenant import LAST_BYTES
+from simulator.ledger import Ledger
 from tests.support.host import Node
 from tests.support.judge import peak_bytes
 from tests.support.lending import agent, wait_until_lent
 from tests.support.runc import Container
-from tests.support.tenant import Tenant
+from tests.support.tenant import PROGRAM, Tenant
 
 GIB = 1 << 30
 REQUEST, LIMIT = 4 * GIB, 12 * GIB
 BOTH = {"GPUSHARE_MEMORY": "4Gi..12Gi"}
+BORROW = Path(__file__).parent / "programs" / "borrow.py"
 RECLAIM_S = 10  # docs/lending.md
 
 
@@ -35,8 +38,8 @@ def simhost(make_host: Callable[..., Path]) -> Path:
 def tenants(tmp_path: Path) -> Iterator[Callable[..., Tenant]]:
     made: list[Tenant] = []
 
-    def make(name: str, node: Node, way: str, env: dict[str, str]) -> Tenant:
-        made.append(Tenant(tmp_path / "tenants", name, env, node, way=way))
+    def make(name: str, node: Node, way: str, env: dict[str, str], program: Path = PROGRAM) -> Tenant:
+        made.append(Tenant(tmp_path / "tenants", name, env, node, way=way, program=program))
         made[-1].container.start()
         return made[-1]
 
@@ -175,16 +178,20 @@ def borrower(node: Node, tenants: Callable[..., Tenant]) -> Tenant:
     return one
 
 
-@pytest.mark.parametrize("how", ["stopped", "paused"])
-def test_borrower_that_does_not_run_is_ended(
+@pytest.mark.parametrize("how", ["stopped", "paused", "damages its usage file"])
+def test_borrower_that_does_not_cooperate_is_ended(
     make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, how: str
 ) -> None:
-    """Its process is stopped, or its cgroup is frozen, as by `docker pause`: the other has its request in time."""
+    """Its process is stopped, or its cgroup is frozen, as by `docker pause`, or it overwrites the file in which it
+    reports its use: the other has its request in time."""
     node = make_node(simhost, policy={"lending": "evict"})
     with agent(node, []):
         first = borrower(node, tenants)
         if how == "stopped":
             os.kill(first.container.pid, signal.SIGSTOP)
+        elif how.startswith("damages"):
+            with open(storage.container_dir(str(node.state), first.container.id) + "/rw/usage", "r+b") as usage:
+                usage.write(bytes(64))
         else:
             first.container.command("pause", first.container.id)
         began = time.monotonic()
@@ -194,6 +201,38 @@ def test_borrower_that_does_not_run_is_ended(
         assert second.expect("full")["got_bytes"] > REQUEST - GIB
         assert time.monotonic() - began < RECLAIM_S
         assert first.container.wait() == 128 + signal.SIGKILL
+
+
+def test_borrower_with_processes_on_two_devices_is_ended_as_a_whole(
+    make_node: Callable[..., Node], make_host: Callable[..., Path], tenants: Callable[..., Tenant]
+) -> None:
+    """Another container needs one of the devices. Both are free of the borrower then, and it is reported once."""
+    host = make_host(gpus=2, memory_bytes=LIMIT)
+    node = make_node(host, policy={"lending": "evict"})
+
+    def used_bytes(device: int) -> int:
+        with Ledger(str(host / "dev" / f"nvidia{device}")) as ledger:
+            return ledger.used_bytes
+
+    with agent(node, []):
+        env = {**BOTH, "GPUSHARE_DEVICES": "0,1", "PROCESSES": "2"}
+        first = tenants("first", node, "hook", env, program=BORROW)
+        first.expect("seen")
+        wait_until_lent(node)
+        first.go()
+        first.expect("full")
+        assert min(used_bytes(0), used_bytes(1)) > LIMIT - GIB
+        began = time.monotonic()
+        second = tenants("second", node, "hook", {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_DEVICES": "1"})
+        second.expect("seen")
+        second.go()
+        assert second.expect("full")["got_bytes"] > REQUEST - GIB
+        assert time.monotonic() - began < RECLAIM_S
+        assert first.container.wait() == 128 + signal.SIGKILL
+        assert used_bytes(0) == 0 and used_bytes(1) <= REQUEST
+        (evicted,) = [line for line in node.decisions() if line["decision"] == "evicted"]
+        assert evicted["id"] == first.container.id
+        assert [lease.id for lease in leases.view(str(node.state)).live] == [second.container.id]
 
 
 def test_limit_can_change_while_memory_is_borrowed(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpushare.allocation import limit_update
+from gpushare.core.errors import RequestError
 from gpushare.core.model import Lease, Share
 from gpushare.gpu import nvml_usage
 from gpushare.monitor import eviction
@@ -22,6 +25,7 @@ from gpushare.system import procs
 
 from tests.support.host import TREE
 from tests.support.processes import slow_to_exit
+from tests.support.rootfs import run
 from tests.unit import limithost, pure
 from tests.unit.limithost import GIB
 
@@ -102,7 +106,12 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
 
 @pytest.mark.parametrize(
     ("used", "wanted", "why"),
-    [(7 * GIB, GIB, "above its request"), (6 * GIB, 0, "waits for nothing"), (6 * GIB, (3 << 56) | GIB, "elsewhere")],
+    [
+        (7 * GIB, GIB, "above its request"),
+        (GIB, 7 * GIB, "more than its request"),
+        (6 * GIB, 0, "waits for nothing"),
+        (6 * GIB, (3 << 56) | GIB, "elsewhere"),
+    ],
 )
 def test_statement_beyond_the_request_ends_no_container(
     state: str, start: Start, used: int, wanted: int, why: str
@@ -238,7 +247,7 @@ def test_end_by_itself_is_not_an_eviction(
     assert log.read(state, "borrower") == ""
     lines = ["evicted id=borrower", "ended id=borrower"] if "line" in when else []
     assert one.decisions() == lines and len(one.said) == len(lines)
-    assert one.said[1:] == ["gpushare: container borrower ended by itself before it was killed"][: len(lines)]
+    assert one.said[1:] == ["gpushare: container borrower was not killed: no process of it ran any more"][: len(lines)]
     report(state, "waiting", 6 * GIB)
     one.agent.tick()
     assert one.other.poll() is None
@@ -306,6 +315,60 @@ def test_borrower_that_reports_no_use_is_found_by_the_driver(
     assert honest.poll() is None
 
 
+@pytest.mark.parametrize("damage", ["header", "empty", "removed"])
+def test_borrower_that_damages_its_usage_file_is_found_by_the_driver(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """The file is the container's own, so it can write anything there after it has borrowed."""
+    borrower = start("borrower", GIB, 12 * GIB)
+    start("other", 6 * GIB)
+    gpu = nvml_usage.Gpu(16 * GIB, 16 * GIB, None, None, None, (nvml_usage.Process(borrower.pid, 9 * GIB),))
+    monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: gpu})
+    path = Path(storage.container_dir(state, "borrower"), "rw", "usage")
+    if damage == "header":
+        with path.open("r+b") as file:
+            file.write(bytes(8))
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    report(state, "other", 6 * GIB, GIB)
+    eviction.Agent(state, "none", "libnvidia-ml.so").tick()
+    assert borrower.wait(5) == -signal.SIGKILL
+
+
+def test_largest_need_decides_what_is_enough(state: str, start: Start, tmp_path: Path) -> None:
+    """A container that claims to wait for a little does not keep another from its request when a borrower ends."""
+    one = Ended(state, start, tmp_path / "log", wanted_bytes=6 * GIB)
+    start("a", GIB)
+    report(state, "a", GIB, 2 << 20)
+    one.end()
+    one.agent.tick()
+    assert one.other.wait(5) == -signal.SIGKILL
+    assert "needed_by=waiting " in one.log_file.read_text()
+
+
+def test_full_disk_stops_no_eviction(state: str, start: Start, tmp_path: Path) -> None:
+    """Neither the log nor the reason for `gpushare inspect` can be written."""
+    places = [tmp_path / "log", Path(state, "errors")]
+    for place in places:
+        place.mkdir(exist_ok=True)
+        run("mount", "-t", "tmpfs", "-o", "size=4k", "full", place)
+        (place / "filler").write_bytes(bytes(4096))
+    try:
+        borrower = start("borrower", GIB, 12 * GIB)
+        start("other", 6 * GIB)
+        report(state, "borrower", 10 * GIB)
+        report(state, "other", 6 * GIB, GIB)
+        said: list[str] = []
+        eviction.Agent(state, str(places[0] / "decisions"), say=said.append).tick()
+        assert borrower.wait(5) == -signal.SIGKILL and len(said) == 1
+        assert log.read(state, "borrower") == ""
+    finally:
+        for place in places:
+            run("umount", place)
+
+
 def test_lending_starts_again_some_time_after_the_last_need(
     state: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +428,50 @@ def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest
     (limit,) = limithost.limits(state, "borrower").devices
     assert is_lent(state, "borrower") and (limit.memory_limit_bytes, limit.virtual_bytes) == (2 * GIB, 8 * GIB)
     assert changed.after.shares[0].draining_bytes == 0  # what is borrowed can be taken back
+
+
+def test_limits_change_while_memory_is_taken_back(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process changes the limits of all containers, again and again, while the agent ends the borrowers."""
+    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)
+    borrowers = {f"b{n}": start(f"b{n}", GIB, 12 * GIB) for n in range(4)}
+    waiting = start("waiting", 6 * GIB)
+    for name in borrowers:
+        report(state, name, 11 * GIB)
+    stop, tell_stop = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code, dice = 1, random.Random(1)
+        try:
+            while not select.select([stop], [], [], 0)[0]:
+                _change_limits(state, dice, *borrowers, "waiting")
+            code = 0
+        finally:
+            os._exit(code)
+    agent = eviction.Agent(state, "none")
+    end = time.monotonic() + 60
+    for _ in range(20):
+        agent.tick()  # lends
+    report(state, "waiting", 5 * GIB, GIB)
+    while any(init.poll() is None for init in borrowers.values()) and time.monotonic() < end:
+        agent.tick()
+    os.write(tell_stop, b".")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [init.wait(5) for init in borrowers.values()] == [-signal.SIGKILL] * 4
+    assert waiting.poll() is None and limit_update.unfinished(state) is None
+    (lease,) = leases.view(state).live
+    (limit,) = limithost.limits(state, "waiting").devices
+    assert lease.id == "waiting" and limit.memory_limit_bytes == lease.shares[0].memory_limit_bytes
+
+
+def _change_limits(state: str, dice: random.Random, *names: str) -> None:
+    """Change each container once, unless it has ended."""
+    for name in names:
+        request = dice.choice((5, 6)) if name == "waiting" else dice.choice((1, 2))
+        sizes: dict[str, Any] = {"memory_limit_bytes": request * GIB}
+        if name != "waiting":
+            sizes["virtual_bytes"] = dice.randint(request, 12) * GIB
+        with suppress(RequestError):
+            limit_update.change(state, name, lambda lease, *_, sizes=sizes: (lease.shares[0]._replace(**sizes),))
 
 
 def test_agent_killed_200_times_loses_nothing(state: str, start: Start) -> None:

@@ -34,6 +34,9 @@ SPARE_BYTES = 64 << 20  # free memory that an allocation may not get, such as th
 ENDING_S = 5.0  # until another borrower is ended although processes of this one still live
 
 
+_NO_USAGE = Usage(0, 0, (), (), (), ())
+
+
 class Held(NamedTuple):
     """A share and what its container reports about it."""
 
@@ -51,7 +54,7 @@ class Held(NamedTuple):
     def waits(self) -> bool:
         """Whether it waits for memory within its request; used_bytes includes that memory."""
         request = self.share.memory_limit_bytes
-        return self.wanted_bytes > 0 and request is not None and self.used_bytes <= request
+        return request is not None and self.used_bytes <= request and 0 < self.wanted_bytes <= request
 
 
 class Ending(NamedTuple):
@@ -99,18 +102,18 @@ class Agent:
     def _held(self) -> list[Held]:
         found = []
         for lease in leases.view(self._state_dir).live:
-            usage = self._usage(lease)
-            if usage is not None:
+            if lease.state == "held":
+                usage = self._usage(lease)
                 for share in lease.shares:
                     used, wanted = usage.used_bytes(share.slot), usage.wanted_bytes(share.slot)
                     found.append(Held(lease, share, used, wanted))
         return found
 
-    def _usage(self, lease: Lease) -> Optional[Usage]:
+    def _usage(self, lease: Lease) -> Usage:
         try:
-            return storage.read_usage(self._state_dir, lease.id, len(lease.shares)) if lease.state == "held" else None
+            return storage.read_usage(self._state_dir, lease.id, len(lease.shares))
         except shm_abi.RegionError:
-            return None  # starting, ending, or the container damaged it
+            return _NO_USAGE  # starting, ending, or the container damaged it: then the driver's numbers count
 
     def _has_room(self, waiting: Held, now: float) -> bool:
         """Whether the driver has the memory already: the container takes it soon, or waits for nothing. False if NVML
@@ -137,7 +140,7 @@ class Agent:
                 return
             self._stuck.add(ending.id)
         held = [one for one in self._held() if one.share.device.uuid == uuid]  # after lending has stopped
-        waiting = next((one for one in held if one.waits), None)
+        waiting = max((one for one in held if one.waits), key=lambda one: one.wanted_bytes, default=None)
         most = self._borrower(uuid, held) if waiting is not None else None
         if most is None or waiting is None or self._ends_without(uuid, held, most, waiting.wanted_bytes, now):
             return
@@ -183,7 +186,7 @@ class Agent:
 
     def _by_driver(self, uuid: str, held: list[Held]) -> Optional[Held]:
         """Return the borrower with the most memory above its request by the driver's numbers, if its own are wrong."""
-        gpus = nvml_usage.read(self._library) if self._library else None
+        gpus = nvml_usage.read(self._library, NVML_S)
         if gpus is None:
             return None
         holders = [one.lease for one in held]
@@ -214,8 +217,8 @@ class Agent:
         audit_log.evicted(self._sink, lease, share, most.used_bytes, waiting.lease.id)
 
     def _correct(self, most: Held) -> None:
-        """Write that a container ended by itself after _tell."""
-        self._say(f"gpushare: container {constants.short(most.lease.id)} ended by itself before it was killed")
+        """Write that a container was not killed after _tell."""
+        self._say(f"gpushare: container {constants.short(most.lease.id)} was not killed: no process of it ran any more")
         log.forget(self._state_dir, most.lease.id)
         audit_log.ended(self._sink, most.lease, most.share.device.uuid)
 

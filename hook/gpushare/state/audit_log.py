@@ -207,7 +207,7 @@ def evicted(where: str, lease: Lease, share: Share, used_bytes: int, needed_by: 
 
 
 def ended(where: str, lease: Lease, uuid: str) -> None:
-    """Log that a container ended by itself after `evicted` was logged and before the agent killed it."""
+    """Log that no process of a container ran any more when the agent was about to kill it, after `evicted`."""
     fields = f"decision=ended id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} way=agent"
     _write(open_sink(where), WARNING, fields)
 
