@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
@@ -139,6 +140,32 @@ def test_changed_configuration_is_read(machine: Machine) -> None:
         machine.until(partial(is_read, before))
     assert machine.show("gpushare-refresh.path", "ActiveState") == ("active",)
     assert json.loads(compiled.read_text())
+
+
+@pytest.mark.parametrize(
+    ("engine", "action", "options"), [("docker", "reload", ()), ("containerd", "restart", ("--engine-version=1.7",))]
+)
+def test_configuration_is_named_until_the_engine_has_read_it(
+    machine: Machine, engine: str, action: str, options: tuple[str, ...]
+) -> None:
+    machine.unit(
+        f"{engine}.service",
+        "[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/bin/sleep inf\nExecReload=/bin/true\n",
+    )
+    words = ["gpushare", "runtime", "configure", engine, f"--config-file=/run/{engine}", *options, "--format=json"]
+
+    def command() -> Optional[str]:
+        found: Optional[str] = json.loads(machine.run(*words))["next"]
+        return found
+
+    machine.run("systemctl", "start", engine)
+    assert [command(), command()] == [f"systemctl {action} {engine}"] * 2
+    machine.run("systemctl", action, engine)
+    assert command() is None
+    (machine.run_dir / engine).touch()
+    assert command() == f"systemctl {action} {engine}"
+    machine.run("systemctl", "stop", engine)
+    assert command() is None
 
 
 def test_metrics_are_served(machine: Machine) -> None:

@@ -78,7 +78,7 @@ def configure_(
     """Configure an engine to use gpushare.
 
     Writes the engine's configuration and prints the command that makes the engine reload it. Running it again changes
-    nothing. Without an engine, lists engines.
+    nothing; until the engine has read the files, it prints that command again. Without an engine, lists engines.
     """
     host = Host(root)
     if host.root == "/" and profile is None and not given["undo"]:
