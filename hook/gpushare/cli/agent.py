@@ -25,8 +25,8 @@ def agent(paths: Paths, interval: float) -> int:
 
     With policy.lending evict, containers borrow memory above their request while this command runs. When another
     container needs memory of its own request and the device is full, the agent kills the container that is furthest
-    above its request, and writes a line to standard error and to log.decisions. It runs until SIGTERM; after that it
-    lends nothing.
+    above its request, and writes a line to standard error and to log.decisions. It runs until SIGTERM; then
+    lending stops.
     """
     storage.prepare(paths.state_dir)
     config = node.load_config_only(*paths)

@@ -54,7 +54,7 @@ _RESOURCE = re.compile(rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([A-Za-z0-9_.-]{{0,53
     "resources",
     multiple=True,
     metavar="KIND=NAME",
-    help="Offer memory, compute or gpu under another name, or devices, which have no other; can be repeated.",
+    help="KIND: memory, compute, gpu; or devices, a number of devices, offered only with this option. Can be repeated.",
 )
 @click.option(
     "--nvml",

@@ -37,7 +37,7 @@ SOCKET = "/var/run/nri/nri.sock"
 @with_no_color
 @click.pass_obj
 def nri(paths: Paths, socket: str, index: str, hook: str) -> None:
-    """Give shares under an unchanged engine, as an NRI plugin.
+    """Give shares as an NRI plugin, without engine configuration.
 
     Adds gpushare's hook to each container that containerd (1.7 and newer) or CRI-O creates, and passes the pod's
     annotations on. While this command does not run, new containers have no GPU. It runs until SIGTERM, and needs
