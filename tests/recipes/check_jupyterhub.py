@@ -40,6 +40,7 @@ c.DockerSpawner.image = "notebook"
 c.DockerSpawner.cmd = ["jupyterhub-singleuser"]
 c.DockerSpawner.args = ["--allow-root"]
 c.DockerSpawner.network_name = "host"
+c.DockerSpawner.use_internal_ip = True
 c.DockerSpawner.pre_spawn_hook = choose_port
 c.DockerSpawner.remove = True
 """
