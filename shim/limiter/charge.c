@@ -123,14 +123,14 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
     int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
     bool overrun = t->whole && !c->over; /* most measurements include the end of a kernel */
-    if (!c->before_ns || !(c->over || c->cut || by_launch) ||
+    if (!c->before_ns || c->wait || !(c->over || c->cut || by_launch) ||
         took > (int64_t)max64((1 + overrun) * MOST_SWITCH, 2 * cost->found_ns))
         return kind;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
     uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
-    uint32_t up = overrun ? step / 3 : step; /* the lower quartile, or the median */
+    uint32_t up = overrun && step > 3 ? step / 3 : step; /* the lower quartile, or the median */
     cost->found_ns = took > (int64_t)found ? found + up : found - min64(step, found);
     cost->finds += cost->finds < SURE_FINDS;
     return kind;
@@ -158,39 +158,54 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 
-/* Return the cost of the switches back to this context after preemptions within the interval. */
+/* Return the cost of the switches back to this context after preemptions within the interval. Add
+ * to `own` what this context ran beyond the end of its slices. */
 static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *segment,
-                             const struct gs_peer *peer, unsigned n) {
-    const struct gs_activity *own = &t->page->buffer[atomic_load(&t->page->index) & 1];
-    uint32_t count = own->n < GS_RUNS ? own->n : GS_RUNS, turns = segment->turns;
+                             const struct gs_peer *peer, unsigned n, int64_t *own) {
+    const struct gs_activity *a = &t->page->buffer[atomic_load(&t->page->index) & 1];
+    uint32_t count = a->n < GS_RUNS ? a->n : GS_RUNS, turns = segment->turns;
     int64_t sum = 0;
     for (uint32_t i = 0; i + 1 < count && turns; i++) {
-        const struct gs_run *run = nth_newest(own, i), *last = nth_newest(own, i + 1);
-        if (last->run_ns < GS_CUT_OFF_SOMEWHERE || run->start_ns > segment->end_ns)
+        const struct gs_run *run = nth_newest(a, i), *last = nth_newest(a, i + 1);
+        if (last->run_ns != GS_CUT_OFF || run->start_ns < segment->start_ns ||
+            run->start_ns > segment->end_ns)
             continue;
-        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
+        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns),
+                       between = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns);
+        c.wait = c.before_ns <= last->end_ns; /* not reported yet */
         sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
         turns--;
         /* Where kernels are whole, it ran until the next context was switched in. */
-        uint64_t in = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns).first_ns;
-        uint64_t out = last->end_ns + t->cost[GS_PREEMPTION].ns;
-        sum += t->whole && in > out ? (int64_t)(in - out) : 0;
+        uint64_t in = between.first_ns ? between.first_ns : run->start_ns,
+                 out = last->end_ns + t->cost[GS_PREEMPTION].ns;
+        *own += t->whole && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
+}
+
+/* Without preemption inside kernels, a kernel that is longer than a slice has ended before another
+ * context runs, so its marker completes as soon as this context is switched in again. */
+static void detect_whole_kernels(struct gs_throttle *t, const struct gs_segment *segment,
+                                 const struct gs_peer *peer, unsigned n) {
+    struct company c = gs_throttle_company(t, peer, n, segment->end_ns, segment->end_ns);
+    uint64_t switched_in = c.before_ns + t->cost[c.over ? GS_HANDOVER : GS_PREEMPTION].ns;
+    bool at_once = c.before_ns > segment->start_ns && segment->end_ns < switched_in + 2 * EDGE;
+    t->at_once = at_once ? t->at_once + 1 : 0;
+    t->whole = t->at_once < AT_ONCE ? t->whole : WHOLE_FOR;
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
  * all contexts. */
 static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *peer, unsigned n, const struct company *c) {
-    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most;
+    int64_t took = (int64_t)(segment->end_ns - segment->start_ns), own, most, switches = 0;
     /* A context that was idle starts with a whole slice, whatever other contexts report. */
     if (segment->start_event >= 0 && !segment->waited)
         t->slice_from_ns = segment->start_ns;
     bool sure, begun = !segment->turns && segment->n_marked == 1 &&
                        segment->end_ns - t->slice_from_ns <= whole(t);
     bool hit = c->contexts && (c->inside || took > (int64_t)whole(t));
-    float weight = 1;
+    float weight = 2;
     most = gs_throttle_busy(t, segment, &sure);
     t->doubtful = !sure && took > 2 * most;
     gs_throttle_seen(segment);
@@ -204,16 +219,19 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
             double slice = (double)took / t->slice_ns;
             weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
         }
-        t->straddled = 0;
         if (sure) {
-            update_predictors(t, segment, most, c->contexts ? weight : 2);
+            update_predictors(t, segment, most, weight);
             gs_throttle_spread(segment, most, 1);
         }
         return most;
     }
-    t->straddled++;
+    /* Few such intervals run without preemption. */
+    bool is_long = segment->work_ns >= (int64_t)whole(t);
+    if (is_long && segment->launches == 1)
+        detect_whole_kernels(t, segment, peer, n);
+    own = took - segment->away_ns;
     if (by_probes)
-        own = took - segment->away_ns;
+        switches = switches_back(t, segment, peer, n, &own);
     else
         own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
                                 segment->probe ? took
@@ -228,13 +246,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     /* Most brief intervals overlap no other context, so their duration is known without the reports
      * of other contexts. Such a report must not lower it. */
     bool brief = segment->n_marked == 1 && segment->work_ns < (int64_t)whole(t) / 2;
-    /* Few such intervals run without preemption. */
-    bool is_long = segment->work_ns >= (int64_t)whole(t);
-    bool streak = t->straddled >= STREAK && !(brief && own < segment->work_ns);
-    if (sure && (streak || segment->probe ||
-                 (!brief && (!gs_throttle_even(segment->function[0]) || is_long))))
-        update_predictors(t, segment, own, is_long || streak || segment->probe ? 0.99f : 0.3f);
-    own += by_probes ? switches_back(t, segment, peer, n) : 0;
+    if (sure && (is_long || segment->probe || (!brief && !gs_throttle_even(segment->function[0]))))
+        update_predictors(t, segment, own, is_long || segment->probe ? 0.99f : 0.3f);
+    own += switches;
     return by_probes && own > took ? took : own;
 }
 
@@ -248,15 +262,15 @@ static void record_use(struct gs_bucket *bucket, const struct gs_segment *segmen
     if (took > GS_RECENT * (uint64_t)GS_RECENT_NS)
         from = segment->end_ns - GS_RECENT * (uint64_t)GS_RECENT_NS;
     for (; from < segment->end_ns; from = to) {
-        uint64_t window = from / GS_RECENT_NS;
+        uint64_t window = from / GS_RECENT_NS, number = window & (UINT64_MAX >> 40);
         to = min64((window + 1) * GS_RECENT_NS, segment->end_ns);
         uint64_t part = (uint64_t)((double)own * (double)(to - from) / (double)took), next;
         _Atomic uint64_t *cell = &bucket->recent[window % GS_RECENT];
         uint64_t was = atomic_load(cell);
         do {
-            if (was >> 40 > (window & (UINT64_MAX >> 40)))
+            if (was >> 40 > number)
                 break;
-            next = was >> 40 == (window & (UINT64_MAX >> 40)) ? was + part : window << 40 | part;
+            next = was >> 40 == number ? was + part : window << 40 | part;
         } while (!atomic_compare_exchange_weak(cell, &was, next));
     }
 }

@@ -116,8 +116,10 @@ static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, u
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);
     gs_throttle_sighted(t, segment);
-    uint64_t start = max64(segment->start_ns, t->told_ns),
-             took = segment->end_ns - min64(start, segment->end_ns);
+    /* The run after a preemption is never empty: its start tells when that ended. */
+    uint64_t start = min64(max64(segment->start_ns, t->told_ns),
+                           segment->end_ns - (segment->turns > 0)),
+             took = segment->end_ns - start;
     struct gs_run run = {start, segment->end_ns, took};
     if (!segment->sighted || !segment->turns)
         run.run_ns = min64(took, gs_throttle_first_guess(t, segment));
@@ -141,12 +143,12 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now) {
         gs_throttle_probed(t, now);
         finish_interval(t, &t->segment[t->finished % GS_SEGMENTS], now);
     }
-    bool begun = t->marked != t->finished &&
-                 gs_throttle_started(t, &t->segment[t->finished % GS_SEGMENTS]) &&
-                 t->segment[t->finished % GS_SEGMENTS].start_ns > t->busy_from_ns;
+    struct gs_segment *next = &t->segment[t->finished % GS_SEGMENTS];
+    bool busy = t->marked != t->finished,
+         begun = busy && gs_throttle_started(t, next) && next->start_ns > t->busy_from_ns;
     if (begun) /* use the start on the device, not the time when it was queued */
-        t->busy_from_ns = t->segment[t->finished % GS_SEGMENTS].start_ns;
-    if (begun || (t->marked != t->finished && t->told_until_ns < now + EXTEND))
+        t->busy_from_ns = next->start_ns;
+    if (begun || (busy && t->told_until_ns < now + EXTEND))
         gs_throttle_publish(t, NULL, now);
     if (t->charged == t->finished)
         return;

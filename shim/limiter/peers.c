@@ -36,13 +36,13 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         const struct gs_run *run = nth_newest(a, i);
         if (run->start_ns >= run->end_ns) /* invalid */
             continue;
-        bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE;
+        bool cut = run->run_ns == GS_CUT_OFF;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
             update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
         if (run->start_ns + run->end_ns <=
             start + end) /* else it may end within EDGE of the start */
             update_last_timestamp(c, run->end_ns, start, began(a, i), next > run->end_ns && !cut,
-                                  run->run_ns == GS_CUT_OFF);
+                                  cut);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)

@@ -9,7 +9,6 @@
 #define SOON (200 * US)
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
-#define ALERT 64u /* number of probe events in quick succession */
 
 /* How long this context may go without a known activity: in more time, another context may have run
  * and stopped. */
@@ -19,7 +18,7 @@ static uint64_t max_gap(const struct gs_throttle *t) {
 
 /* Return the time to the next probe event: long while no other context seems to be active. */
 static uint64_t probe_interval(const struct gs_throttle *t) {
-    return t->contexts > 1 || t->alert ? SOON : SELDOM;
+    return t->contexts > 1 ? SOON : SELDOM;
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
@@ -33,7 +32,6 @@ void gs_throttle_probe(struct gs_throttle *t, uint64_t now) {
     if (t->look_event >= 0 || gs_throttle_next_probe(t, now) == UINT64_MAX ||
         now < t->look_ns + probe_interval(t) * 3 / 4)
         return;
-    t->alert -= t->alert > 0;
     t->look_event = t->env->mark(t->env->arg, GS_LOOKS);
     t->look_ns = now;
 }
@@ -49,11 +47,10 @@ static void note_own_activity(struct gs_throttle *t, uint64_t at) {
 static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, uint64_t from,
                             uint64_t at, uint64_t now) {
     uint64_t start = max64(t->told_ns, segment->start_ns);
-    bool known = t->look_ns - t->sign_ns < 2 * SOON;
-    struct gs_run run = {start, from, known ? GS_CUT_OFF : GS_CUT_OFF_SOMEWHERE};
-    t->alert = ALERT;
+    struct gs_run run = {start, from, GS_CUT_OFF};
     t->waits = 0;
-    t->late_ns = at;
+    /* A prompt probe event in the same interval was not queued behind its work. */
+    t->late_ns = t->prompt_ns > max64(segment->start_ns, t->covered_ns) + EDGE ? 0 : at;
     t->tied -= t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
@@ -61,13 +58,15 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     gs_throttle_publish(t, &run, now);
 }
 
-/* Without a preemption, an interval of several even launches would have completed by then. */
-static uint64_t latest_preemption(const struct gs_throttle *t, const struct gs_segment *segment) {
+/* Return the middle of the time in which a preemption began. Without it, an interval of several
+ * even launches would have completed. A context that was idle starts with a whole slice. */
+static uint64_t preempted_at(const struct gs_throttle *t, const struct gs_segment *segment) {
     uint64_t end =
         max64(segment->start_ns, t->covered_ns) + (uint64_t)(segment->work_ns + segment->away_ns);
-    if (segment->work_ns > QUANTUM || !gs_throttle_even(segment->function[0]))
-        return t->look_ns;
-    return min64(max64(end, t->sign_ns), t->look_ns);
+    bool even = segment->work_ns <= QUANTUM && gs_throttle_even(segment->function[0]);
+    uint64_t latest = even ? min64(max64(end, t->sign_ns), t->look_ns) : t->look_ns;
+    uint64_t slice = segment->start_event >= 0 ? segment->start_ns + whole(t) : 0;
+    return (max64(t->sign_ns, min64(slice, latest)) + latest) / 2;
 }
 
 void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
@@ -82,8 +81,10 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
         note_own_activity(t, segment->start_ns);
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
-    if (at > t->look_ns + PROMPT && t->look_ns > t->sign_ns)
-        note_preemption(t, segment, (t->sign_ns + latest_preemption(t, segment)) / 2, at, now);
+    if (at <= t->look_ns + PROMPT)
+        t->prompt_ns = at;
+    else if (t->look_ns > t->sign_ns)
+        note_preemption(t, segment, preempted_at(t, segment), at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }
 

@@ -41,8 +41,9 @@ static bool ran_throughout(const struct gs_run *run) {
     return run->run_ns >= run->end_ns - run->start_ns;
 }
 
+/* Insert the starts of runs before `end`, and the ends of runs before `to` as at most `end`. */
 static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsigned peer,
-                        uint64_t start, uint64_t end) {
+                        uint64_t start, uint64_t end, uint64_t to) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
@@ -54,10 +55,10 @@ static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsig
         if (run->end_ns <= start || run->end_ns < run->start_ns)
             break;
         bool first = i + 1 == n || nth_newest(a, i + 1)->end_ns != run->start_ns;
-        bool cut = run->run_ns >= GS_CUT_OFF_SOMEWHERE, follows = next_start == run->end_ns;
-        if (run->end_ns < end)
-            insert(s, (struct timestamp){run->end_ns, peer, own_ns(run), follows ? next : 0,
-                                         .cut = cut});
+        bool cut = run->run_ns == GS_CUT_OFF, follows = next_start == run->end_ns;
+        if (run->end_ns < to)
+            insert(s, (struct timestamp){min64(run->end_ns, end), peer, own_ns(run),
+                                         follows ? next : 0, .cut = cut});
         if (first && run->start_ns > start && run->start_ns < end)
             insert(s, (struct timestamp){run->start_ns, peer, 0, own_ns(run), .fresh = true});
         next_start = run->start_ns;
@@ -187,10 +188,16 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
 int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           uint64_t start, uint64_t end, int64_t length, bool fresh) {
     struct timestamps s;
+    uint64_t edge = end - min64(EDGE, end);
     double own = 0;
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
-        insert_peer(&s, peer[i].activity, i, start + EDGE, end - min64(EDGE, end));
+        insert_peer(&s, peer[i].activity, i, start + EDGE, edge, edge);
+    /* Another context must have run. Where kernels are whole, it may have completed only its last
+     * marker, just before this context's. */
+    bool late = !s.n && t->whole && gs_throttle_lasts(t, (int64_t)(end - start));
+    for (unsigned i = 0; i < n && late; i++)
+        insert_peer(&s, peer[i].activity, i, start + EDGE, end, end + EDGE);
     struct timestamp last = {start, ME, 0, length, .fresh = fresh},
                      stop = {end, ME, length, 0, .fresh = false};
     for (unsigned i = 0; i <= s.n; i++) {

@@ -153,6 +153,7 @@ struct gs_throttle {
     uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
     struct gs_switch_cost cost[GS_SWITCHES];
     uint32_t whole;    /* remaining preemptions for which kernels count as whole */
+    uint32_t at_once;  /* consecutive markers that completed when this context was switched in */
     uint32_t early_ns; /* how far timestamps are before the host's clock at most */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
@@ -172,7 +173,6 @@ struct gs_throttle {
     struct gs_claim claim[GS_MAX_PEERS];
     uint64_t heard_ns;             /* claims.c */
     uint64_t slice_from_ns;        /* start of the current slice of this context */
-    uint32_t straddled;            /* consecutive intervals with preemptions */
     uint32_t sparse;               /* launches that will be marked one by one */
     uint32_t markers;              /* of the last interval */
     int64_t ignore_ns, backoff_ns; /* doubtful time until the next probe, and after it */
@@ -182,13 +182,13 @@ struct gs_throttle {
     uint64_t waiting_since_ns;
     int look_event; /* the pending probe event, or -1; probe.c */
     uint64_t look_ns, sign_ns,
-        sight_ns;     /* time of the probe; last sign of this context; since when without a gap */
-    uint64_t late_ns; /* completion of the last late probe */
-    uint32_t waits;   /* launches that waited for another context since then */
-    uint32_t tied;    /* late probes that completed together with work of this context */
-    bool tiny;        /* launches in many streams, so short that the device idles between them */
-    uint32_t alert;   /* remaining probes in quick succession */
-    uint64_t told_ns; /* device use is published up to here */
+        sight_ns;       /* time of the probe; last sign of this context; since when without a gap */
+    uint64_t prompt_ns; /* completion of the last probe that was not late */
+    uint64_t late_ns;   /* completion of the last late probe */
+    uint32_t waits;     /* launches that waited for another context since then */
+    uint32_t tied;      /* late probes that completed together with work of this context */
+    bool tiny;          /* launches in many streams, so short that the device idles between them */
+    uint64_t told_ns;   /* device use is published up to here */
 };
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,

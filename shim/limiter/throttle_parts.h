@@ -23,13 +23,13 @@
 #define EXTEND (8 * MS)             /* activity is published again so long before it expires */
 #define SPARSE 16u                  /* launches that are marked one by one */
 #define DOUBTFUL (64 * (int64_t)MS) /* doubtful time until launches are marked one by one again */
-#define STREAK 16u                  /* preempted intervals in a row until they are learned from */
 #define LEAST ((int64_t)US)         /* minimum expected duration of a launch */
 #define ON_ITS_WAY (5 * MS) /* maximum time from a launch's admission until it is in its stream */
 #define MAX_PEERS 64u
 #define FINDS 32u              /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u        /* until here all measurements have the same weight */
 #define PROMPT_MOST 2u         /* launches that had to wait without one late probe event */
+#define AT_ONCE 4u             /* markers that show in a row that kernels are whole */
 #define WHOLE_FOR 32u          /* preemptions: kernels are whole for so many after a late one */
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
@@ -40,7 +40,6 @@
 
 /* run_ns of a run that was preempted: the context had the device throughout, and more work. */
 #define GS_CUT_OFF UINT64_MAX
-#define GS_CUT_OFF_SOMEWHERE (UINT64_MAX - 1) /* the same, but when is not known well */
 
 static inline uint64_t max64(uint64_t a, uint64_t b) {
     return a > b ? a : b;

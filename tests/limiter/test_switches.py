@@ -46,6 +46,26 @@ def test_preemption_cost_does_not_include_the_end_of_a_kernel(switch_us: int) ->
         assert ledger.share() == pytest.approx(target, abs=POINTS)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "program", "slice_us", "switch_us", "preempt_us", "seed"),
+    [
+        ("1ms", "sync", 1024, 125, 250, 3),  # a kernel ends soon after its slice
+        ("1ms", "sync", 500, 15, 125, 2),  # the other container only completes its marker
+        ("50us", "stream", 500, 15, 15, 1),  # late probe events complete together with markers
+    ],
+)
+def test_limit_holds_for_kernels_that_end_soon_after_their_slice(
+    kernel: str, program: str, slice_us: int, switch_us: int, preempt_us: int, seed: int
+) -> None:
+    """The device does not preempt inside kernels."""
+    world = {"slice_us": slice_us, "told_slice_us": slice_us, "switch_us": switch_us, "preempt_us": preempt_us}
+    tenants = (Tenant(30, kernel, program), Tenant(70, kernel, program))
+    cell = Cell("", tenants, program == "sync", {**world, "whole_kernels": 1})
+    ledgers = simulate(cell.tenants, ms=RUN_MS, seed=seed, **cell.world)
+    for target, ledger in zip(targets(cell, seed), ledgers):
+        assert ledger.share() == pytest.approx(target, abs=POINTS)
+
+
 @pytest.mark.parametrize("program", ["stream", "sync"])
 @pytest.mark.parametrize("limits", [(30, 70), (25, 25, 25, 25)], ids=str)
 def test_limit_holds_without_preemption_inside_kernels(limits: tuple[float, ...], program: str) -> None:
