@@ -170,14 +170,14 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         if (last->run_ns != GS_CUT_OFF || run->start_ns < segment->start_ns ||
             run->start_ns > segment->end_ns)
             continue;
-        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns),
-                       between = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns);
+        struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
         c.wait = c.before_ns <= last->end_ns; /* not reported yet */
         sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
         turns--;
-        /* Where kernels are whole, it ran until the next context was switched in. */
-        uint64_t in = between.first_ns ? between.first_ns : run->start_ns,
-                 out = last->end_ns + t->cost[GS_PREEMPTION].ns;
+        /* Where kernels are whole, it ran until the next context was switched in; that one may have
+         * completed only its marker. */
+        struct company next = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns + EDGE);
+        uint64_t in = next.first_ns, out = last->end_ns + t->cost[GS_PREEMPTION].ns;
         *own += t->whole && in > out ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
