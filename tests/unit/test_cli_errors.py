@@ -369,10 +369,10 @@ def test_file_in_place_of_socket_is_kept(cli: Callable[..., Any], tmp_path: Path
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (click.NoSuchOption("--sta", "No such option: --sta", ["--state"]), "option '--sta', did you mean '--state'"),
-        (click.NoSuchOption("--no", "No such option: --no"), "option '--no'"),
-        (click.UsageError("No such command 'lits'."), "command 'lits', did you mean one of 'limit', 'list'"),
-        (click.UsageError("No such command '\\''."), "command '\\''"),
+        (click.NoSuchOption("--sta", "No such option: --sta", ["--state"]), 'option "--sta", did you mean "--state"'),
+        (click.NoSuchOption("--no", "No such option: --no"), 'option "--no"'),
+        (click.UsageError("No such command 'lits'."), 'command "lits", did you mean one of "limit", "list"'),
+        (click.UsageError("No such command '\\''."), 'command "\\x27"'),
     ],
 )
 def test_unknown_name_reads_the_same_with_old_click(

@@ -232,9 +232,10 @@ def _unknown(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
         text, close = f"no such option {shown(error.option_name)}", sorted(error.possibilities or ())
     elif command and error.ctx and isinstance(error.ctx.command, click.Group):
+        from ast import literal_eval
         from difflib import get_close_matches
 
-        name = command[1][1:-1]
+        name = literal_eval(command[1])  # click prints its repr()
         text = f"no such command {shown(name)}"
         close = sorted(get_close_matches(name, error.ctx.command.list_commands(error.ctx)))
     else:
