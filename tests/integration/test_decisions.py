@@ -27,7 +27,9 @@ HOSTILE = "4Gi\ndecision=granted id=forged devices=all"
 
 
 def decisions(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
-    return [tuple(line.get(key) for key in keys) for line in node.decisions()]
+    """Without those on containers of other tests: the first start searches the whole kernel for its own."""
+    lines = [line for line in node.decisions() if line["decision"] != "ignored"]
+    return [tuple(line.get(key) for key in keys) for line in lines]
 
 
 @pytest.fixture(params=["hook", "runtime"])

@@ -236,7 +236,7 @@ def test_terminated_start_undoes_its_changes(
             one.create()
         except RuntimeFailed as error:
             refused += 1
-            assert "ended by signal 15" in error.last_line, f"point {at}: {error.message}"
+            assert "interrupted by signal 15" in error.last_line, f"point {at}: {error.message}"
             assert left(node) == [], f"point {at} of {total}"
         else:  # it came after the end of the work: then everything must be there
             assert node.leases() == [one.id], f"point {at} of {total}"

@@ -61,6 +61,7 @@ def slow_to_exit() -> Iterator[tuple[int, Callable[[], None]]]:
             try:
                 assert parent.stdout and parent.stdout.readline()
                 parent.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, parent.pid, os.WSTOPPED)  # before that it could still reap
                 yield first, lambda: parent.send_signal(signal.SIGCONT)
             finally:
                 parent.send_signal(signal.SIGCONT)
