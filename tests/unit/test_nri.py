@@ -29,12 +29,12 @@ def answer(method: str, request: Any, name: str) -> Any:
     return protocol.message(name).FromString(text)
 
 
-def create(pod: dict[str, str], container: dict[str, str], *hooks: str) -> Any:
+def create(pod: dict[str, str], container: dict[str, str], *hooks: str, stage: str = "prestart") -> Any:
     request = protocol.message("CreateContainerRequest")()
     request.pod.annotations.update(pod)
     request.container.annotations.update(container)
     for path in hooks:
-        request.container.hooks.prestart.add(path=path)
+        getattr(request.container.hooks, stage).add(path=path)
     return answer("CreateContainer", request, "CreateContainerResponse").adjust
 
 
@@ -125,9 +125,11 @@ def test_only_requests_among_the_pod_s_annotations_are_passed() -> None:
     assert set(passed) == set(list(pod)[:4])
 
 
-def test_configured_engine_gets_no_second_hook() -> None:
-    assert not create({"gpushare.io/memory": "4Gi"}, {}, HOOK).ByteSize()
-    assert create({}, {}, "/opt/other").hooks.prestart
+@pytest.mark.parametrize("stage", ["prestart", "create_runtime"])
+def test_configured_engine_gets_no_second_hook(stage: str) -> None:
+    """CRI-O moves hooks of the stage prestart in its hooks_dir to createRuntime."""
+    assert not create({"gpushare.io/memory": "4Gi"}, {}, HOOK, stage=stage).ByteSize()
+    assert create({}, {}, "/opt/other", stage=stage).hooks.prestart
 
 
 def test_plugin_subscribes_to_creates_only() -> None:

@@ -173,7 +173,9 @@ def _synchronize(settings: Settings, report: Report, request: Any) -> Any:
 
 
 def _has_hook(settings: Settings, container: Any) -> bool:
-    return any(hook.path == settings.hook.hook for hook in container.hooks.prestart)
+    """In either stage: CRI-O moves hooks of the stage prestart in its hooks_dir to createRuntime."""
+    hooks = (*container.hooks.prestart, *container.hooks.create_runtime)
+    return any(hook.path == settings.hook.hook for hook in hooks)
 
 
 def _create(settings: Settings, request: Any) -> Any:

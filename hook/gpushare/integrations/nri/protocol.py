@@ -46,7 +46,7 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "CreateContainerRequest": ("PodSandbox pod 1", "Container container 2"),
     "OptionalInt": ("int64 value 1",),
     "Hook": ("string path 1", "string+ args 2", "string+ env 3", "OptionalInt timeout 4"),
-    "Hooks": ("Hook+ prestart 1", "Hook+ poststop 6"),
+    "Hooks": ("Hook+ prestart 1", "Hook+ create_runtime 2", "Hook+ poststop 6"),
     "ContainerAdjustment": ("string* annotations 2", "Hooks hooks 5"),
     "CreateContainerResponse": ("ContainerAdjustment adjust 1",),
 }
