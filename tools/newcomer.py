@@ -4,8 +4,8 @@ python -m tools.newcomer [--suite NAME]... [--no-clone] [REPOSITORY]
 
 1. A clone of REPOSITORY (this tree): `make demo`, and a docker container with a share in the playground.
 2. A clean Debian 12 and a clean Debian 13 that have docker: build/packages' .deb, containers with a share, one of them
-   by its name, another limit for it, and the removal. At the end docker, the files, mounts and processes must be as
-   before.
+   by its name, another limit for it, and the removal. Before it, 50 starts are refused, and short IDs of the running
+   containers must still work. At the end docker, the files, mounts and processes must be as before.
 
 The commands of the second part, and what `gpushare` prints, come from README.md; IMAGE is an image with a program that
 keeps the GPU busy. The GPU is simulated, so the configuration names its driver; this is not timed, and neither are
@@ -57,6 +57,12 @@ docker run --rm --runtime gpushare -e GPUSHARE_MEMORY=4Gi {IMAGE} nvidia-smi | g
 """
 # The container of README.md's samples that no command of the page starts
 TRAIN = f"docker run -d --name train --runtime gpushare -e GPUSHARE_MEMORY=6Gi -e GPUSHARE_COMPUTE=60% {IMAGE}"
+REFUSED = 50
+# A start that is refused; prints the ID of its container
+REFUSE = f"""
+! docker run --rm --cidfile /tmp/id --runtime gpushare -e GPUSHARE_MEMORY=17Gi {IMAGE} true || exit 1
+echo; cat /tmp/id; rm /tmp/id
+"""
 
 
 class Step(NamedTuple):
@@ -145,6 +151,11 @@ def unexpected(output: str, lines: tuple[str, ...]) -> list[str]:
     return wrong + [
         f"no line that matches {rule}" for rule in lines if not any(re.fullmatch(rule, one) for one in printed)
     ]
+
+
+def shortest(one: str, ids: list[str]) -> str:
+    """Return the shortest beginning of an ID that no other ID has."""
+    return next(one[:end] for end in range(1, len(one) + 1) if sum(other.startswith(one[:end]) for other in ids) == 1)
 
 
 class Watch:
@@ -246,6 +257,22 @@ class Trial:
         value.setdefault("driver", {})["root"] = "/srv/driver"
         config.write_text(yaml.safe_dump(value, sort_keys=False))
 
+    def refuse(self) -> None:
+        """Refuse many starts. The IDs of the running containers must still work, also if they are as short as the other
+        running containers allow."""
+        refused = [self.shell(REFUSE).splitlines()[-1] for _ in range(REFUSED)]
+        for one in (refused[0], refused[-1]):
+            reason = json.loads(self.shell(f"gpushare inspect {one} -o json"))["last_refusal"]
+            if "17Gi" not in str(reason):
+                raise Trouble(f"{self.where}: the start of {one} was refused for another reason: {reason}")
+        running = self.shell("docker ps --no-trunc --quiet").split()
+        for one in running:
+            for short in (one[:12], shortest(one, running)):
+                found = json.loads(self.shell(f"gpushare inspect {short} -o json"))["id"]
+                if found != one:
+                    raise Trouble(f"{self.where}: gpushare inspect {short} must show {one}, not {found}")
+        print(f"{'':8}    {self.where}: after {REFUSED} refused starts, short IDs still work", flush=True)
+
     def compare(self, before: dict[str, Any]) -> None:
         after = self.facts()
         wrong = [
@@ -267,6 +294,7 @@ class Trial:
             self.type(one)
             if one.begins == "docker run --rm":
                 self.shell(TRAIN)
+        self.refuse()
         self.shell("docker rm --force train")
         for one in REMOVE:
             self.type(one)

@@ -41,6 +41,11 @@ def test_silent_command_must_print_nothing() -> None:
     assert newcomer.unexpected("", ()) == [] and newcomer.unexpected("done\n", ()) == ["an unexpected line: done"]
 
 
+def test_shortest_beginning_tells_an_id_from_the_other_ids() -> None:
+    ids = ["5d42", "5d94", "0948"]
+    assert [newcomer.shortest(one, ids) for one in ids] == ["5d4", "5d9", "0"]
+
+
 def test_times_are_summed_for_each_place() -> None:
     watch = Watch()
     watch.steps = [Step("a", "dpkg -i x", 1.5), Step("a", "gpushare inspect x", 2.0), Step("a", "docker rm x", 4.0)]
