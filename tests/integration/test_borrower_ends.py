@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.kills import Kills
 from tests.support.lending import Strace, children, killed, start_agent
 from tests.support.tenant import Tenant
 
-from .test_agent_killed import ASK, DEVICE_BYTES, ENDS_S, GIB, REQUEST, check_ledger, lends, until, wants
+from .test_agent_killed import ASK, DEVICE_BYTES, GIB, REQUEST, check_ledger, lends, until, wants
 
 BORROW = ASK.with_name("borrow.py")
 ASKED_BYTES = 2 * GIB
@@ -67,6 +68,13 @@ def told(node: Node, container_id: str) -> list[str]:
     return [line["decision"] for line in lines if line["decision"] in ("evicted", "ended")]
 
 
+def has_ended(agent: subprocess.Popen[bytes], pid: int) -> bool:
+    """It may be stopped only now, if it ended the borrower before that point."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    return agent.poll() is not None
+
+
 @pytest.mark.parametrize("how", ["exits", "killed"])
 def test_borrower_that_ends_by_itself_was_not_evicted(node: Node, tmp_path: Path, kills: Kills, how: str) -> None:
     """The agent is stopped at points from its first search to the end of the borrower, and goes on when the borrower
@@ -105,7 +113,8 @@ def test_borrower_that_ends_by_itself_was_not_evicted(node: Node, tmp_path: Path
                 os.kill(pid, signal.SIGCONT)
                 served()
                 os.kill(pid, signal.SIGTERM)
-                assert agent.wait(ENDS_S) == 0
+                until(lambda agent=agent, pid=pid: has_ended(agent, pid), "the agent does not end")
+                assert agent.wait() == 0
             assert code == (0 if stopped and how == "exits" else 128 + signal.SIGKILL), f"point {part}"
             assert stopped or part + 1 == POINTS, f"point {part}"
             claims = told(node, one.container.id)
