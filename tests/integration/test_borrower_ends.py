@@ -98,15 +98,17 @@ def test_borrower_that_ends_by_itself_was_not_evicted(node: Node, tmp_path: Path
         strace.record(served)
         assert one.container.wait() == 128 + signal.SIGKILL and told(node, one.container.id) == ["evicted"]
         one.container.delete()
+        early: list[bool] = []  # whether the agent had not killed the borrower yet
         for part in kills.some(0, POINTS, IN_MAKE_TEST, kind=how):
             one = borrower(f"point{part}")
             ask()
             with killed(strace.start_to_be_stopped(part, POINTS)) as agent:
                 until(lambda one=one: strace.is_stopped() or procs.find(one.container.pid) is None, "it is not stopped")
-                stopped = procs.find(one.container.pid) is not None
+                by_agent = strace.has_killed()  # other load moves the point
+                early.append(not by_agent)
                 if how == "exits":
                     one.go()
-                elif stopped:
+                elif not by_agent:
                     os.kill(one.container.pid, signal.SIGKILL)
                 code = one.container.wait()
                 (pid,) = children(agent.pid)
@@ -115,14 +117,14 @@ def test_borrower_that_ends_by_itself_was_not_evicted(node: Node, tmp_path: Path
                 os.kill(pid, signal.SIGTERM)
                 until(lambda agent=agent, pid=pid: has_ended(agent, pid), "the agent does not end")
                 assert agent.wait() == 0
-            assert code == (0 if stopped and how == "exits" else 128 + signal.SIGKILL), f"point {part}"
-            assert stopped or part + 1 == POINTS, f"point {part}"
+            assert code == (0 if how == "exits" and not by_agent else 128 + signal.SIGKILL), f"point {part}"
             claims = told(node, one.container.id)
             kills.left += bool(claims)
-            assert claims in ([], ["evicted", "ended"]) if stopped else claims == ["evicted"], f"point {part}"
-            assert bool(log.read(str(node.state), one.container.id)) is not stopped
+            assert claims == ["evicted"] if by_agent else claims in ([], ["evicted", "ended"]), f"point {part}"
+            assert bool(log.read(str(node.state), one.container.id)) is by_agent
             assert told(node, beside.container.id) == [], f"point {part}"
             one.container.delete()
             check_ledger(node, {waiting.container.id: REQUEST, beside.container.id: REQUEST})
             assert node.leases() == sorted([waiting.container.id, beside.container.id])
+    assert any(early) or not early  # a run that is resumed may have no points left
     kills.some_left_something()

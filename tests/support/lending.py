@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -86,6 +87,10 @@ class Strace:
 
     def is_stopped(self) -> bool:
         return "--- stopped by SIGSTOP ---" in self._log.read_text(errors="replace")
+
+    def has_killed(self) -> bool:
+        """Whether that agent has sent SIGKILL."""
+        return re.search(r"pidfd_send_signal\(\d+, SIGKILL", self._log.read_text(errors="replace")) is not None
 
     def _inject(self, signal_name: str, part: int, parts: int) -> tuple[str, str]:
         at = self._first + 1 + part * (self._end - self._first) // parts
