@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,19 +24,26 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_process_with_ended_main_thread_is_alive_until_last_thread() -> None:
-    """Its stat line then shows "Z"; if it counted as dead, it would use memory without a lease."""
+@contextmanager
+def ended_main_thread() -> Iterator[procs.Process]:
+    """A process with two threads, of which the main thread has ended. It is killed at the end, and not reaped."""
     with subprocess.Popen([sys.executable, "-ISsc", FIRST_THREAD_ENDS], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             while (found := procs.find(process.pid)) is not None and found.state != "Z":
                 pass
-            assert found is not None and found.threads == 2
-            assert procs.alive(process.pid, found.start)
+            assert found is not None
+            yield found
         finally:
             process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie without threads
         assert procs.find(process.pid) is None
+
+
+def test_process_with_ended_main_thread_is_alive_until_last_thread() -> None:
+    """Its stat line then shows "Z"; if it counted as dead, it would use memory without a lease."""
+    with ended_main_thread() as found:
+        assert found.threads == 2 and procs.alive(found.pid, found.start)
 
 
 def test_process_that_exits_is_alive_until_it_has_ended() -> None:
@@ -52,14 +61,8 @@ def test_process_that_exits_is_alive_until_it_has_ended() -> None:
 
 
 def test_one_running_thread_keeps_a_process_from_exiting() -> None:
-    with subprocess.Popen([sys.executable, "-ISsc", FIRST_THREAD_ENDS], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            while (found := procs.find(process.pid)) is not None and found.state != "Z":
-                pass
-            assert not procs.is_exiting(process.pid)
-        finally:
-            process.kill()
+    with ended_main_thread() as found:
+        assert not procs.is_exiting(found.pid)
 
 
 def test_cgroup_name_cannot_forge_another_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:

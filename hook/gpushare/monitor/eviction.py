@@ -32,8 +32,6 @@ NVML_S = 2.0  # for an answer of the driver
 ASK_AGAIN_S = 0.5
 SPARE_BYTES = 64 << 20  # free memory that an allocation may not get, such as the rest of a block
 ENDING_S = 5.0  # until another borrower is ended although processes of this one still live
-
-
 _NO_USAGE = Usage(0, 0, (), (), (), ())
 
 
