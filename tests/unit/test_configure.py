@@ -174,6 +174,8 @@ def test_change_that_the_engine_has_not_read_is_named_again(
 
     cli(engine, *options)
     monkeypatch.setattr(Host, "ask", ask)
+    started = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 86400)  # a machine that has run for long
     written(120)
     assert answer() == ""  # it does not run
     ago.update({"ExecMainStart": 60, "StateChange": 60, event: 3600})
