@@ -138,9 +138,13 @@ def page(command: Command, everything: list[Command]) -> str:
     return body + see_also([*see, "gpushare-hook 8", "gpushare-runtime 8", "gpushare.yaml 5"])
 
 
+# Neither hyphens nor wider spaces; groff 1.24 sets .nh and .ad again in each paragraph, from the other two
+PLAIN_LINES = ".nh\n.ad l\n.nr HY 0\n.ds AD l\n"
+
+
 def _title(name: str, section: int, summary: str) -> str:
     version = metadata.version("gpushare")
-    head = f'.TH {escaped(name.upper())} {section} "" "gpushare {version}" "gpushare"\n.nh\n.ad l\n'
+    head = f'.TH {escaped(name.upper())} {section} "" "gpushare {version}" "gpushare"\n{PLAIN_LINES}'
     return f"{head}.SH NAME\n{escaped(name)} \\- {escaped(summary)}\n"
 
 
