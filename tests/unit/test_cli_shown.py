@@ -356,7 +356,7 @@ def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Ca
 
 def test_second_pause_reports_no_change(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
     start("c1", pure.share(0, 0, GIB))
-    assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume`\n", "")
+    assert cli("pause", "c1") == (0, "c1 is paused: its launches wait until `gpushare resume c1`\n", "")
     assert cli("pause", "c1") == (0, "c1 is paused already\n", "")
     assert json.loads(cli("list", "--format", "json")[1])[0]["state"] == "paused"
     assert "paused" in cli("limit", "show", "c1")[1]

@@ -124,8 +124,9 @@ def _pausing(name: str, pause: bool, text: str) -> click.Command:
         if output == "json":
             write_json({"id": changed.after.id, "paused": pause, "changed": did})
             return
-        now = "paused: its launches wait until `gpushare resume`" if pause else "running: launches go ahead"
-        write_line(f"{constants.short(changed.after.id)} is {now if did else now.partition(':')[0] + ' already'}")
+        called = constants.short(container_id) if container_id.startswith(id) else id  # an ID, or the engine's name
+        now = f"paused: its launches wait until `gpushare resume {called}`" if pause else "running: launches go ahead"
+        write_line(f"{called} is {now if did else now.partition(':')[0] + ' already'}")
 
     return command
 
