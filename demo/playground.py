@@ -3,8 +3,8 @@
     python -m demo.playground [--no-docker] [COMMAND...]      default: an interactive bash
 
 It has a simulated GPU of 16 GiB, `gpushare` in PATH, /etc/gpushare/config.yaml for both, and a docker daemon. The image
-`demo` has two CUDA programs: `probe` allocates memory until an allocation fails, `busy` keeps the GPU busy. If podman
-is installed, it works too, with its own images.
+`demo` has two CUDA programs: `probe` allocates memory until an allocation fails; `busy`, the image's command, keeps the
+GPU busy. If podman is installed, it works too, with its own images.
 
 The playground is in a mount namespace: /etc and /var/lib are copies (overlays) without gpushare's and docker's files,
 and /run is empty. The only network is loopback. When COMMAND ends, its files, containers and programs are removed. The
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -38,6 +39,8 @@ from tests.support.rootfs import mount_tmpfs, run, unmount_below
 
 _CLONE_NEWNET, _SIOCSIFFLAGS, _IFF_UP = 0x40000000, 0x8914, 1  # <sched.h>, <linux/sockios.h>, <linux/if.h>
 IMAGE = "demo"
+PROGRAM = ("busy", "--seconds", "600")  # what the image runs without a command
+IMPORT_OPTIONS = ("--change", f"CMD {json.dumps(PROGRAM)}")  # of docker import
 CONFIG = Path("/etc/gpushare/config.yaml")
 WELCOME = "A simulated GPU, gpushare and docker (image: demo). docs/tour.md has a tour; `exit` leaves nothing behind."
 # The playground has no systemd. This script supports `systemctl reload docker`, the only call in the docs
@@ -112,7 +115,7 @@ def start_docker(directory: Path, image_root: Path, cleanup: contextlib.ExitStac
     daemon.config_file.write_text("{}\n")
     cleanup.callback(daemon.close)
     daemon.start()
-    daemon.must("import", str(make_tar(image_root, directory / "image.tar")), IMAGE)
+    daemon.must("import", *IMPORT_OPTIONS, str(make_tar(image_root, directory / "image.tar")), IMAGE)
     (directory / "client").mkdir(exist_ok=True)
     (directory / "client" / "config.json").write_text("{}\n")  # podman reads it too, and fails if it does not exist
     return {"DOCKER_HOST": f"unix://{directory / 'socket'}", "DOCKER_CONFIG": str(directory / "client")}

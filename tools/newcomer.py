@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from demo.playground import image
+from demo.playground import IMAGE, IMPORT_OPTIONS, image
 from simulator.simhost import make_simhost
 from tests.docs.blocks import Command, commands
 from tests.docs.session import agrees
@@ -45,8 +45,6 @@ from tests.support.rootfs import run
 RESULT = BUILD / "newcomer.json"
 GIB = 1 << 30
 LIMIT_S = 300
-IMAGE = "demo"
-BUSY = "busy --seconds 600"
 FILES = ("/etc", "/usr", "/opt", "/var/lib/gpushare", "/var/log")
 # Files that dpkg and docker write at any time
 VOLATILE = re.compile(r"/(etc/docker/key\.json|var/log/(dpkg|dockerd)\.log)")
@@ -90,7 +88,7 @@ INSTALL = (
         r"Setting up gpushare \(\S+\) \.\.\.",
         r"gpushare is installed and changed no engine\. Next: gpushare doctor, .*",
     )),
-    Expected("gpushare runtime configure docker", (
+    Expected("gpushare runtime configure docker --profile", (
         r"change /etc/gpushare/config\.yaml",
         r"(create|change) /etc/docker/daemon\.json",
         r"gpushare: now run: systemctl reload docker",
@@ -247,8 +245,7 @@ class Trial:
         shutil.copy(deb, packages)
         make_simhost(self.debian.path / "srv/driver", memory_bytes=16 * GIB)
         shutil.copy(archive, self.debian.path / "srv/image.tar")
-        command = f"CMD {json.dumps(BUSY.split())}"
-        self.shell(f"docker import --change {shlex.quote(command)} /srv/image.tar {IMAGE}")
+        self.shell(f"docker import {shlex.join(IMPORT_OPTIONS)} /srv/image.tar {IMAGE}")
 
     def name_driver(self) -> None:
         """Name the simulated driver, which is not where a real one is."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from demo.playground import image
+from demo.playground import IMAGE, IMPORT_OPTIONS, image
 from simulator.simhost import make_simhost
 from tests.docs.blocks import fenced
 from tests.support import busy
@@ -21,7 +21,6 @@ from tests.support.engines.image import make_tar
 from tests.support.host import BUILD, TREE
 
 GIB = 1 << 30
-IMAGE = "demo"
 CONFIG = "version: 1\ndriver: {root: /srv/driver}\nlog: {decisions: /var/log/gpushare}\n"
 
 
@@ -65,8 +64,7 @@ def with_docker(with_gpushare: Callable[..., Debian], tmp_path: Path) -> Iterato
                 debian.run("gpushare", "runtime", "configure", "docker")
             cleanup.enter_context(Docker(debian))
             shutil.copy(make_tar(image(tmp_path / "image"), tmp_path / "image.tar"), debian.path / "srv")
-            command = f"CMD {json.dumps(['busy', '--seconds', '600'])}"
-            debian.run("docker", "import", "--change", command, "/srv/image.tar", IMAGE)
+            debian.run("docker", "import", *IMPORT_OPTIONS, "/srv/image.tar", IMAGE)
             return debian
 
         yield make
