@@ -17,12 +17,13 @@ from tools.error_texts import Message, messages, of_shim, shown
 HEAD = """\
 # Troubleshooting, by message
 
-`make docs` generates the second half of this page from the sources. A test fails if a message is missing or out of
-date.
+Search this page for a part of your message that has no names or numbers in it. `…` stands for a value.
 
-`gpushare doctor` finds problems of a host, tries a share over its driver, and tells you what to do. The reason why a container was refused is in the
-engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
-`gpushare explain BUNDLE` shows what a container would get, and why, without starting it.
+* `gpushare doctor` finds problems of a host, tests that a share works, and tells you what to do.
+* The reason why a container was refused is in the engine's own output (`docker run` prints it; Kubernetes:
+  `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
+* `gpushare explain BUNDLE` shows what a container would get, and why, without starting it. BUNDLE is the directory with
+  the container's `config.json`; `gpushare inspect ID` shows it in the line `bundle`.
 
 ## What the program in the container sees
 
@@ -32,12 +33,12 @@ engine's own output (`docker run` prints it; Kubernetes: `kubectl describe pod`)
 # Messages of other programs that gpushare causes: (text, why, what to do)
 SYMPTOMS = (
     ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container reached its limit. The limit covers all its processes together, with the CUDA context of each", "`gpushare list` shows the usage; request more, or run `gpushare limit set ID --memory +2Gi` while it runs"),
-    ("`CUDA_ERROR_NOT_PERMITTED` (800) from `cuInit`; NVML: `Insufficient Permissions`", "the share's limits file is missing, damaged or of another version, or the share has its maximum number of processes", "set `GPUSHARE_LOG=1` in its environment to get the reason on standard error; then start a new container"),
+    ("`CUDA_ERROR_NOT_PERMITTED` (800) from `cuInit`; NVML: `Insufficient Permissions`", "the share's limits file is missing, damaged or of another version, or the container already runs its maximum number of processes", "set `GPUSHARE_LOG=1` in its environment to get the reason on standard error; then start a new container"),
     ("`CUDA_ERROR_NO_DEVICE` (100), `No devices were found`", "the driver itself has no GPU, or `CUDA_VISIBLE_DEVICES` names a device that the container does not have", "run `gpushare doctor`; in the container device numbers start at 0"),
     ("`libcuda.so.1: cannot open shared object file`, `nvidia-smi: not found`", "the container did not request a GPU, or another runtime started it", "set `GPUSHARE_MEMORY` and `--runtime gpushare`; `gpushare explain BUNDLE` shows the request"),
     ("`CUDA_ERROR_MPS_CONNECTION_FAILED` (805)", "the container has `GPUSHARE_BACKEND=mps`, and its MPS daemon has ended", "run `gpushare mps status` and `gpushare mps start`, then restart the program ([mps](mps.md))"),
     ("`CUDA_ERROR_MPS_MAX_CLIENTS_REACHED` (808)", "MPS already serves its maximum number of processes", "run fewer processes, or use `GPUSHARE_BACKEND=shim`"),
-    ("`CUDA_ERROR_NOT_INITIALIZED` (3) in a child process", "it was forked after `cuInit`; CUDA does not survive that, with or without gpushare", "start workers with `spawn` instead of `fork`"),
+    ("`CUDA_ERROR_NOT_INITIALIZED` (3) in a child process", "the process called `fork` after CUDA had started. CUDA does not work in such a child, with or without gpushare", "start workers with `spawn` instead of `fork`"),
     ("`cudaErrorSoftwareValidityNotEstablished` (103)", "recent CUDA runtimes refuse a driver that is not NVIDIA's, such as the simulated one", "on a simulated GPU use programs of the driver API, such as those in `make playground`"),
     ("the program is slow", "its compute limit delays its launches", "see column THROTTLED of `gpushare top`; run `gpushare limit set ID --compute 60`, or use `GPUSHARE_COMPUTE_MODE=soft`"),
     ("the program hangs", "the container is paused", "if `gpushare list` shows `paused`, run `gpushare resume ID`"),
@@ -47,7 +48,7 @@ ENGINES = (
     ("`no runtime for \"gpushare\" is configured` (containerd)", "the same", "run `gpushare runtime configure containerd`, then restart containerd as the command says"),
     ("`RuntimeClass \"gpushare\" not found` (Kubernetes)", "the manifest is missing", "run `kubectl apply -f runtimeclass.yaml` ([kubernetes](kubernetes.md))"),
     ("`could not select device driver \"\" with capabilities: [[gpu]]` (docker)", "`--gpus` needs NVIDIA's hook, which is not installed", "omit `--gpus`, and set `GPUSHARE_MEMORY` or `GPUSHARE_DEVICES`"),
-    ("the container starts and `nvidia-smi` shows the whole GPU", "the default runtime started it, not gpushare", "check `docker inspect --format '{{.HostConfig.Runtime}}' ID`; use `--runtime gpushare`, or run `gpushare runtime configure docker --default`"),
+    ("the container starts and `nvidia-smi` shows the whole GPU", "the default runtime started it, not gpushare", "check that `docker inspect --format '{{.HostConfig.Runtime}}' ID` prints `gpushare`; if not, use `--runtime gpushare`, or run `gpushare runtime configure docker --default`"),
 )  # fmt: skip
 KINDS = ("RequestError", "CapacityError", "PolicyError", "DeviceError", "KernelError", "ConfigError", "GpushareError")
 OF_KIND = {
@@ -168,17 +169,20 @@ def rows(wanted: str) -> list[str]:
             if what not in found.setdefault(text, []):
                 found[text].append(what)
     in_order = sorted(found.items(), key=lambda row: (row[0].replace("…", "").strip(" :='").lower(), row[0]))
-    return [f"| {cell(code(text))} | {cell('; or '.join(what))} |\n" for text, what in in_order]
+    return [f"| {cell(code(text))} | {cell('<br>or: '.join(what))} |\n" for text, what in in_order]
 
 
 def text() -> str:
     page = HEAD + "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in SYMPTOMS)
-    page += "\nWith `GPUSHARE_LOG=1` in the environment the library prints each refusal on standard error, after `gpushare: `. `FILE` is a file of the share, and `…` a function:\n"
+    page += "\nWith `GPUSHARE_LOG=1` in the environment the library prints each refusal on standard error, after `gpushare: `. `FILE` stands for a file name, `…` for a function:\n"
     page += "\n| message | what to do |\n|---|---|\n"
-    page += "".join(f"| {cell(code(said))} | {hint} |\n" for said, hint in of_shim())
+    by_hint: dict[str, list[str]] = {}
+    for said, hint in of_shim():
+        by_hint.setdefault(hint, []).append(cell(code(said)))
+    page += "".join(f"| {'<br>'.join(said)} | {hint} |\n" for hint, said in by_hint.items())
     page += "\n## Messages of the engine\n\n| message | why | what to do |\n|---|---|---|\n"
     page += "".join(f"| {cell(a)} | {cell(b)} | {cell(c)} |\n" for a, b, c in ENGINES)
-    page += "\n## Messages of gpushare\n\nThey follow `gpushare: `. `…` stands for a value; the advice follows in the same line, after a semicolon.\n"
+    page += "\n## Messages of gpushare\n\nA message begins with `gpushare: `. After it there is a semicolon, then the advice.\n"
     for name in KINDS:
         number = getattr(errors, name).exit_code
         when = WHEN[name]

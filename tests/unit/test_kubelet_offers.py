@@ -358,7 +358,7 @@ def test_compute_of_kubelet_is_divided_among_devices(env: Any, compute: Any) -> 
         ((GIVEN, f"{PERCENT}=101"), "not 1 to 100 percent of each of 1 devices"),
         ((TWO, f"{PERCENT}=1"), "not 1 to 100 percent of each of 2 devices"),
         ((GIVEN, f"{PERCENT}=0"), "not 1 to 100"),
-        ((GIVEN, f"{PERCENT}=x"), "leave it to kubelet"),
+        ((GIVEN, f"{PERCENT}=x"), "remove it: only kubelet sets it"),
         ((GIVEN, f"{PERCENT}=30", "GPUSHARE_COMPUTE=40"), 'GPUSHARE_COMPUTE="40", and kubelet gave "30": they contr'),
         ((GIVEN, f"{COUNT}=2"), "kubelet gave memory of 1 devices"),
         ((GIVEN, "GPUSHARE_DEVICES=any:2,model=Test"), "contradict"),

@@ -74,7 +74,7 @@ def _information(root: str, bus_id: str) -> dict[str, str]:
     path = os.path.join(root, _PROC, "gpus", bus_id, "information")
     text = short_read(path, 16384)
     if text is None:
-        raise DeviceError(f"cannot read {path}", "is the driver being unloaded?")
+        raise DeviceError(f"cannot read {path}", "check that the driver is loaded")
     lines = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in lines}
 

@@ -27,7 +27,7 @@ from . import Env, one_value
 _ANY = tuple((constants.ENV_DEVICES, text) for text in ("", "any", "any:1"))
 _MEMORY, _COMPUTE = "memory", "compute"
 _ONCE = {"compute-mode": constants.ENV_COMPUTE_MODE, "priority": constants.ENV_PRIORITY}  # for all devices together
-_HINT = "leave it to gpushare dra"
+_HINT = "remove it: only gpushare dra sets it"
 _COUNTED = (constants.ENV_MEMORY, constants.ENV_COMPUTE)  # no amount of the pod can be added to a claim's
 Pair = tuple[str, str]  # (name, value)
 

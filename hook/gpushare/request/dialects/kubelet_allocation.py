@@ -50,7 +50,7 @@ def read(env: Env) -> dict[str, str]:
     items = [item.partition("=") for item in value.split(",")]
     uuids, sizes = [uuid for uuid, _, _ in items], [size for _, _, size in items]
     if not all(uuids) or len(set(uuids)) < len(uuids) or len({sign for _, sign, _ in items}) > 1:
-        raise wrong(name, value, "not a value of gpushare k8s-plugin", "leave it to kubelet")
+        raise wrong(name, value, "not a value of gpushare k8s-plugin", "remove it: only kubelet sets it")
     found = {constants.ENV_DEVICES: ",".join(uuids)}
     if items[0][1]:
         found[constants.ENV_MEMORY] = _by_slot(sizes)
@@ -79,7 +79,7 @@ def _compute(text: str, devices: int, primary: str) -> str:
             "leave out the limit for compute",
         )
     if not is_number(text) or len(text) > _MOST_DIGITS:
-        raise wrong(name, text, "not a value of gpushare k8s-plugin", "leave it to kubelet")
+        raise wrong(name, text, "not a value of gpushare k8s-plugin", "remove it: only kubelet sets it")
     part, rest = divmod(int(text), devices)
     if not 1 <= part + (rest > 0) <= 100 or not part:
         raise RequestError(
