@@ -137,9 +137,13 @@ static char *read_state(size_t *size) {
             return NULL;
         done += (size_t)put;
     }
-    if (lseek(file, 0, SEEK_SET) != 0 || dup2(file, 0) != 0)
+    if (lseek(file, 0, SEEK_SET) != 0)
         return NULL;
-    close(file);
+    if (file != 0) { /* standard input was open */
+        if (dup2(file, 0) != 0)
+            return NULL;
+        close(file);
+    }
     *size = have;
     return got == 0 ? text : NULL;
 }
