@@ -40,7 +40,7 @@ def runtimes(main: Path) -> dict[str, Any]:
     dump = ["containerd", "-c", str(main), "config", "dump"]
     done = subprocess.run(dump, check=True, capture_output=True, text=True, timeout=60)
     plugins = tomlkit.parse(done.stdout).unwrap()["plugins"]
-    found: dict[str, Any] = plugins[CRI if CRI in plugins else CRI3]["containerd"]["runtimes"]  # version 3 from 2.0 on
+    found: dict[str, Any] = plugins[CRI3 if CRI3 in plugins else CRI]["containerd"]["runtimes"]  # version 3 from 2.0 on
     return found
 
 

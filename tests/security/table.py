@@ -70,6 +70,7 @@ def refused(*words: str) -> Refused:
 
 
 RUNC = Refused(by="runc")
+NULL_IS_CHECKED = "container's /dev/null is invalid"  # runc 1.2.8, 1.3.3 and newer
 
 
 class Attack(NamedTuple):
