@@ -215,6 +215,7 @@ def test_missing_container_state_is_refused_in_one_line(node: Node, tmp_path: Pa
         done = subprocess.run(["sh", "-c", f"exec {words} {redirection}"], capture_output=True, text=True, timeout=60)
         assert done.returncode == 64
         assert done.stderr.startswith("gpushare: ") and "on standard input" in done.stderr
+        assert redirection != "<&-" or "not valid JSON" in done.stderr, "Python would open another file as its input"
         assert done.stderr.count("\n") == 1 and "internal" not in done.stderr
 
 
