@@ -69,10 +69,9 @@ def full_state(scene: Scene) -> None:
         filler = scene.node.state / "node.filler"
         seen = set()
         for free in range(40):
-            with open(filler, "wb") as file, pytest.raises(OSError) as full:
+            with open(filler, "wb", buffering=0) as file, pytest.raises(OSError) as full:
                 while True:
                     file.write(bytes(1 << 20))
-                    file.flush()
             assert full.value.errno == errno.ENOSPC
             os.truncate(filler, max(0, filler.stat().st_size - free * 4096))
             with scene.container(["true"], env={"GPUSHARE_MEMORY": "64Mi"}, name="late") as late:
