@@ -370,10 +370,22 @@ def test_required_nri_plugin_is_configured_and_undone(cli: Callable[..., Any], r
     assert {name: left[name] for name in left if not name.startswith("var")} == before
 
 
-@pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("containerd", "--undo"), ()])
-def test_only_containerd_requires_nri_plugins(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_crio_s_requirement_is_configured_and_undone(cli: Callable[..., Any], root: Path) -> None:
+    before = tree(root)
+    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.34")
+    assert (code, text, error) == (0, f"create {crio.FILE}\n", "gpushare: now run: systemctl restart crio\n")
+    assert cli("crio", "--require-nri", "--engine-version", "1.34")[1] == "nothing to do\n"
+    assert cli("crio", "--undo")[0] == 0
+    left = tree(root)
+    assert {name: left[name] for name in left if not name.startswith("var")} == before
+    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.33")
+    assert (code, text) == (0, "nothing to do\n") and "CRI-O before 1.34 cannot require NRI plugins" in error
+
+
+@pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("crio", "--undo"), ()])
+def test_only_cri_engines_require_nri_plugins(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
     code, _, error = cli(*words, "--require-nri")
-    assert code == 2 and "--require-nri is for containerd" in error
+    assert code == 2 and "--require-nri is for containerd and crio" in error
 
 
 def test_two_daemons_are_configured_and_undone_independently(
