@@ -169,11 +169,13 @@ def test_hook_finds_whether_a_plugin_holds_the_lock(tmp_path: Path) -> None:
 def test_plugin_holds_the_lock_of_a_state_directory_that_was_made_again(tmp_path: Path) -> None:
     lock, path = plugin.Lock(str(tmp_path)), tmp_path / "nri"
     assert path.read_bytes() == b""
-    lock.mark()
+    lock.mark("a longer name\n")
+    lock.mark("cri-o")
+    assert path.read_bytes() == b"registered cri-o\n"
     path.rename(tmp_path / "lost")
     path.touch(0o600)
     assert hook._is_gone(str(path))
     lock.keep()
-    assert not hook._is_gone(str(path)) and path.read_bytes() == b"registered\n"
+    assert not hook._is_gone(str(path)) and path.read_bytes() == b"registered cri-o\n"
     lock.keep()
     assert not hook._is_gone(str(path))
