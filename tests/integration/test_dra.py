@@ -19,6 +19,7 @@ from tests.support import host
 from tests.support.apiserver import NODE, compared
 from tests.support.dra import ApiServer, Kubelet, Refused, inject
 from tests.support.host import Node
+from tests.support.rbac import access, built
 from tests.support.runc import Container, RuntimeFailed
 
 GIB = 1 << 30
@@ -165,7 +166,8 @@ def test_claim_from_slice_to_refused_allocation(
         driver.expect("published 2 devices")
         assert json.dumps(api.slices) != before
         assert driver.end() == 0
-    assert compared(api.calls, host.TREE / "packaging/kubernetes/dra/rbac.yaml") == (set(), set())
+    rights = access(built(host.TREE / "packaging/kubernetes/dra"))["gpushare-dra"].rights
+    assert compared(api.calls, rights) == (set(), set())
 
 
 def test_several_devices_and_parameters(
