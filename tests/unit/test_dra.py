@@ -157,6 +157,7 @@ def test_claim_has_the_nodes_of_its_device(tmp_path: Path) -> None:
     [
         ({"metadata": {}, "status": {}}, "is not allocated"),
         (claim(consumed(), config=[given("FromClaim", memoryLimit="1Gi")]), 'memoryLimit is "1Gi", below the 4 GiB'),
+        (claim(consumed(), config=[given("FromClaim", memoryLimit="9Ti")]), 'memoryLimit is "9Ti", above the 16 GiB'),
         (claim(consumed(pool="other")), 'has a device of pool "other"'),
         (claim(consumed(device="gone")), 'device "gone" is not on this node'),
         (claim(consumed(memory="9Ti")), "cannot be given"),
