@@ -163,6 +163,11 @@ def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Setti
     return {"cdiVersion": _VERSION, "kind": KIND, "devices": devices, "containerEdits": {"hooks": hooks}}
 
 
+def texts(specification: dict[str, Any]) -> list[list[str]]:
+    """The variables of each device in a specification of `document`."""
+    return [device["containerEdits"]["env"] for device in specification["devices"]]
+
+
 def consumed(specification: dict[str, Any]) -> list[tuple[str, int, int]]:
     """(uuid, bytes, percent) of each device in a specification of `document`."""
     found: list[tuple[str, int, int]] = []
