@@ -9,17 +9,21 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.state.storage import read_limits
 
 from tests.integration.test_k8s_plugin import DEADLINE_S, program
 from tests.support import host
 from tests.support.apiserver import NODE, compared
 from tests.support.dra import ApiServer, Kubelet, Refused, inject
 from tests.support.host import Node
+from tests.support.rbac import access, built
 from tests.support.runc import Container, RuntimeFailed
+from tests.support.tenant import Tenant
 
 GIB = 1 << 30
 
@@ -165,29 +169,80 @@ def test_claim_from_slice_to_refused_allocation(
         driver.expect("published 2 devices")
         assert json.dumps(api.slices) != before
         assert driver.end() == 0
-    assert compared(api.calls, host.TREE / "packaging/kubernetes/dra/rbac.yaml") == (set(), set())
+    rights = access(built(host.TREE / "packaging/kubernetes/dra"))["gpushare-dra"].rights
+    assert compared(api.calls, rights) == (set(), set())
+
+
+def test_claim_with_memory_limit_borrows_above_its_memory(
+    make_host: Callable[..., Path], make_node: Callable[..., Node], folder: Path, tmp_path: Path
+) -> None:
+    """Two claims of 4 GiB with a limit of 12 GiB on a device of 12 GiB. The scheduler, the driver and the ledger count
+    the requests, NVML and the limits file show the limit, and each program allocates 12 GiB."""
+    request, limit = 4 * GIB, 12 * GIB
+    node = make_node(
+        make_host(memory_bytes=limit), policy={"lending": "movable"}, oversubscription={"host_memory": "24Gi"}
+    )
+    assert node.cli("refresh").returncode == 0
+    config = [parameters(memoryLimit="12Gi")]
+    tenants: list[Tenant] = []
+    with ApiServer(tmp_path / "account") as api, Kubelet(folder) as kubelet:
+        driver = Driver(node, folder, api)
+        try:
+            driver.expect("serving 1 devices")
+            kubelet.register()
+            for name in ("a", "b"):
+                devices = kubelet.prepare(api.allocate(name, {"gpu": {"memory": "4Gi", "compute": "30"}}, config))
+                edit = partial(inject, folder=folder / "cdi", names=devices)
+                tenants.append(Tenant(tmp_path / "tenants", name, {}, None, edit=edit))
+                tenants[-1].container.start()
+            rows = {row["id"]: row["shares"][0] for row in json.loads(node.cli("list", "--format", "json").stdout)}
+            for one in tenants:
+                share = rows[one.container.id]
+                assert (share["memory_request_bytes"], share["memory_limit_bytes"]) == (request, limit)
+                (found,) = read_limits(str(node.state / "containers" / one.container.id / "share/limits")).devices
+                assert (found.memory_limit_bytes, found.virtual_bytes, found.lending) == (request, limit, "movable")
+                seen = one.expect("seen")
+                assert (seen["nvml_total_bytes"], seen["cuda_total_bytes"]) == (limit, limit)
+                one.go()
+                assert one.expect("full")["got_bytes"] > limit - GIB
+            # 4 GiB are left for other requests, although both programs hold 12 GiB
+            (device,) = json.loads(node.cli("devices", "--format", "json").stdout)
+            assert (device["granted_bytes"], device["free_bytes"]) == (2 * request, limit - 2 * request)
+            with pytest.raises(Refused, match="no device has room"):
+                api.allocate("c", {"gpu": {"memory": "5Gi"}})
+            assert kubelet.prepare(api.allocate("c", {"gpu": {"memory": "4Gi"}}))
+            api.release("c")
+            wrong = api.allocate("d", {"gpu": {"memory": "1Gi"}}, [parameters(memoryLimit="13Gi")])
+            with pytest.raises(Refused, match='memoryLimit is "13Gi", above the 12 GiB of the device'):
+                kubelet.prepare(wrong)
+        finally:
+            for one in tenants:
+                one.close()
+            driver.end()
+
+
+def parameters(**values: str) -> dict[str, Any]:
+    """An entry of the claim's configuration, for all requests."""
+    value = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", **values}
+    return {"source": "FromClaim", "requests": [], "opaque": {"driver": "gpushare.io", "parameters": value}}
 
 
 def test_several_devices_and_parameters(
     two: Node, folder: Path, drive: Callable[[ApiServer], Driver], container: Callable[..., Container], tmp_path: Path
 ) -> None:
-    parameters = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", "priority": "high"}
-
-    def config(**more: str) -> list[dict[str, Any]]:
-        opaque = {"driver": "gpushare.io", "parameters": {**parameters, **more}}
-        return [{"source": "FromClaim", "requests": [], "opaque": opaque}]
-
     with ApiServer(tmp_path / "account") as api, Kubelet(folder) as kubelet:
         drive(api)
         kubelet.register()
         claim = api.allocate(
-            "a", {"one": {"memory": "12Gi", "compute": "30"}, "two": {"memory": "8Gi", "compute": "20"}}, config()
+            "a",
+            {"one": {"memory": "12Gi", "compute": "30"}, "two": {"memory": "8Gi", "compute": "20"}},
+            [parameters(priority="high")],
         )
         names = kubelet.prepare(claim)
         assert len(names) == 2 and kubelet.prepare(claim, "two") == names[1:]
         one = container(["sleep", "600"], edit=lambda spec: inject(spec, folder / "cdi", names)).start()
         assert share(two, one) == (20 * GIB, [30, 20])
-        wrong = api.allocate("b", {"one": {"memory": "1Gi"}}, config(prio="high"))
+        wrong = api.allocate("b", {"one": {"memory": "1Gi"}}, [parameters(prio="high")])
         with pytest.raises(Refused, match='claim ml/b: unknown key "prio" in the parameters; use .*priority'):
             kubelet.prepare(wrong)
 

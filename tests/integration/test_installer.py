@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import tomlkit
 import yaml
-from gpushare.engines import tomltext, validator
+from gpushare.engines import crio, tomltext, validator
 from gpushare.integrations import labels
 
 from simulator.simhost import make_simhost
 from tests.support.apiserver import NODE, NodeServer, compared
 from tests.support.engines.image import PROBE, make_root
 from tests.support.host import BUILD, TREE
+from tests.support.rbac import Access, access, built, environment, with_component
 from tests.support.rootfs import run, unmount_below
 from tests.support.runc import Container
 
@@ -53,6 +54,7 @@ int main(int c, char **v) {
     FILE *to = fopen("/called", "a");
     for (int i = 0; i < c; i++) fprintf(to, "%s%c", v[i], i + 1 < c ? ' ' : '\\n');
     if (strcmp(v[0], "containerd") == 0) puts("containerd example.invalid/containerd v" VERSION " 0123456789");
+    if (strcmp(v[0], "crio") == 0) puts("crio version 1.36.3\\n   GitCommit: 0123456789");
     return fclose(to);
 }"""
 REQUIRED = {"GPUSHARE_ENGINE": "none", "GPUSHARE_REQUIRE_NRI": "yes"}
@@ -100,11 +102,11 @@ def put_programs(node: Path, version: str) -> None:
 
 
 @contextmanager
-def plugin_running(node: Path) -> Iterator[None]:
+def plugin_running(node: Path, engine: str = "containerd") -> Iterator[None]:
     """The lock of an NRI plugin that runs on the node, as integrations/nri/plugin.py has it."""
     with open(node / "run/gpushare/nri", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("registered\n")
+        lock.write(f"registered {engine}\n")
         lock.flush()
         yield
 
@@ -245,7 +247,9 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
         pod.until("running: systemctl restart containerd")
     with share_held(node, tmp_path):
         value = tomlkit.parse((node / DROP_IN).read_text()).unwrap()
-        assert tomltext.at(value, validator.KEYS)["required_plugins"] == ["gpushare"] and value["version"] == 3
+        assert (
+            tomltext.at(value, validator.CONTAINERD.keys)["required_plugins"] == ["gpushare"] and value["version"] == 3
+        )
         assert pod.stop() == 1
         assert "1 container holds a share" in "\n".join(pod.lines)
         assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 2
@@ -261,6 +265,51 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
     assert not (node / DROP_IN).exists() and called(node) == ["systemctl restart containerd"] * 4
     assert last.stop() == 0, last.lines
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
+
+
+@pytest.mark.parametrize("variables", [{"GPUSHARE_ENGINE": "none"}, REQUIRED], ids=["not required", "required again"])
+def test_pod_restarts_an_engine_from_which_an_earlier_pod_removed_the_requirement(
+    node: Path, start: Callable[..., Pod], variables: dict[str, str]
+) -> None:
+    """The earlier pod was killed after it had removed the drop-in: the engine would refuse containers until its
+    restart. A third pod finds that the engine has read it."""
+    put_programs(node, "2.2.0")
+    line = "systemctl restart containerd"
+    first = start("install", **REQUIRED)
+    first.until("ready")
+    with plugin_running(node):
+        first.until(f"running: {line}")
+        wait_for(lambda: called(node) == [line])
+    kill(first)
+    second = start("install", GPUSHARE_ENGINE="none", GPUSHARE_RESTART="never")
+    second.until(f"on the node, run: {line}")
+    kill(second)
+    assert not (node / DROP_IN).exists() and called(node) == [line]
+    third = start("install", **variables)
+    third.until(f"running: {line}")
+    third.until("ready")
+    assert called(node) == [line] * 2 and not (node / DROP_IN).exists()
+    kill(third)
+    last = start("install", **variables)
+    last.until("ready")
+    assert last.stop() == 0 and called(node) == [line] * 2, last.lines
+    assert not list((node / "run").glob("gpushare-removed*"))
+
+
+def test_removal_that_was_killed_before_the_restart_is_finished(node: Path, start: Callable[..., Pod]) -> None:
+    line = "systemctl restart containerd"
+    first = start("install")
+    first.until(f"running: {line}")
+    first.until("ready")
+    kill(first)
+    second = start("remove", GPUSHARE_RESTART="never")
+    second.until(f"on the node, run: {line}")
+    kill(second)
+    assert not (node / DROP_IN).exists() and called(node) == [line]
+    # as if the pod had been killed before it removed the programs, too
+    third = start("install", GPUSHARE_ENGINE="none")
+    third.until(f"running: {line}")
+    assert third.stop() == 0 and called(node) == [line] * 2, third.lines
 
 
 @pytest.mark.parametrize("variables", [{}, REQUIRED], ids=["runtime", "nri"])
@@ -284,6 +333,20 @@ def test_pod_restarts_an_engine_that_an_earlier_pod_did_not_restart(
         third = start("install", **variables)
         third.until("ready")
         assert third.stop() == 0 and third.lines.count(f"running: {line}") == 1, third.lines  # for the removal
+
+
+def test_crio_requires_the_plugin_that_it_accepted(node: Path, start: Callable[..., Pod]) -> None:
+    (node / "usr/bin/containerd").rename(node / "usr/bin/crio")
+    drop_in, line = node / crio.FILE[1:], "systemctl restart crio"
+    pod = start("install", **REQUIRED)
+    pod.until("ready")
+    with plugin_running(node, "cri-o"):
+        pod.until(f"running: {line}")
+    value = tomlkit.parse(drop_in.read_text()).unwrap()
+    assert tomltext.at(value, validator.CRIO.keys)["nri_validator_required_plugins"] == ["gpushare"]
+    assert not (node / DROP_IN).exists()
+    assert pod.stop() == 0, pod.lines
+    assert not drop_in.exists() and called(node) == [line] * 2
 
 
 def test_older_containerd_stays_unchanged_where_the_nri_plugin_is_required(
@@ -429,7 +492,26 @@ def test_label_of_the_node_chooses_its_profile(
         pod.until("ready")
         assert config.read_bytes() == before
         assert pod.stop() == 0, pod.lines
-    assert not config.exists() and compared(api.calls, manifests / "rbac.yaml") == (set(), set())
+    assert not config.exists()
+    account = access(with_component("profiles", FOLDER))["gpushare-installer"]
+    assert compared(api.calls, account.rights) == (set(), set())
+
+
+def test_pod_without_profiles_calls_no_api_server(
+    node: Path, image: Path, start: Callable[..., Pod], tmp_path: Path
+) -> None:
+    """Although it has a token here, which its manifest forbids."""
+    assert access(built(FOLDER))["gpushare-installer"] == Access(False, frozenset())
+    put_programs(node, "2.2.0")
+    with NodeServer(tmp_path / "account", {LABEL: "equal-shares"}) as api:
+        shutil.copytree(api.account, image / "var/run/secrets/kubernetes.io/serviceaccount")
+        pod = start("install", **REQUIRED, **environment(api))
+        pod.until("ready")
+        pod.process.send_signal(signal.SIGHUP)  # read the label and the profiles now
+        with plugin_running(node):
+            pod.until("running: systemctl restart containerd")
+        assert pod.stop() == 0, pod.lines
+    assert (api.calls, api.connections) == ([], 0)
 
 
 def test_removal_waits_for_containers_with_shares(node: Path, start: Callable[..., Pod], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import grpc
 import pytest
@@ -51,16 +51,19 @@ class Program:
                 self.lines.append(line.rstrip("\n"))
                 self._said.notify_all()
 
-    def expect(self, pattern: str) -> None:
+    def expect(self, pattern: str) -> re.Match[str]:
         """Wait for a line that matches; skip earlier lines."""
 
-        def found() -> bool:
-            at = next((at for at, line in enumerate(self.lines) if re.search(pattern, line)), None)
+        def found() -> Optional[re.Match[str]]:
+            matches = [re.search(pattern, line) for line in self.lines]
+            at = next((at for at, match in enumerate(matches) if match), None)
             del self.lines[: 0 if at is None else at + 1]
-            return at is not None
+            return None if at is None else matches[at]
 
         with self._said:
-            assert self._said.wait_for(found, DEADLINE_S), self.lines
+            match = self._said.wait_for(found, DEADLINE_S)
+        assert match, self.lines
+        return match
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """(exit code, standard error)"""

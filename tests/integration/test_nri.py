@@ -156,7 +156,7 @@ def test_pod_gets_its_share(engine: Engine) -> None:
         a, b, plain = pod.run(Want(SLEEP), "a"), pod.run(Want(SLEEP, TWO_GIB), "b"), pod.run(Want(SLEEP), "plain")
         assert ("io.containerd.nri" in engine.config.read_text()) == (engine.name != NEWEST)
         assert (limit(a), limit(b)) == (GIB, 2 * GIB)
-        assert (engine.node.state / "nri").read_text() == "registered\n"  # the installer waits for this
+        assert (engine.node.state / "nri").read_text() == "registered containerd\n"  # the installer waits for this
         assert has_no_gpu(plain)
         assert engine.node.leases() == sorted([a.id, b.id])
         assert hooks(a) == ["poststop", "prestart"]

@@ -4,7 +4,8 @@
         def handle(self, method, path, body): -> (status, object)
     with Mine(folder) as api:              `api.url`; `api.account`: the folder with token and ca.crt
         api.calls                          -> [Call]
-    compared(calls, manifest)              -> (calls that the manifest's roles do not allow, rights without a call)
+        api.connections                    -> how many clients connected, with or without a valid request
+    compared(calls, rights)                -> (calls that no right allows, rights without a call)
 
 Discovery (`/apis/GROUP`) is no call: Kubernetes allows it to every account, by the role system:discovery.
 """
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple, Optional
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
 
 NODE, NODE_UID = "node-a", "11111111-2222-3333-4444-555555555555"
 _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
@@ -56,26 +56,28 @@ def call_of(method: str, url: str) -> Optional[Call]:
     return Call(verb, group, "/".join([kind, *rest]), name)
 
 
-def compared(calls: Iterable[Call], manifest: Path) -> tuple[set[Call], set[Call]]:
-    """(calls that no rule allows, rights that no call used). Each is empty for a role with the least rights."""
-    documents = [one for one in yaml.safe_load_all(manifest.read_text()) if one["kind"] in ("Role", "ClusterRole")]
-    rights = {
+def rights_of(rules: Iterable[Any]) -> set[Call]:
+    """Each right that the rules of a role give; without a name it is for all objects of the resource."""
+    return {
         Call(verb, group, resource, name)
-        for document in documents
-        for rule in document["rules"]
+        for rule in rules
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
         for name in rule.get("resourceNames", [""])
     }
 
+
+def compared(calls: Iterable[Call], rights: Iterable[Call]) -> tuple[set[Call], set[Call]]:
+    """(calls that no right allows, rights that no call used). Both are empty for an account with the least rights."""
+    made, given = set(calls), set(rights)
+
     def allows(right: Call, call: Call) -> bool:
         return right[:3] == call[:3] and right.name in ("", call.name)
 
-    made = set(calls)
     return (
-        {call for call in made if not any(allows(right, call) for right in rights)},
-        {right for right in rights if not any(allows(right, call) for call in made)},
+        {call for call in made if not any(allows(right, call) for right in given)},
+        {right for right in given if not any(allows(right, call) for call in made)},
     )
 
 
@@ -131,6 +133,7 @@ class ApiServer:
     def __init__(self, folder: Path) -> None:
         self.account = folder
         self.calls: list[Call] = []
+        self.connections = 0
         self.changed = threading.Condition()
         folder.mkdir(parents=True, exist_ok=True)
         payload = base64.urlsafe_b64encode(
@@ -161,7 +164,12 @@ class ApiServer:
             def log_message(self, *words: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Counting(ThreadingHTTPServer):
+            def get_request(self) -> Any:
+                api.connections += 1
+                return super().get_request()
+
+        self._server = Counting(("127.0.0.1", 0), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.account / "api.crt", self.account / "key")
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)

@@ -3,6 +3,7 @@ engines; test_engines.py tests what is specific to one."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -20,8 +22,10 @@ from gpushare.cli import main
 from gpushare.cli.runtime import remove_broken_snapshot
 from gpushare.config import profiles
 from gpushare.core.errors import GpushareError
-from gpushare.engines import containerd, crio, docker, record
+from gpushare.engines import containerd, crio, docker, record, unread
+from gpushare.engines.base import Change, Settings
 from gpushare.engines.host import Host
+from gpushare.integrations import uninstall
 
 from tests.unit import configurehost
 from tests.unit.configurehost import HAND, tree
@@ -106,6 +110,7 @@ def test_lost_record_is_rebuilt_without_gpushare_entries(
     ("engine", "first", "second"),
     [
         ("containerd", ("--engine-version=2.2", "--require-nri"), ("--engine-version=2.2",)),
+        ("crio", ("--engine-version=1.34", "--require-nri"), ()),
         ("crio", ("--hook-only",), ()),
         ("podman", ("--hook-only",), ()),
     ],
@@ -134,6 +139,34 @@ def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, 
         assert daemon_json.read_text() == before
 
 
+UPTIME_S = 1e6  # the machine of the tests may have started a moment ago
+
+
+def systemd(monkeypatch: pytest.MonkeyPatch, engine: str) -> dict[str, float]:
+    """{event: seconds since it} of the engine's unit, for the test to change; empty: it does not run."""
+    ago: dict[str, float] = {}
+
+    def ask(host: Host, *command: str) -> Optional[str]:
+        if command[0] != "systemctl":
+            return None
+        verb, properties, unit = command[1:]
+        assert (verb, unit, properties[:11]) == ("show", engine, "--property=")
+        values = {f"{name}TimestampMonotonic": f"{(UPTIME_S - seconds) * 1e6:.0f}" for name, seconds in ago.items()}
+        values["ActiveState"] = "active" if ago else "inactive"
+        return "".join(f"{name}={values.get(name, 0)}\n" for name in properties[11:].split(","))
+
+    monkeypatch.setattr(Host, "ask", ask)
+    monkeypatch.setattr(unread, "time", SimpleNamespace(monotonic=lambda: UPTIME_S))
+    return ago
+
+
+def written(root: Path, seconds: float) -> None:
+    """Let all files have been written so long ago."""
+    then = time.time() - seconds
+    for path in root.rglob("*"):
+        os.utime(path, (then, then), follow_symlinks=False)
+
+
 @pytest.mark.parametrize(
     ("engine", "options", "file", "event", "action"),
     [
@@ -141,6 +174,7 @@ def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, 
         ("containerd", ("--engine-version=2.2", "--require-nri"), containerd.DROP_IN, "ExecMainStart", "restart"),
         ("containerd", ("--engine-version=1.7", "--hook-only"), containerd.BASE_SPEC, "ExecMainStart", "restart"),
         ("crio", (), crio.FILE, "ExecMainStart", "restart"),
+        ("crio", ("--engine-version=1.34", "--require-nri"), crio.FILE, "ExecMainStart", "restart"),
         ("docker", (), docker.FILE, "StateChange", "reload"),
     ],
 )
@@ -150,22 +184,7 @@ def test_change_that_the_engine_has_not_read_is_named_again(
 ) -> None:  # fmt: skip
     """A command that was killed before it named the engine's restart, and a user who forgot it. docker reads its file
     when it is reloaded, the others when they start."""
-    ago: dict[str, float] = {}
-
-    def ask(host: Host, *command: str) -> Optional[str]:
-        if command[0] != "systemctl":
-            return None
-        verb, properties, unit = command[1:]
-        assert (verb, unit, properties[:11]) == ("show", engine, "--property=")
-        now = time.monotonic()
-        values = {f"{name}TimestampMonotonic": f"{(now - seconds) * 1e6:.0f}" for name, seconds in ago.items()}
-        values["ActiveState"] = "active" if ago else "inactive"
-        return "".join(f"{name}={values.get(name, 0)}\n" for name in properties[11:].split(","))
-
-    def written(seconds: float) -> None:
-        then = time.time() - seconds
-        for path in root.rglob("*"):
-            os.utime(path, (then, then), follow_symlinks=False)
+    ago = systemd(monkeypatch, engine)
 
     def answer() -> str:
         code, text, error = cli(engine, *options)
@@ -173,23 +192,97 @@ def test_change_that_the_engine_has_not_read_is_named_again(
         return "".join(line for line in error.splitlines(True) if "has not read" in line or "now run" in line)
 
     cli(engine, *options)
-    monkeypatch.setattr(Host, "ask", ask)
-    started = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: started + 86400)  # a machine that has run for long
-    written(120)
+    written(root, 120)
     assert answer() == ""  # it does not run
     ago.update({"ExecMainStart": 60, "StateChange": 60, event: 3600})
     assert f"{engine} has not read {file} yet" in answer() and f"now run: systemctl {action} {engine}\n" in answer()
     ago.update({"ExecMainStart": 3600, "StateChange": 3600, event: 60})
     assert answer() == ""
     ago[event] = 3600
-    written(-3600)  # the clock was set back since
+    written(root, -3600)  # the clock was set back since
     assert answer() == ""
     if not file.endswith(".json"):  # the administrator, who edited it since, will restart the engine
         edited = root / file[1:]
         edited.write_text("# edited\n" + edited.read_text())
-        written(120)
+        written(root, 120)
         assert file not in answer()
+
+
+MARK = "run/gpushare-removed."
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "file"),
+    [
+        ("containerd", ("--engine-version=2.2", "--require-nri"), containerd.DROP_IN),
+        ("containerd", ("--engine-version=2.1",), containerd.DROP_IN),
+        ("crio", ("--engine-version=1.34", "--require-nri"), crio.FILE),
+        ("docker", (), docker.FILE),
+    ],
+)
+def test_removal_that_the_engine_has_not_read_is_named_again(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch,
+    engine: str, options: tuple[str, ...], file: str,
+) -> None:  # fmt: skip
+    """By the next --undo and by `gpushare uninstall`, until the engine has been restarted."""
+    ago, line = systemd(monkeypatch, engine), f"gpushare: now run: systemctl restart {engine}\n"
+    ago.update({"ExecMainStart": 3600, "StateChange": 3600})
+    cli(engine, *options)
+    written(root, 1800)
+    assert cli(engine, "--undo")[2] == line
+    written(root, 120)
+    before = tree(root)
+    code, _, error = cli(engine, "--undo", "--dry-run")
+    assert (
+        code == 0 and f"{engine} has not read yet that {file} was changed or removed" in error and tree(root) == before
+    )
+    for _ in range(2):
+        code, text, error = cli(engine, "--undo")
+        assert (code, text) == (0, "nothing to do\n") and error.endswith(line) and file in error
+    host, settings = Host(str(root)), Settings("/opt/gpushare-runtime", "/opt/gpushare-hook")
+    plan = uninstall.plan(settings, host, purge=False, force=False)
+    assert plan.next() == [line.partition("run: ")[2].rstrip()] and not any(file in one for one in plan.lines())
+    ago.update({"ExecMainStart": 60, "StateChange": 60})
+    assert uninstall.plan(settings, host, purge=False, force=False).next() == []
+    assert cli(engine, "--undo") == (0, "nothing to do\n", "")
+    assert not list(root.glob(f"{MARK}*"))
+
+
+def test_removal_that_was_killed_is_finished_and_named(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each write: the mark comes first."""
+    ago = systemd(monkeypatch, "containerd")
+    ago.update({"ExecMainStart": 3600, "StateChange": 3600})
+    replace = Host._replace
+    for last in range(1, 6):
+        cli("containerd", "--engine-version=2.2", "--require-nri")
+        assert not list(root.glob(f"{MARK}*"))
+        done: list[Change] = []
+
+        def killed(host: Host, change: Change, done: list[Change] = done, last: int = last) -> None:
+            if len(done) == last:
+                raise KeyboardInterrupt
+            done.append(change)
+            replace(host, change)
+
+        monkeypatch.setattr(Host, "_replace", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            cli("containerd", "--undo")
+        monkeypatch.setattr(Host, "_replace", replace)
+        assert (root / f"{MARK}containerd").exists()
+        assert "now run: systemctl restart containerd" in cli("containerd", "--undo")[2]
+        assert not (root / containerd.DROP_IN[1:]).exists()
+    assert len(done) < last  # the last round was not killed
+
+
+def test_engine_that_does_not_run_needs_no_restart(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systemd(monkeypatch, "crio")
+    cli("crio")
+    cli("crio", "--undo")
+    assert not list(root.glob(f"{MARK}*")) and cli("crio", "--undo")[2] == ""
 
 
 def test_podman_reads_its_files_always(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,10 +465,22 @@ def test_required_nri_plugin_is_configured_and_undone(cli: Callable[..., Any], r
     assert {name: left[name] for name in left if not name.startswith("var")} == before
 
 
-@pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("containerd", "--undo"), ()])
-def test_only_containerd_requires_nri_plugins(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_crio_s_requirement_is_configured_and_undone(cli: Callable[..., Any], root: Path) -> None:
+    before = tree(root)
+    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.34")
+    assert (code, text, error) == (0, f"create {crio.FILE}\n", "gpushare: now run: systemctl restart crio\n")
+    assert cli("crio", "--require-nri", "--engine-version", "1.34")[1] == "nothing to do\n"
+    assert cli("crio", "--undo")[0] == 0
+    left = tree(root)
+    assert {name: left[name] for name in left if not name.startswith("var")} == before
+    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.33")
+    assert (code, text) == (0, "nothing to do\n") and "CRI-O before 1.34 cannot require NRI plugins" in error
+
+
+@pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("crio", "--undo"), ()])
+def test_only_cri_engines_require_nri_plugins(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
     code, _, error = cli(*words, "--require-nri")
-    assert code == 2 and "--require-nri is for containerd" in error
+    assert code == 2 and "--require-nri is for containerd and crio" in error
 
 
 def test_two_daemons_are_configured_and_undone_independently(

@@ -20,9 +20,10 @@ from gpushare.core.model import SharingRule
 from gpushare.engines.base import Settings
 from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
-from tests.support.apiserver import NODE, NODE_UID, Call, call_of, check_strictly, compared
+from tests.support.apiserver import NODE, NODE_UID, Call, call_of, check_strictly, compared, rights_of
 from tests.support.dra import ApiServer, Kubelet, Refused, check_slice, edits
 from tests.support.host import TREE
+from tests.support.rbac import access, built
 from tests.unit import pure
 
 SETTINGS = Settings("/usr/bin/gpushare-runtime", "/usr/bin/gpushare-hook", cri=True)
@@ -156,6 +157,7 @@ def test_claim_has_the_nodes_of_its_device(tmp_path: Path) -> None:
     [
         ({"metadata": {}, "status": {}}, "is not allocated"),
         (claim(consumed(), config=[given("FromClaim", memoryLimit="1Gi")]), 'memoryLimit is "1Gi", below the 4 GiB'),
+        (claim(consumed(), config=[given("FromClaim", memoryLimit="9Ti")]), 'memoryLimit is "9Ti", above the 16 GiB'),
         (claim(consumed(pool="other")), 'has a device of pool "other"'),
         (claim(consumed(device="gone")), 'device "gone" is not on this node'),
         (claim(consumed(memory="9Ti")), "cannot be given"),
@@ -306,10 +308,11 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             kubelet.unprepare(mine)
             kubelet.unprepare(mine)
             assert list(cdi.iterdir()) == []
-    assert compared(api.calls, TREE / "packaging/kubernetes/dra/rbac.yaml") == (set(), set())
+    rights = access(built(TREE / "packaging/kubernetes/dra"))["gpushare-dra"].rights
+    assert compared(api.calls, rights) == (set(), set())
 
 
-def test_calls_are_compared_with_roles(tmp_path: Path) -> None:
+def test_calls_are_compared_with_roles() -> None:
     """A call without a right and a right without a call are found; discovery needs no right."""
     assert call_of("GET", "/apis/a.io") is None
     assert call_of("GET", "/api/v1/nodes/n") == Call("get", "", "nodes", "n")
@@ -318,11 +321,9 @@ def test_calls_are_compared_with_roles(tmp_path: Path) -> None:
     assert made == Call("patch", "a.io", "pods/status", "p")
     role = {"apiGroups": ["a.io"], "resources": ["pods/status"], "verbs": ["patch"], "resourceNames": ["p"]}
     more = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list"]}
-    path = tmp_path / "rbac.yaml"
 
     def found(*rules: Any) -> Any:
-        path.write_text(json.dumps({"kind": "ClusterRole", "rules": rules}))
-        return compared([made, Call("get", "", "nodes", "n")], path)
+        return compared([made, Call("get", "", "nodes", "n")], rights_of(rules))
 
     assert found(role, more) == (set(), {Call("list", "", "nodes")})
     assert found({**role, "resourceNames": ["q"]}, more)[0] == {made}

@@ -139,7 +139,7 @@ def required(files: dict[str, str]) -> tuple[dict[str, str], Any]:
     after = applied(containerd.propose(REQUIRE, Tree(files)), files)
     assert containerd.propose(REQUIRE, Tree(after)).changes == []
     assert [containerd.entry(path, text) for path, text in after.items()] == [""] * len(after)  # no handler
-    return after, tomltext.at(tomlkit.parse(after[containerd.DROP_IN]).unwrap(), validator.KEYS)
+    return after, tomltext.at(tomlkit.parse(after[containerd.DROP_IN]).unwrap(), validator.CONTAINERD.keys)
 
 
 @pytest.mark.parametrize("text", [DEBIAN, KUBEADM])
@@ -184,6 +184,14 @@ def test_administrator_s_validator_is_extended_and_kept() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             containerd.propose(REQUIRE, Tree({MAIN: KUBEADM + own.format(text)}))
+
+
+@pytest.mark.parametrize("line", ["disable = true", "disable_connections = true"])
+def test_requirement_that_no_plugin_can_meet_is_refused(line: str) -> None:
+    text = f"{KUBEADM}[plugins.'io.containerd.nri.v1.nri']\n  {line}\n"
+    with pytest.raises(ConfigError, match=f"config.toml: {line} keeps the plugin out, so containerd would refuse"):
+        containerd.propose(REQUIRE, Tree({MAIN: text}))
+    assert required({MAIN: text.replace("true", "false")})
 
 
 @pytest.mark.parametrize(("version", "unknown"), [("1.7", ""), ("2.1.9", ""), ("", "the version of containerd is unk")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import shutil
 import socket
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from gpushare.cli import facts, k8s_plugin, main
 from gpushare.core.errors import ConfigError
@@ -116,6 +119,45 @@ def test_offer_must_fit_in_message(gib: int, devices: int, unit_mib: int, fits: 
     else:
         with pytest.raises(ConfigError, match=r"163840 units of gpushare.io/memory-mib has \d{7} bytes.*--memory-unit"):
             resource.show(found, frozenset(pure.UUIDS), "binpack")
+
+
+def test_malformed_messages_are_refused_and_the_next_is_answered() -> None:
+    node, chance = pure.node(devices=1, memory_bytes=1 << 30), random.Random(7)
+    asked = protocol.message("AllocateRequest")(container_requests=[{"devices_ids": ["aaaaaaaa-0", "aaaaaaaa-1"]}])
+    good = asked.SerializeToString()
+    garbage = [
+        b"\xff",
+        good[:-1],
+        b"\x0a\xff\xff\xff\xff\x0f",
+        b"\x0a\x03\x0a\x01\xff",
+        *(chance.randbytes(9) for _ in range(20)),
+    ]
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        service.Service(MEMORY, "a.io/memory", lambda _: None) as one,
+    ):
+        one.show(offers.offered(node, 1)[MEMORY], frozenset(pure.UUIDS), "binpack")
+        one.serve(f"{folder}/s")
+        with grpc.insecure_channel(f"unix:{folder}/s") as channel:
+            for method in ("Allocate", "GetPreferredAllocation", "PreStartContainer"):
+                call = channel.unary_unary(f"/{protocol.SERVICE}/{method}")
+                for text in garbage:
+                    with contextlib.suppress(grpc.RpcError):
+                        call(text, timeout=30)
+                with contextlib.suppress(grpc.RpcError):
+                    call(good, timeout=30)
+            for text in garbage[:4]:
+                with pytest.raises(grpc.RpcError):
+                    channel.unary_unary(f"/{protocol.SERVICE}/Allocate")(text, timeout=30)
+            stream = channel.unary_stream(f"/{protocol.SERVICE}/ListAndWatch")
+            with pytest.raises(grpc.RpcError):
+                next(stream(b"\xff", timeout=30))
+            listed = protocol.reader("ListAndWatchResponse")(next(stream(b"", timeout=30)))
+            ids = [unit.ID for unit in listed.devices][:2]
+            asked = protocol.message("AllocateRequest")(container_requests=[{"devices_ids": ids}])
+            answer = channel.unary_unary(f"/{protocol.SERVICE}/Allocate")(asked.SerializeToString(), timeout=30)
+            (found,) = protocol.reader("AllocateResponse")(answer).container_responses
+            assert dict(found.envs) == {offers.VARIABLES[MEMORY]: f"{pure.UUIDS[0]}=2Mi"}
 
 
 def test_options_name_every_kind() -> None:

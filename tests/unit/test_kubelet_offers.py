@@ -191,6 +191,15 @@ def ids_of(*ranges: tuple[str, int, int]) -> list[str]:
         (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [], 2, [f"{B}-2", f"{A}-0"]),
         (GPU, "binpack", ids_of((A, 0, 4), (B, 2, 4)), [f"{B}-3"], 2, [f"{B}-3", f"{A}-0"]),
         (GPU, "binpack", ids_of((A, 0, 4)), [], 2, []),
+        # units of a list that kubelet had before the configuration changed are not chosen
+        (MEMORY, "binpack", ids_of((A, 16383, 16390), (B, 0, 1)), [], 1, [f"{A}-16383"]),
+        (MEMORY, "binpack", [f"{A}-x", "", "-", "GPU-cccccccc-0", f"{B}-0"], [], 1, [f"{B}-0"]),
+        (DEVICES, "binpack", [f"{A}-100", f"{A}--1", f"{A}-99"], [], 1, [f"{A}-99"]),
+        (GPU, "binpack", [f"{A}-4", f"{B}-1"], [], 2, []),
+        # more than there is, in no time and little memory
+        (MEMORY, "binpack", ids_of((A, 0, 3)), [], 2**31 - 1, []),
+        (COMPUTE, "binpack", ids_of((A, 0, 3)), [], 2**31 - 1, []),
+        (DEVICES, "binpack", ids_of((A, 0, 3)), [], 2**31 - 1, []),
     ],
 )
 def test_preferred_ids_follow_placement(
@@ -200,6 +209,16 @@ def test_preferred_ids_follow_placement(
     assert found == wanted
     if found:
         assert offers.allocate(kind, of(kind), BOTH, found)
+
+
+@pytest.mark.parametrize("kind", [COMPUTE, DEVICES, MEMORY])
+def test_unit_that_is_named_twice_counts_once(kind: str) -> None:
+    """Or is refused, but never gives more than what was allocated."""
+    try:
+        found = offers.allocate(kind, of(kind), BOTH, [f"{A}-0", f"{A}-00", f"{A}-0"])
+    except RequestError:
+        return
+    assert found == {offers.VARIABLES[kind]: "1"}
 
 
 @pytest.mark.parametrize(

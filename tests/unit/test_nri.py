@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import re
+import select
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,8 @@ from gpushare.engines.base import Settings as HookSettings
 from gpushare.integrations.nri import plugin, protocol
 from gpushare.integrations.nri.wire import PLUGIN, REQUEST, RESPONSE, RUNTIME, Message, ProtocolError, Reader, encode
 from gpushare.programs import hook
+
+from tests.support.nriengine import NriEngine, Refused
 
 HOOK = "/usr/bin/gpushare-hook"
 SETTINGS = plugin.Settings("/run/nri.sock", "10", HookSettings("/usr/bin/gpushare-runtime", HOOK, cri=True))
@@ -149,6 +158,75 @@ def test_index_has_two_digits() -> None:
     plugin.check_index("05")
 
 
+# A running plugin
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[tuple[NriEngine, list[str]]]:
+    """An engine with a connected plugin, and the plugin's lines. The plugin connects again when its connection ends."""
+    lines = list[str]()
+    with NriEngine(tmp_path / "s", "cri-o", "1.36.3") as made:
+        settings = SETTINGS._replace(hook=SETTINGS.hook._replace(state_dir=str(tmp_path)))
+        lock, (end, stop) = plugin.Lock(str(tmp_path)), os.pipe()
+
+        def run() -> None:
+            while not select.select([end], [], [], 0)[0]:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(str(tmp_path / "s"))
+                    lines.append(plugin.Connection(connection, settings, lines.append, lock).serve(end))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        made.accept()
+        yield made, lines
+        os.write(stop, b"x")
+        thread.join(60)
+        os.close(end)
+        os.close(stop)
+    assert not thread.is_alive() and (tmp_path / "nri").read_bytes().startswith(b"registered ")
+
+
+def test_malformed_messages_are_refused_and_the_next_is_answered(engine: tuple[NriEngine, list[str]]) -> None:
+    """Each in one answer, on the same connection: an engine creates no container while a plugin connects again."""
+    made, _ = engine
+    request = protocol.message("CreateContainerRequest")()
+    request.pod.annotations["gpushare.io/memory"] = "4Gi"
+    good = request.SerializeToString()
+    deep = b""
+    for _ in range(200):  # a field that the plugin does not know, nested
+        deep = b"\x7b" + deep + b"\x7c"
+    for payload in (b"\xff", good[:-1], b"\x0a\x05\x32\x03\x0a\x01\xff", b"\x0a\xff\xff\xff\xff\x0f", deep):
+        for method in ("CreateContainer", "Synchronize", "Configure"):
+            with contextlib.suppress(Refused):
+                made.call(method, payload, "Empty")
+    with pytest.raises(Refused, match="the engine sent 1 bytes that are no CreateContainerRequest"):
+        made.call("CreateContainer", b"\xff", "Empty")
+    with pytest.raises(Refused, match="gpushare has no such service"):
+        made.call("CreateContainer", good, "Empty", service="other")
+    assert made.call("NoSuchMethod", good, "Empty").ByteSize() == 0
+    assert made.call("CreateContainer", good, "CreateContainerResponse").adjust.hooks.prestart
+
+
+@pytest.mark.parametrize("data", [b"\0\0\0\x01\xff\xff\xff\xff", encode(Message(PLUGIN, 1, REQUEST, b"\xff"))])
+def test_plugin_connects_again_after_bytes_that_are_no_call(engine: tuple[NriEngine, list[str]], data: bytes) -> None:
+    made, lines = engine
+    made.send(data)
+    made.closed()
+    assert made.accept().plugin_idx == "10"
+    assert any(re.search("the engine sent .*; connecting again", line) for line in lines)
+
+
+def test_huge_container_is_answered(engine: tuple[NriEngine, list[str]]) -> None:
+    """The most that a pod can have in annotations, and names that would slow down a pattern with two stars."""
+    made, _ = engine
+    request = protocol.message("CreateContainerRequest")()
+    for number in range(64):
+        request.pod.annotations[f"{'a' * number}.gpushare.io/memory"] = "x" * 4096
+    request.pod.annotations["a." * 50000 + "b"] = ""
+    passed = made.call("CreateContainer", request, "CreateContainerResponse").adjust.annotations
+    assert len(passed) == 64
+
+
 # The hook's test of the lock
 
 
@@ -169,11 +247,13 @@ def test_hook_finds_whether_a_plugin_holds_the_lock(tmp_path: Path) -> None:
 def test_plugin_holds_the_lock_of_a_state_directory_that_was_made_again(tmp_path: Path) -> None:
     lock, path = plugin.Lock(str(tmp_path)), tmp_path / "nri"
     assert path.read_bytes() == b""
-    lock.mark()
+    lock.mark("a longer name\n")
+    lock.mark("cri-o")
+    assert path.read_bytes() == b"registered cri-o\n"
     path.rename(tmp_path / "lost")
     path.touch(0o600)
     assert hook._is_gone(str(path))
     lock.keep()
-    assert not hook._is_gone(str(path)) and path.read_bytes() == b"registered\n"
+    assert not hook._is_gone(str(path)) and path.read_bytes() == b"registered cri-o\n"
     lock.keep()
     assert not hook._is_gone(str(path))

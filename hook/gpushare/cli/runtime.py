@@ -14,7 +14,7 @@ from ..config.config import load_config, parse_config
 from ..config.keys import effective
 from ..core.errors import ConfigError
 from ..core.quoting import shown
-from ..engines import base, containerd
+from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
@@ -40,7 +40,7 @@ def runtime() -> None:
 @click.option(
     "--require-nri",
     is_flag=True,
-    help="Keep the engine's runtime; refuse containers while `gpushare nri` does not run (containerd 2.2 and newer).",
+    help="Keep the engine's runtime; refuse containers while `gpushare nri` does not run (containerd 2.2, CRI-O 1.34).",
 )
 @click.option("--dry-run", is_flag=True, help="Print the changes as a diff, change nothing.")
 @click.option("--undo", is_flag=True, help="Remove gpushare's entries.")
@@ -64,7 +64,7 @@ def runtime() -> None:
     callback=given,
     default="",
     metavar="N.N",
-    help="containerd's version.  [default: reported by containerd]",
+    help="The version of containerd or CRI-O.  [default: reported by the engine]",
 )
 @click.option("--dump", type=click.File(), help="Output of `containerd config dump`.  [default: run it]")
 @click.option(
@@ -91,8 +91,8 @@ def configure_(
         engine_version=given["engine_version"],
         dump=dump.read() if dump else "",
     )
-    if settings.require_nri and (engine != containerd.NAME or settings.hook_only or given["undo"]):
-        raise click.UsageError("--require-nri is for containerd, without --hook-only and --undo")
+    if settings.require_nri and (engine not in CRI_ENGINES or settings.hook_only or given["undo"]):
+        raise click.UsageError("--require-nri is for containerd and crio, without --hook-only and --undo")
     if engine is None:
         if given["undo"] or given["default"] or given["hook_only"] or given["config_file"]:
             raise click.UsageError(f"name an engine: {', '.join(sorted(ENGINES))}")

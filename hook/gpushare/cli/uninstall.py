@@ -41,6 +41,7 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
     if not lines:
         if output != "json":
             write_line("nothing to do")
+            name_next(plan)
         return
     if dry_run:
         return
@@ -51,7 +52,11 @@ def uninstall(paths: Paths, /, dry_run: bool, yes: bool, force: bool, purge: boo
             )
         click.confirm("Do this?", abort=True, err=True)
     removal.carry_out(plan, settings, host, force)
-    for command in plan.next():
-        log.to_stderr(f"gpushare: now run: {command}")
+    name_next(plan)
     where = os.path.dirname(settings.program)
     log.to_stderr(f"gpushare: the programs stay in {where}; remove them in the way in which they were installed")
+
+
+def name_next(plan: removal.Plan) -> None:
+    for command in plan.next():
+        log.to_stderr(f"gpushare: now run: {command}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Protocol
 
@@ -32,12 +33,21 @@ class Settings(NamedTuple):
     engine_version: str = ""  # empty: query the engine's program
     dump: str = ""  # text of `containerd config dump`; empty: query the program
     cri: bool = False  # the engine is a CRI
-    require_nri: bool = False  # containerd: no runtime, only the requirement of gpushare's NRI plugin
+    require_nri: bool = False  # containerd, CRI-O: no runtime, only the requirement of gpushare's NRI plugin
 
     @property
     def cri_program(self) -> str:
         """Path of gpushare-runtime under its CRI name, in the same directory."""
         return os.path.join(os.path.dirname(self.program), CRI_PROGRAM)
+
+    def given_version(self) -> tuple[int, int]:
+        """(major, minor) of engine_version. Raises ConfigError."""
+        match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.~+-].*)?", self.engine_version)
+        if match is None:
+            raise ConfigError(
+                f"--engine-version {shown(self.engine_version)} is not a version", "write it as 1.7 or 2.1"
+            )
+        return int(match[1]), int(match[2])
 
     def runtime_args(self) -> list[str]:
         """Arguments of gpushare-runtime that differ from its defaults."""

@@ -8,13 +8,12 @@ state(engine, settings, host)               -> State
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from ..core.errors import ConfigError
 from ..core.quoting import shown
-from . import containerd, crio, docker, podman, record
+from . import containerd, crio, docker, podman, record, unread
 from .base import UNKNOWN, Change, Engine, Settings
 from .host import Host
 from .record import Kept, Record
@@ -51,9 +50,9 @@ def configure(
     KernelError."""
     proposal = engine.propose(settings, host)
     changes = tuple(proposal.changes)
-    unread = [] if changes else _unread(engine, host)
-    notes = (*proposal.notes, *(f"{engine.NAME} has not read {path} yet" for path in unread))
-    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes or unread else "", notes)
+    unread_files = [] if changes else unread.changed(engine, host)
+    notes = (*proposal.notes, *(f"{engine.NAME} has not read {path} yet" for path in unread_files))
+    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes or unread_files else "", notes)
     if dry_run or not outcome.changes:
         return outcome
     records = []
@@ -61,33 +60,9 @@ def configure(
         old = _present(record.load(host, engine.NAME), host)
         folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
         records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
+        records += unread.unmark(engine, host)  # the age of the written files tells as much
     host.write([*records, *outcome.changes])  # the record first, so that nothing is lost if the command is killed
     return outcome
-
-
-def _unread(engine: Engine, host: Host) -> list[str]:
-    """Files that gpushare wrote after the engine had started: the command that changed them was killed before the
-    engine was restarted, or the user has not restarted it. A file that was edited since does not count."""
-    kept, since = record.load(host, engine.NAME), _since_reading(engine, host)
-    if kept is None or since is None:
-        return []
-    written = [one.path for one in kept.files if one.after is not None and host.read(one.path) == one.after]
-    return [path for path in written if 0 <= host.age(path) < since]
-
-
-def _since_reading(engine: Engine, host: Host) -> Optional[float]:
-    """Seconds since the engine last read its files; None if it does not run, or not as the unit in RELOAD."""
-    if not engine.RELOAD:
-        return None
-    action, unit = engine.RELOAD.split()[1:]
-    event = "StateChange" if action == "reload" else "ExecMainStart"  # a reload changes the unit's state, and back
-    stamp = f"{event}TimestampMonotonic"
-    text = host.ask("systemctl", "show", f"--property=ActiveState,{stamp}", unit) or ""
-    values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    microseconds = values.get(stamp, "")
-    if values.get("ActiveState") != "active" or not microseconds.isdigit():
-        return None
-    return time.monotonic() - int(microseconds) / 1e6
 
 
 def _present(kept: Optional[Record], host: Host) -> Optional[Record]:
@@ -125,15 +100,18 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         then = one.before if one and one.after == now else _withdrawn(engine, path, now, one)
         if then != now:
             changes.append(Change(path, now, then))
+    unread_paths = [] if changes else unread.removed(engine, host)
     if not dry_run:
         left = tuple(one for one in kept.files if one.path not in paths) if kept else ()
         rest = kept._replace(files=left) if kept and left else None
-        host.write(changes)
+        marks = unread.mark(engine, host, [change.path for change in changes]) if changes else []
+        host.write([*marks, *changes] if changes or unread_paths else unread.unmark(engine, host))
         host.sweep([*paths, record.path_of(engine.NAME)])
         host.remove_folders(kept.folders if kept and not left else ())
         host.write([record.change(host, engine.NAME, rest)] if kept else [])  # last, so that a killed undo can resume
         host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
-    return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes else "", ())
+    notes = tuple(f"{engine.NAME} has not read yet that {path} was changed or removed" for path in unread_paths)
+    return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes or unread_paths else "", notes)
 
 
 def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:

@@ -40,6 +40,7 @@ _RUNC = "io.containerd.runc.v2"
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
 # Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
 ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS), f"{triggers.SCOPE}*")
+_REQUIREMENT = validator.CONTAINERD.keys
 _MAX_FILES = 64
 
 
@@ -62,12 +63,7 @@ def _tables(version: int) -> Keys:
 def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
     """(major, minor); (0, 0) when unknown. Raises ConfigError for an invalid --engine-version."""
     if settings.engine_version:
-        match = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.~+-].*)?", settings.engine_version)
-        if match is None:
-            raise ConfigError(
-                f"--engine-version {shown(settings.engine_version)} is not a version", "write it as 1.7 or 2.1"
-            )
-        return int(match[1]), int(match[2])
+        return settings.given_version()
     match = re.search(r" v?(\d+)\.(\d+)\.", files.ask("containerd", "--version") or "")
     if match is not None:
         return int(match[1]), int(match[2])
@@ -108,21 +104,14 @@ def _sources(main: str, files: Files) -> list[Source]:
     return found
 
 
-def _merged(to: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(to)
-    for key, value in more.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
-
-
 def propose(settings: Settings, files: Files) -> Proposal:
     settings = settings._replace(cri=True)
     main = settings.config_file or FILE
     engine = engine_version(settings, files)
     merges = engine >= _MERGES
-    if settings.require_nri and engine < validator.SINCE:
-        return Proposal((), [_why_not_required(engine)])
+    why_not = validator.why_not(validator.CONTAINERD, engine)
+    if settings.require_nri and why_not:
+        return Proposal((), [why_not])
     sources = _sources(main, files)
     for source in sources:
         disabled = source.value.get("disabled_plugins")
@@ -136,11 +125,11 @@ def propose(settings: Settings, files: Files) -> Proposal:
     if merges:
         value: Mapping[str, Any] = {}
         for source in others:
-            value = _merged(value, source.value)
+            value = tomltext.merged(value, source.value)
     else:
         value = target.value
     if settings.require_nri:
-        required: dict[Keys, Mapping[str, Any]] = {validator.KEYS: validator.table(value, main)}
+        required: dict[Keys, Mapping[str, Any]] = {_REQUIREMENT: validator.table(value, main, validator.CONTAINERD)}
         return Proposal(_drop_in(main, sources, required, version, files))
     section = tomltext.table_at(value, keys, target.path)
     runtimes = {
@@ -163,10 +152,6 @@ def propose(settings: Settings, files: Files) -> Proposal:
 
 def _unknown(engine: tuple[int, int]) -> str:
     return "" if any(engine) else "the version of containerd is unknown (--engine-version); "
-
-
-def _why_not_required(engine: tuple[int, int]) -> str:
-    return f"{_unknown(engine)}containerd before 2.2 cannot require NRI plugins, so its configuration stays unchanged"
 
 
 def _why_no_drop_in(engine: tuple[int, int], path: str, main: str) -> str:
@@ -240,7 +225,7 @@ def _drop_in(
     head = f"# For containerd, which merges it into {main}.\nversion = {version}\n"
     own = before if before is not None and _only_of(before, version) else ""
     handler: Keys = (*_tables(version), "runtimes", RUNTIME)
-    changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN, (handler, validator.KEYS)))]
+    changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN, (handler, _REQUIREMENT)))]
     first = sources[0]
     text = tomltext.drop(first.text or "", [handler], main)  # written for an older containerd
     if not any(_covers(one) for source in sources for one in tomltext.imports(source.value, source.path)):
@@ -267,7 +252,7 @@ def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
         return None
     ours: list[Keys] = [(*_tables(version), "runtimes", RUNTIME) for version in (2, 3)]
     if path == DROP_IN:
-        ours.append(validator.KEYS)
+        ours.append(_REQUIREMENT)
     left = tomltext.drop(text, ours, path)
     if before is not None and _OUR_DROP_INS not in before:
         left = tomltext.drop_import(left, _OUR_DROP_INS, path)

@@ -2,14 +2,17 @@
 
 Source: crio.conf(5). CRI-O reads drop-ins in the order of their names, and a handler is one table. CRI-O passes all
 annotations of a pod to the runtime, so no entry needs to allow them. `allowed_annotations` accepts only CRI-O's own
-annotations; with any other CRI-O does not start.
+annotations; with any other CRI-O does not start. With --require-nri there is no handler: the drop-in requires the NRI
+plugin (validator.py).
 """
 
 from __future__ import annotations
 
-from typing import Optional
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
-from . import hookfiles, jsontext, tomltext
+from . import hookfiles, jsontext, tomltext, validator
 from .base import RUNTIME, RUNTIME_PROGRAM, Change, Files, Proposal, Settings
 
 NAME = "crio"
@@ -23,31 +26,69 @@ _DROP_INS = "/etc/crio/crio.conf.d/*.conf"
 _TABLE = ("crio", "runtime")
 _KEYS = (*_TABLE, "runtimes", RUNTIME)
 _OURS = ((*_TABLE, "hooks_dir"), _KEYS)
+_REQUIREMENT = validator.CRIO.keys
 
 
 def paths(settings: Settings) -> tuple[str, ...]:
     return (settings.config_file or FILE, *hookfiles.names(HOOKS))
 
 
+def _ours(path: str) -> Sequence[tomltext.Keys]:
+    """The tables of gpushare. In a file of the administrator, the validator's table can be the administrator's."""
+    return (*_OURS, _REQUIREMENT) if path == FILE else _OURS
+
+
+def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
+    """(major, minor); (0, 0) when unknown. Raises ConfigError for an invalid --engine-version."""
+    if settings.engine_version:
+        return settings.given_version()
+    match = re.search(r"version (\d+)\.(\d+)\.", files.ask("crio", "--version") or "")
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _requirement(path: str, files: Files) -> tuple[dict[str, Any], list[str]]:
+    """(the validator's table, notes). A later file replaces a list, so gpushare's has what the other files require."""
+    names = validator.CRIO
+    value: Mapping[str, Any] = {}
+    notes, last = [], _MAIN
+    for one in [_MAIN, *files.glob(_DROP_INS)]:
+        text = files.read(one)
+        found = tomltext.check(tomltext.without_block(text or ""), one) if one != path or path != FILE else {}
+        value = tomltext.merged(value, found)
+        table = tomltext.table_at(found, names.nri, one)
+        last = one if table else last
+        required = tomltext.table_at(found, names.keys, one).get(names.required)
+        if one > path and isinstance(required, list) and validator.PLUGIN not in required:
+            notes.append(f"{one}: {names.required} overrides gpushare's, so add {validator.PLUGIN} there")
+    return validator.table(value, last, names), notes
+
+
 def propose(settings: Settings, files: Files) -> Proposal:
     settings = settings._replace(cri=True)
     path = paths(settings)[0]
     before = files.read(path)
-    if settings.hook_only:
+    if settings.require_nri:
+        why_not = validator.why_not(validator.CRIO, engine_version(settings, files))
+        if why_not:
+            return Proposal((), [why_not])
+        required, notes = _requirement(path, files)
+        after = tomltext.put(before or "", {_REQUIREMENT: required}, path, _ours(path))
+        changes = []
+    elif settings.hook_only:
         folders, notes = hookfiles.folders(HOOKS, files, [_MAIN, *files.glob(_DROP_INS)], path, _TABLE)
-        after = tomltext.put(before or "", {_TABLE: {"hooks_dir": folders}}, path, _OURS)
+        after = tomltext.put(before or "", {_TABLE: {"hooks_dir": folders}}, path, _ours(path))
         changes = hookfiles.propose(HOOKS, settings, files)
     else:
         hookfiles.refuse_arguments(settings, "CRI-O")
         table = {"runtime_path": settings.cri_program, "runtime_type": "oci"}
-        after = tomltext.put(before or "", {_KEYS: table}, path, _OURS)
+        after = tomltext.put(before or "", {_KEYS: table}, path, _ours(path))
         changes, notes = [], []
     own = [Change(path, before, after)] if before != after else []
     return Proposal([*own, *changes], notes)
 
 
 def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
-    return hookfiles.withdraw_or_drop(path, text, before, _OURS)
+    return hookfiles.withdraw_or_drop(path, text, before, _ours(path))
 
 
 def entry(path: str, text: str) -> str:

@@ -61,6 +61,15 @@ def table_at(value: Any, keys: Sequence[str], path: str) -> dict[str, Any]:
     return found or {}
 
 
+def merged(to: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together, as an engine merges a later file: tables are united, other values replaced."""
+    result = dict(to)
+    for key, value in more.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
 def _name(keys: Sequence[str]) -> str:
     return ".".join(tomlkit.key(key).as_string() for key in keys)
 

@@ -33,7 +33,7 @@ _CLAIMS = "/run/cdi"  # the DRA driver's directory is /var/run/cdi, and /var/run
 
 
 class Plan(NamedTuple):
-    """Everything that exists and would be removed. Each of `engines` has at least one change."""
+    """Everything that exists and would be removed. Each of `engines` has a change, or has not read an earlier one."""
 
     engines: tuple[Outcome, ...]
     state_dir: str  # empty: there is none
@@ -72,7 +72,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         if settings.config != constants.CONFIG_PATH and host.has(settings.config):
             files.append(settings.config)
     return Plan(
-        tuple(outcome for outcome in outcomes if outcome.changes),
+        tuple(outcome for outcome in outcomes if outcome.changes or outcome.next),
         state_dir if os.path.isdir(state_dir) else "",
         tuple(folders),
         tuple(files),

@@ -12,7 +12,7 @@ Variables, with their defaults:
 
     GPUSHARE_ENGINE=containerd    the engine to configure; none: leave the engine alone, for the NRI plugin
     GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
-                                  2.2 and newer refuse containers while it does not run
+                                  2.2 and newer, or CRI-O 1.34 and newer, refuse containers while it does not run
     GPUSHARE_PROFILE=cluster      the profile of gpushare's configuration file
     GPUSHARE_RESTART=always       restart or reload the engine if it has not read its configuration yet; never: print
                                   the command instead
@@ -51,8 +51,9 @@ CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROFILE_S = 60  # time between two reads of the label and of the profiles
 STEP_S = 2  # time between two checks for the NRI plugin, until it has run
-DROP_IN = "/etc/containerd/conf.d/gpushare.toml"
+DROP_INS = {"containerd": "/etc/containerd/conf.d/gpushare.toml", "crio": "/etc/crio/crio.conf.d/99-gpushare.conf"}
 OPTIONAL = b"gpushare-nri-optional"  # is in the drop-in if it requires the NRI plugin
+REMOVED = "/run/gpushare-removed."  # and the engine: perhaps it has not been restarted since gpushare left its files
 PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
@@ -282,33 +283,37 @@ def requires_nri() -> bool:
     return asked == "yes"
 
 
-def plugin_runs() -> bool:
-    """Whether the plugin runs, and the engine has accepted it."""
-    registered = False
+def plugin_runs() -> str:
+    """The engine that has accepted the running plugin; "" if there is none."""
+    words: list = []
     try:
-        with open(on_node(PLUGIN_LOCK), "rb") as file:
-            registered = bool(file.read())
+        with open(on_node(PLUGIN_LOCK), encoding="utf-8", errors="replace") as file:
+            words = file.read().split()
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
+        return ""
     except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return registered
+        return ""
+    except BlockingIOError:  # the plugin holds the lock
+        return "" if not words else "crio" if words[1:] == ["cri-o"] else "containerd"
 
 
-def require_nri(*words: str) -> None:
+def require_nri(engine: str, word: str = "--require-nri") -> None:
     """Make the engine refuse containers while the NRI plugin does not run, or with --undo stop that. Not before the
     plugin has run: if its image cannot be pulled, the node must still start other containers."""
-    done = gpushare("runtime", "configure", "containerd", *(words or ["--require-nri"]))
+    done = gpushare("runtime", "configure", engine, word)
     for line in [*(f"{change['action']} {change['path']}" for change in done["changes"]), *done["notes"]]:
         print(line, flush=True)
     restart(done)
 
 
-def lift_nri() -> None:
-    """Stop requiring the NRI plugin, also for an earlier pod that was killed."""
-    if OPTIONAL in contents(DROP_IN):
-        require_nri("--undo")
+def lift_nri(keep: bool = False) -> None:
+    """Stop requiring the NRI plugin, also for an earlier pod that was killed, even between the removal of the
+    requirement and the engine's restart. `keep`: a requirement that was not removed."""
+    for engine, path in DROP_INS.items():
+        required = OPTIONAL in contents(path)
+        left = os.environ.get("GPUSHARE_ENGINE") == "none" and os.path.lexists(on_node(REMOVED + engine))
+        if (required and not keep) or (left and not required):
+            require_nri(engine, "--undo")
 
 
 def install(profile: Profile) -> None:
@@ -388,10 +393,11 @@ def serve(profile: Profile, pending: bool) -> None:
         info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, STEP_S if pending else PROFILE_S)
         if info is not None and info.si_signo in ENDS:
             return
-        if pending and plugin_runs():
+        engine = plugin_runs() if pending else ""
+        if engine:
             pending = False
             try:
-                require_nri()
+                require_nri(engine)
             except Failed as error:
                 print(f"gpushare: {error}; the engine does not require the NRI plugin", file=sys.stderr, flush=True)
         now = time.monotonic()
@@ -422,8 +428,7 @@ def main(verb: str = "", *words: str) -> int:
         required = requires_nri()
         profile = Profile()
         install(profile)
-        if not required:
-            lift_nri()
+        lift_nri(keep=required)
         print("ready", flush=True)
         serve(profile, required)
         lift_nri()  # even if containers have a share: the plugin may be removed with this pod

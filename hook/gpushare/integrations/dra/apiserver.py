@@ -85,10 +85,16 @@ class Server:
             finally:
                 connection.close()
             found = json.loads(text)
+        except RecursionError:
+            raise GpushareError(
+                f"API server: {method} {path}: the object is nested too deeply", "simplify it"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise GpushareError(f"API server {self._host}:{self._port}: {method} {path}: {error}", _HINT) from None
-        if can_lack and answer.status == 404:
-            return None
+        if answer.status == 404:
+            self._version = ""  # an upgraded server can have dropped it: the next call looks for the newest one again
+            if can_lack:
+                return None
         if answer.status >= 300:
             reason = found.get("message", "") if isinstance(found, dict) else ""
             raise GpushareError(f"API server: {method} {path}: {answer.status} {shown(reason)}", _HINT)

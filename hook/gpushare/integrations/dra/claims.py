@@ -112,6 +112,12 @@ def shares_of(claim: dict[str, Any], pool: str, offers: dict[str, Offer]) -> lis
                 f"{where}: memoryLimit is {shown(given['memoryLimit'])}, below the {human(memory)} of the claim",
                 "raise it",
             )
+        largest = min(offer.memory, offer.device.memory_bytes)
+        if limit > max(memory, largest):
+            raise RequestError(
+                f"{where}: memoryLimit is {shown(given['memoryLimit'])}, above the {human(largest)} of the device",
+                "lower it",
+            )
         keys = {"computeMode": "compute-mode", "priority": "priority"}
         once = tuple((word, given[key]) for key, word in keys.items() if key in given)
         request = result["request"].partition("/")[0]
@@ -155,6 +161,11 @@ def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Setti
         )
     hooks = [{"hookName": stage, **hookfiles.entry_of(settings, stage)} for stage in hookfiles.STAGES]
     return {"cdiVersion": _VERSION, "kind": KIND, "devices": devices, "containerEdits": {"hooks": hooks}}
+
+
+def texts(specification: dict[str, Any]) -> list[list[str]]:
+    """The variables of each device in a specification of `document`."""
+    return [device["containerEdits"]["env"] for device in specification["devices"]]
 
 
 def consumed(specification: dict[str, Any]) -> list[tuple[str, int, int]]:

@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional
 
 from ...core.errors import GpushareError
 from ...core.model import Node
+from ...core.quoting import printable, shown
 from ...engines.base import Settings
 from ..grpcsocket import listen
 from . import DRIVER, PREFIX, SUFFIX, UNFINISHED, claims, protocol
@@ -95,16 +96,19 @@ class Service:
         return grpc.method_handlers_generic_handler(protocol.REGISTRATION, methods)
 
     def _of_package(self, package: str) -> Any:
-        def each(name: str, function: Callable[[Any, Any, str], None]) -> Any:
+        def each(name: str, function: Callable[[Any, Any, str, Any], None]) -> Any:
             def call(request: Any, context: Any) -> Any:
                 answer = protocol.message(package, f"{name}Response")()
                 for one in request.claims:
+                    if one.uid in answer.claims:
+                        continue  # the same claim twice has one answer
                     entry = answer.claims[one.uid]
                     try:
-                        function(one, entry, package)
-                    except (GpushareError, OSError, KeyError, TypeError, ValueError) as error:
-                        entry.error = f"gpushare: {error}"
-                        self._report(f"claim {one.namespace}/{one.name}: refused: {error}")
+                        function(one, entry, package, context)
+                    except Exception as error:  # of any kind: the other claims need their answers
+                        text = printable(_why(error))
+                        entry.error = f"gpushare: {text}"
+                        self._report(printable(f"claim {one.namespace}/{one.name}: refused: {text}"))
                 return answer
 
             return protocol.handler(package, call, f"{name}Request", f"{name}Response")
@@ -118,7 +122,9 @@ class Service:
     def _path(self, uid: str) -> str:
         return os.path.join(self._folder, f"{PREFIX}{claims.checked_uid(uid)}{SUFFIX}")
 
-    def _prepare(self, asked: Any, entry: Any, package: str) -> None:
+    def _prepare(self, asked: Any, entry: Any, package: str, context: Any) -> None:
+        """kubelet repeats the call until it has an answer, and calls again when it has restarted. The claim can have
+        other devices then: a claim that is used by one pod after another is allocated each time."""
         path = self._path(asked.uid)
         claim = self._server.claim(asked.namespace, asked.name)
         if claim["metadata"]["uid"] != asked.uid:
@@ -126,9 +132,14 @@ class Service:
         with self._lock:
             assert self._node is not None
             shares = claims.shares_of(claim, self._pool, self._offers)
-            if not os.path.exists(path):
-                claims.refuse_overcommit(shares, self._offers, self._prepared())
-                self._write(path, claims.document(asked.uid, shares, self._node, self._settings))
+            new = claims.document(asked.uid, shares, self._node, self._settings)
+            if not self._has(path, new):
+                others = [self._read(name) for name in self._prepared() if name != path]
+                taken = [one for value in others for one in claims.consumed(value)]
+                claims.refuse_overcommit(shares, self._offers, taken)
+                if not context.is_active():  # kubelet may have released the claim meanwhile
+                    raise GpushareError("kubelet waits no longer", "kubelet tries again")
+                self._write(path, new)
         for share in shares:
             self._add(entry, asked.uid, share, package)
         self._report(f"claim {asked.namespace}/{asked.name}: {', '.join(share.text for share in shares)}")
@@ -140,7 +151,8 @@ class Service:
         if share.share_id and package == protocol.PACKAGES["v1.DRAPlugin"]:
             device.share_id = share.share_id
 
-    def _unprepare(self, asked: Any, entry: Any, package: str) -> None:
+    def _unprepare(self, asked: Any, entry: Any, package: str, context: Any) -> None:
+        """A claim that is not prepared is no error: kubelet may ask twice, and for a claim that was refused."""
         with self._lock:
             try:
                 os.unlink(self._path(asked.uid))
@@ -148,16 +160,31 @@ class Service:
                 return
         self._report(f"claim {asked.namespace}/{asked.name}: released")
 
-    def _prepared(self) -> list[tuple[str, int, int]]:
-        """(uuid, bytes, percent) of each device of the prepared claims.
+    def _prepared(self) -> list[str]:
+        """The paths of the prepared claims."""
+        names = [name for name in os.listdir(self._folder) if name.startswith(PREFIX) and name.endswith(SUFFIX)]
+        return [os.path.join(self._folder, name) for name in names]
 
-        Raises ValueError or OSError for a file that cannot be read."""
-        found = []
-        for name in os.listdir(self._folder):
-            if name.startswith(PREFIX) and name.endswith(SUFFIX):
-                with open(os.path.join(self._folder, name), encoding="utf-8") as file:
-                    found += claims.consumed(json.load(file))
-        return found
+    def _has(self, path: str, new: dict[str, Any]) -> bool:
+        """Whether the file gives containers the same as `new`. It stays as it is then: another version of the driver
+        can have written it."""
+        try:
+            return claims.texts(self._read(path)) == claims.texts(new)
+        except (GpushareError, FileNotFoundError):
+            return False
+
+    @staticmethod
+    def _read(path: str) -> Any:
+        """The specification in a file. Raises GpushareError, OSError."""
+        with open(path, "rb") as file:
+            try:
+                value = json.load(file)
+                claims.consumed(value)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise GpushareError(
+                    f"{shown(path)} is damaged", "delete the pod of that claim, then the file"
+                ) from None
+        return value
 
     def _write(self, path: str, value: dict[str, Any]) -> None:
         """Write the file whole or not at all; engines do not read other endings."""
@@ -167,3 +194,9 @@ class Service:
             file.flush()
             os.fsync(file.fileno())
         os.rename(new, path)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, (GpushareError, OSError)):
+        return str(error)
+    return f"the claim is not as in Kubernetes' API ({type(error).__name__}: {error})"

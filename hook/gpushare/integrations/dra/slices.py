@@ -13,6 +13,7 @@ below `basic`.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from fractions import Fraction
 from typing import Any, NamedTuple, Optional
@@ -39,6 +40,8 @@ _SMALL: dict[str, Fraction] = {
 }
 _QUANTITY = re.compile(r"\+?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([numkMGTPE]|[KMGTPE]i)?)")
 _NAME = re.compile(r"[^a-z0-9-]+")
+_MAX_DIGITS = 40
+_MAX_SLICE_NAME = 253  # characters: a DNS subdomain
 
 
 class Offer(NamedTuple):
@@ -58,6 +61,8 @@ def quantity(text: str) -> int:
     if match is None:
         raise RequestError(f"{shown(text)} is not a quantity of Kubernetes", "write 4Gi or 30")
     number, exponent, unit = match.groups()
+    if len(number) > _MAX_DIGITS:
+        raise RequestError(f"{shown(text)} has more than {_MAX_DIGITS} digits", "write 4Gi or 30")
     scale = _SMALL.get(unit or "") or Fraction(UNITS[unit or ""])
     value = Fraction(number) * Fraction(10) ** int(exponent or 0) * scale
     return int(-(-value.numerator // value.denominator))
@@ -121,7 +126,12 @@ def _device(name: str, offer: Offer, version: str) -> dict[str, Any]:
 
 
 def slice_name(node_name: str) -> str:
-    return f"{node_name}-{DRIVER}"
+    """The name of the node's slice; a long one of a node ends in a checksum."""
+    name = f"{node_name}-{DRIVER}"
+    if len(name) <= _MAX_SLICE_NAME:
+        return name
+    digest = hashlib.sha256(node_name.encode()).hexdigest()[:8]
+    return f"{node_name[: _MAX_SLICE_NAME - len(DRIVER) - len(digest) - 2].rstrip('.-')}-{digest}-{DRIVER}"
 
 
 def slice_of(node_name: str, node_uid: str, offers: dict[str, Offer], generation: int, version: str) -> dict[str, Any]:

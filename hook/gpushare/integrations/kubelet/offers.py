@@ -177,7 +177,7 @@ def allocate(
     if kind in DIVISIBLE:
         _require_divided(kind, offers, chosen, len(ids), beside)
     if kind in (COMPUTE, DEVICES):
-        return {VARIABLES[kind]: str(len(ids))}
+        return {VARIABLES[kind]: str(sum(map(len, chosen.values())))}
     if kind == MEMORY:
         sizes = (f"{one.device.uuid}={len(numbers) * one.mib}Mi" for one, numbers in chosen.items())
         return {VARIABLES[kind]: ",".join(sizes)}
@@ -202,15 +202,18 @@ def preferred(
     """Choose `size` ids that `allocate` accepts, including all of `must`; an empty list if that is impossible.
     `binpack` prefers the fullest device, `spread` the emptiest; of equal devices the first in PCI order is chosen.
     Devices in `beside` come first, and devices in `short`, which lack the other resource, last."""
-    if size <= 0:
+    known = {one.key: one.count for one in offers}
+    # kubelet can still have units of an earlier list
+    offered = {unit for unit in available if 0 <= _parse_id(unit)[1] < known.get(_parse_id(unit)[0], 0)}
+    if not 0 < size <= len(offered | set(must)):
         return []
-    free, kept = _by_device(offers, {*available, *must}), _by_device(offers, must)
+    free, kept = _by_device(offers, {*offered, *must}), _by_device(offers, must)
     sign = 1 if placement == "binpack" else -1
     order = sorted(free, key=lambda one: (one.key not in beside, one.key in short, sign * len(free[one])))
     if kind in DIVISIBLE:
         return _divided(order, free, kept, _split(size, _parts(kind, offers, size, beside)))
     if kind == DEVICES:
-        return [*must, *(unit for unit in available if unit not in set(must))][:size]
+        return [*must, *(unit for unit in available if unit in offered - set(must))][:size]
     chosen = [*must, *(f"{one.key}-{free[one][0]}" for one in order if one not in kept)][:size]
     return chosen if len(chosen) == size else []
 

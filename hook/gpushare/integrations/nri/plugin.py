@@ -78,8 +78,10 @@ class Lock:
         self._fd = agentlock.take(state_dir, LOCK)
         os.ftruncate(self._fd, 0)
 
-    def mark(self) -> None:
-        self._content = b"registered\n"
+    def mark(self, engine: str) -> None:
+        """Record the name of the engine, which the installer reads."""
+        self._content = f"registered {printable(engine)}\n".encode()
+        os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, self._content, 0)
 
     def keep(self) -> None:
@@ -142,7 +144,7 @@ class Connection:
             try:
                 response.payload = answer(self._settings, self._report, call.method, call.payload)
                 if call.method == "Configure":
-                    self._lock.mark()
+                    self._lock.mark(protocol.parse("ConfigureRequest", call.payload).runtime_name)
             except ProtocolError as error:
                 self._report(str(error))
                 response.status.code, response.status.message = protocol.INVALID_ARGUMENT, f"gpushare: {error}"
