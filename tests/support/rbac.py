@@ -1,4 +1,4 @@
-"""What the pods of rendered manifests can do at the API server.
+"""The rights of the pods in rendered manifests at the API server.
 
     built(folder)                   -> the objects that `kubectl apply -k` sends
     with_component(name, folder)    -> the same of a copy whose kustomization has this component
@@ -28,7 +28,7 @@ from .host import TREE
 
 KUBERNETES = TREE / "packaging" / "kubernetes"
 ROLES = ("Role", "ClusterRole")
-# What would call a program, or give it calls, beside the objects in view
+# Objects that would call a program, or give it calls, beside the objects in view
 UNEXPECTED = {"MutatingWebhookConfiguration", "ValidatingWebhookConfiguration", "APIService"}
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 

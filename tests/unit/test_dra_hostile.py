@@ -1,4 +1,4 @@
-"""gpushare dra against what it may meet: malformed messages and claims, repeated and late calls, damaged files."""
+"""gpushare dra with hostile input: malformed messages and claims, repeated and late calls, damaged files."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_damaged_file_is_named_and_written_again(served: Served) -> None:
     served.kubelet.prepare(second)
 
 
-def test_upgraded_api_server_is_asked_for_its_version_again(tmp_path: Path) -> None:
+def test_version_is_read_again_after_the_api_server_was_upgraded(tmp_path: Path) -> None:
     with ApiServer(tmp_path / "account", ("v1beta1",)) as api:
         server = apiserver.Server(api.url, str(api.account))
         assert server.slice("x") is None and server.version() == "v1beta1"

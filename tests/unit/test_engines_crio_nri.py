@@ -99,7 +99,7 @@ def test_older_crio_stays_unchanged_without_required_nri_plugin(version: str, un
         crio.propose(REQUIRE_CRIO._replace(engine_version="new"), Tree({}))
 
 
-def test_crio_is_asked_for_its_version() -> None:
+def test_version_is_that_of_the_installed_crio() -> None:
     answers = {"crio --version": "crio version 1.36.3\n   GitCommit:       0123\n"}
     settings = REQUIRE_CRIO._replace(engine_version="")
     assert crio.engine_version(settings, Tree({}, answers)) == (1, 36)

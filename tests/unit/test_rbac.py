@@ -1,6 +1,6 @@
 """Accounts, roles and tokens in every rendered manifest and in the rendered chart.
 
-Which calls each program really makes: tests/integration/test_api_calls.py, and for the installer test_installer.py.
+The calls that each program makes are in tests/integration/test_api_calls.py, and the installer's in test_installer.py.
 """
 
 from __future__ import annotations

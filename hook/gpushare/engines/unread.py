@@ -1,5 +1,5 @@
-"""What an engine has not read yet: a command was killed before it named the engine's restart, or the user has not
-restarted the engine.
+"""Find changes that an engine has not read: a command was killed before it named the engine's restart, or the user has
+not restarted the engine.
 
 changed(engine, host) -> paths     files that gpushare wrote since
 removed(engine, host) -> paths     files from which gpushare's entries were removed since
