@@ -16,6 +16,8 @@ from tests.support.runc import Container, close_all
 from tools import nvidia_userland
 
 GIB = 1 << 30
+# gRPC's handlers of fork start threads in the child, which then cannot make a user namespace
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
