@@ -7,7 +7,7 @@
  *
  * The caller, per launch of one context:
  *
- *     if (!gs_throttle_try(t, s, f))                  a few instructions, no clock
+ *     if (!gs_remembered_passes(...))                  launch.h: some instructions, no clock
  *         while ((until = gs_throttle_slow(t, s, f)))  one thread at a time (the caller's lock)
  *             wait until `until`, or until limits change
  *     the real launch
@@ -246,14 +246,6 @@ static inline bool gs_throttle_pay(struct gs_throttle *t, struct gs_throttle_str
     }
     atomic_fetch_add_explicit(&s->work_ns, ns, memory_order_relaxed);
     return true;
-}
-
-/* Goes ahead on what is paid for. compute.h does the same with what a thread remembers. */
-static inline bool gs_throttle_try(struct gs_throttle *t, struct gs_throttle_stream *s,
-                                   struct gs_predictor *f) {
-    int64_t ns = gs_throttle_expects(f);
-    return gs_throttle_counts(t, s, f) && gs_throttle_covers(gs_throttle_allowance(t), ns) &&
-           gs_throttle_pay(t, s, ns);
 }
 
 #endif

@@ -2,6 +2,7 @@
  * projects, and an oracle. */
 #include <string.h>
 
+#include "try.h"
 #include "vt.h"
 
 #define MARK_NS 1500 /* host time of a cuEventRecord */
