@@ -111,9 +111,7 @@ static void learn_switch(struct gs_throttle *t, const struct company *c, uint64_
     uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
     uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        uint64_t margin = slice / 2;
-        if (cost->finds >= FINDS)
-            margin = min64(margin, 2 * cost->ns + CUT_EDGE);
+        uint64_t margin = min64(slice / 2, cost->finds < FINDS ? slice : 2 * cost->ns + CUT_EDGE);
         bool late = at > max64(end, since) + slice * n + margin;
         t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }

@@ -10,15 +10,14 @@
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
 
-/* How long this context may go without a known activity: in more time, another context may have run
- * and stopped. */
-static uint64_t max_gap(const struct gs_throttle *t) {
-    return t->contexts > 1 ? 700 * US : 3 * MS;
-}
-
 /* Return the time to the next probe event: long while no other context seems to be active. */
 static uint64_t probe_interval(const struct gs_throttle *t) {
     return t->contexts > 1 ? SOON : SELDOM;
+}
+
+/* After a longer time without a known activity, another context may have run and stopped. */
+static uint64_t max_gap(const struct gs_throttle *t) {
+    return 3 * probe_interval(t);
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
@@ -91,18 +90,12 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
 /* Late probe events that complete together with other work of this context were queued behind it:
  * the driver mapped both streams to one device queue (CUDA_DEVICE_MAX_CONNECTIONS). Such events
  * carry no information. */
-static bool share_a_queue(struct gs_throttle *t, const struct gs_segment *segment) {
-    uint64_t apart =
-        segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns : t->late_ns - segment->end_ns;
-    if (t->late_ns && apart < EDGE)
-        t->tied += (TIED_ALL - t->tied) / 4;
-    return t->tied > TIED_ALL / 2;
-}
-
 void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
     note_own_activity(t, segment->end_ns);
-    segment->sighted = !share_a_queue(t, segment) && t->waits < PROMPT_MOST && !t->tiny &&
+    if (t->late_ns && segment->end_ns < t->late_ns + EDGE && t->late_ns < segment->end_ns + EDGE)
+        t->tied += (TIED_ALL - t->tied) / 4;
+    segment->sighted = t->tied <= TIED_ALL / 2 && t->waits < PROMPT_MOST && !t->tiny &&
                        t->sight_ns <= segment->start_ns;
 }
