@@ -53,7 +53,7 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     t->tied -= t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
-    t->told_ns = at;
+    t->told_ns = t->in_ns = at;
     gs_throttle_publish(t, &run, now);
 }
 
@@ -76,13 +76,16 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *segment = &t->segment[t->finished % GS_SEGMENTS];
     if (t->finished == t->marked || !gs_throttle_started(t, segment) || segment->start_ns > at)
         return;
-    if (segment->start_event >= 0)
+    if (segment->start_event >= 0) {
         note_own_activity(t, segment->start_ns);
+        t->in_ns = max64(t->in_ns, segment->start_ns);
+    }
+    uint64_t earliest = t->in_ns + whole(t) / 2; /* else the program delayed the event */
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at <= t->look_ns + PROMPT)
         t->prompt_ns = at;
-    else if (t->look_ns > t->sign_ns)
+    else if (t->look_ns > max64(t->sign_ns, earliest))
         note_preemption(t, segment, preempted_at(t, segment), at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }
