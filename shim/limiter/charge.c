@@ -2,8 +2,7 @@
 #include "throttle_parts.h"
 
 /* The expected work, plus the device time of the markers themselves. */
-static int64_t expected_with_markers(const struct gs_throttle *t,
-                                     const struct gs_segment *segment) {
+static int64_t work_with_markers(const struct gs_throttle *t, const struct gs_segment *segment) {
     return segment->work_ns + segment->n_marked * (int64_t)t->marker_ns;
 }
 
@@ -25,16 +24,15 @@ static void add_single_launch(struct gs_throttle *t, const struct gs_segment *se
     if (!t->sparse || !segment->single)
         return;
     t->looked_ns[0] += own;
-    t->looked_ns[1] += expected_with_markers(t, segment);
+    t->looked_ns[1] += work_with_markers(t, segment);
     if (--t->sparse)
         return;
     if (t->looked_ns[0] > t->looked_ns[1] * 3 / 2) {
         t->backoff_ns = 0;
         add_doubtful_time(t, t->ignore_ns);
     } else {
-        t->backoff_ns = t->backoff_ns ? 2 * t->backoff_ns : (int64_t)MS;
-        t->backoff_ns = t->backoff_ns < DOUBTFUL ? t->backoff_ns : DOUBTFUL;
-        t->ignore_ns = t->backoff_ns;
+        uint64_t twice = 2 * (uint64_t)t->backoff_ns;
+        t->ignore_ns = t->backoff_ns = (int64_t)min64(max64(twice, MS), DOUBTFUL);
     }
 }
 
@@ -57,7 +55,7 @@ int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *s
                          bool *sure) {
     uint64_t known = min64(max64(segment->start_ns, segment->marked_ns), segment->end_ns);
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns),
-            work = expected_with_markers(t, segment);
+            work = work_with_markers(t, segment);
     int64_t least = (int64_t)(segment->end_ns - known);
     /* The idle time before the launch is part of this interval. */
     bool gap_included = segment->single && segment->start_event < 0;
@@ -92,29 +90,28 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
         if (segment->single && segment->start_event >= 0)
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
         if (segment->probe || ns == GS_UNKNOWN) {
-            int64_t alone = segment->probe ? own : (int64_t)took;
             f->probing = false;
-            atomic_store(&f->ns, alone > LEAST ? alone : LEAST);
-            continue;
+            ns = segment->probe ? own : (int64_t)took;
+        } else {
+            ns += (int64_t)((took - (double)ns) * (double)step);
         }
-        ns += (int64_t)((took - (double)ns) * (double)step);
         atomic_store(&f->ns, ns > LEAST ? ns : LEAST);
     }
 }
 
+static enum gs_switch switch_kind(const struct company *c) {
+    return c->over ? GS_HANDOVER : GS_PREEMPTION;
+}
+
 /* A switch to this context, which was last on the device at `own` and waited since `since`, was
- * over at `at`. Learn from it, unless nothing tells when the other context lost the device. Return
- * which kind it was. */
-static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
-                                   uint64_t since, uint64_t at) {
-    enum gs_switch kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
-    struct gs_switch_cost *cost = &t->cost[kind];
+ * over at `at`. Learn from it, unless nothing tells when the other context lost the device. */
+static void learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
+                         uint64_t since, uint64_t at) {
+    struct gs_switch_cost *cost = &t->cost[switch_kind(c)];
     uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
     uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
     if (!c->over && c->before_ns) {
-        bool learned = t->cost[GS_PREEMPTION].finds >= FINDS;
-        uint64_t most = learned ? 2 * t->cost[GS_PREEMPTION].ns + CUT_EDGE : UINT64_MAX;
-        uint64_t margin = min64(slice / 2, most);
+        uint64_t margin = min64(slice / 2, cost->finds < FINDS ? slice : 2 * cost->ns + CUT_EDGE);
         bool late = at > max64(end, since) + slice * n + margin;
         t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
     }
@@ -125,7 +122,7 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     bool overrun = t->whole && !c->over; /* most measurements include the end of a kernel */
     if (!c->before_ns || c->wait || !(c->over || c->cut || by_launch) ||
         took > (int64_t)max64((1 + overrun) * MOST_SWITCH, 2 * cost->found_ns))
-        return kind;
+        return;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
@@ -133,19 +130,15 @@ static enum gs_switch learn_switch(struct gs_throttle *t, const struct company *
     uint32_t up = overrun && step > 3 ? step / 3 : step; /* the lower quartile, or the median */
     cost->found_ns = took > (int64_t)found ? found + up : found - min64(step, found);
     cost->finds += cost->finds < SURE_FINDS;
-    return kind;
 }
 
 /* Return the cost of switching to an interval that began after the device was idle or used by
  * another context. */
 static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
                              const struct company *c, bool reported) {
-    enum gs_switch kind = GS_PREEMPTION;
     if (reported && !segment->waited)
-        kind = learn_switch(t, c, segment->before_ns, segment->opened_ns, segment->start_ns);
-    else if (reported)
-        kind = c->over ? GS_HANDOVER : GS_PREEMPTION;
-    uint64_t cost_ns = t->cost[kind].ns;
+        learn_switch(t, c, segment->before_ns, segment->opened_ns, segment->start_ns);
+    uint64_t cost_ns = t->cost[reported ? switch_kind(c) : GS_PREEMPTION].ns;
     /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
      * times the wait, so that a quick switch is still charged the mean cost. The device's clock is
      * as early as it has ever been before a launch. */
@@ -172,13 +165,14 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
         c.wait = c.before_ns <= last->end_ns; /* not reported yet */
-        sum += t->cost[learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns)].ns;
+        learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns);
+        sum += t->cost[switch_kind(&c)].ns;
         turns--;
         /* Where kernels are whole, it ran until the next context was switched in; that one may have
          * completed only its marker. */
         struct company next = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns + EDGE);
         uint64_t in = next.first_ns, out = last->end_ns + t->cost[GS_PREEMPTION].ns;
-        *own += t->whole && in > out ? (int64_t)(in - out) : 0;
+        *own += t->whole && in > out && in < UINT64_MAX ? (int64_t)(in - out) : 0;
     }
     return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
@@ -188,7 +182,7 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
 static void detect_whole_kernels(struct gs_throttle *t, const struct gs_segment *segment,
                                  const struct gs_peer *peer, unsigned n) {
     struct company c = gs_throttle_company(t, peer, n, segment->end_ns, segment->end_ns);
-    uint64_t switched_in = c.before_ns + t->cost[c.over ? GS_HANDOVER : GS_PREEMPTION].ns;
+    uint64_t switched_in = c.before_ns + t->cost[switch_kind(&c)].ns;
     bool at_once = c.before_ns > segment->start_ns && segment->end_ns < switched_in + 2 * EDGE;
     t->at_once = at_once ? t->at_once + 1 : 0;
     t->whole = t->at_once < AT_ONCE ? t->whole : WHOLE_FOR;
@@ -204,21 +198,16 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
         t->slice_from_ns = segment->start_ns;
     bool sure, begun = !segment->turns && segment->n_marked == 1 &&
                        segment->end_ns - t->slice_from_ns <= whole(t);
-    bool hit = c->contexts && (c->inside || took > (int64_t)whole(t));
-    float weight = 2;
+    bool hit = segment->sighted ? segment->turns > 0 /* whatever other contexts report */
+                                : c->contexts && (c->inside || took > (int64_t)whole(t));
     most = gs_throttle_busy(t, segment, &sure);
     t->doubtful = !sure && took > 2 * most;
     gs_throttle_seen(segment);
     if (!sure)
         add_doubtful_time(t, took - most);
-    bool by_probes = segment->sighted; /* whatever other contexts report */
-    if (by_probes)
-        hit = segment->turns > 0;
     if (!hit || begun) {
-        if (c->contexts) {
-            double slice = (double)took / t->slice_ns;
-            weight = (float)(1 / (1 - (slice < 0.75 ? slice : 0.75)));
-        }
+        double slice = (double)took / t->slice_ns;
+        float weight = c->contexts ? (float)(1 / (1 - (slice < 0.75 ? slice : 0.75))) : 2;
         if (sure) {
             update_predictors(t, segment, most, weight);
             gs_throttle_spread(segment, most, 1);
@@ -230,7 +219,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     if (is_long && segment->launches == 1)
         detect_whole_kernels(t, segment, peer, n);
     own = took - segment->away_ns;
-    if (by_probes)
+    if (segment->sighted)
         switches = switches_back(t, segment, peer, n, &own);
     else
         own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
@@ -239,7 +228,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
                                 segment->start_event >= 0);
     /* A late marker has waited for other contexts; work that was done long before it has not. */
     if (!sure)
-        most = expected_with_markers(t, segment) + t->cost[GS_PREEMPTION].ns;
+        most = work_with_markers(t, segment) + t->cost[GS_PREEMPTION].ns;
     own = own < most ? own : most;
     if (sure)
         gs_throttle_spread(segment, own, 0.5f);
@@ -249,18 +238,17 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     if (sure && (is_long || segment->probe || (!brief && !gs_throttle_even(segment->function[0]))))
         update_predictors(t, segment, own, is_long || segment->probe ? 0.99f : 0.3f);
     own += switches;
-    return by_probes && own > took ? took : own;
+    return segment->sighted && own > took ? took : own;
 }
 
 /* Add the charge to the windows in which the interval ran, for `list`, `inspect` and NVML. Skip a
  * window whose cell already belongs to a later window. */
 static void record_use(struct gs_bucket *bucket, const struct gs_segment *segment, int64_t own) {
-    uint64_t took = segment->end_ns - segment->start_ns, from = segment->start_ns, to;
+    uint64_t took = segment->end_ns - segment->start_ns, to;
+    uint64_t from = segment->end_ns - min64(took, GS_RECENT * (uint64_t)GS_RECENT_NS);
     if (own <= 0 || !took)
         return;
     atomic_fetch_add(&bucket->busy_ns, (uint64_t)own);
-    if (took > GS_RECENT * (uint64_t)GS_RECENT_NS)
-        from = segment->end_ns - GS_RECENT * (uint64_t)GS_RECENT_NS;
     for (; from < segment->end_ns; from = to) {
         uint64_t window = from / GS_RECENT_NS, number = window & (UINT64_MAX >> 40);
         to = min64((window + 1) * GS_RECENT_NS, segment->end_ns);

@@ -20,15 +20,13 @@ static bool merge_runs(const struct gs_run *a, struct gs_run *b) {
  * yet charged the time of the newer ones, so these timestamps must stay. Any process of the
  * container may write to `a` concurrently, so `n` is read once. */
 static void append_run(struct gs_activity *a, const struct gs_run *run) {
-    uint32_t n = __atomic_load_n(&a->n, __ATOMIC_RELAXED), i = 1;
-    n = n < GS_RUNS ? n : GS_RUNS;
-    if (n == GS_RUNS) {
-        uint32_t most = n / 2;
-        while (i < most && !merge_runs(&a->run[i - 1], &a->run[i]))
+    uint32_t n = __atomic_load_n(&a->n, __ATOMIC_RELAXED), i = 1, half = GS_RUNS / 2;
+    if (n >= GS_RUNS) {
+        while (i < half && !merge_runs(&a->run[i - 1], &a->run[i]))
             i++;
-        i = i < most ? i : 1; /* none can be merged: drop the oldest */
-        memmove(&a->run[i - 1], &a->run[i], (n - i) * sizeof(a->run[0]));
-        n--;
+        i = i < half ? i : 1; /* none can be merged: drop the oldest */
+        memmove(&a->run[i - 1], &a->run[i], (GS_RUNS - i) * sizeof(a->run[0]));
+        n = GS_RUNS - 1;
     }
     a->run[n] = *run;
     a->last = n;
@@ -88,7 +86,6 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
 
 /* ---- completed intervals --------------------------------------------------------------- */
 
-/* Return whether the device has begun the interval. */
 bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment) {
     return segment->start_event < 0 || segment->start_ns ||
            t->env->done(t->env->arg, segment->start_event, &segment->start_ns);

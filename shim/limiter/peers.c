@@ -21,11 +21,6 @@ static uint64_t began(const struct gs_activity *a, uint32_t i) {
     return run->start_ns;
 }
 
-static void update_first(struct company *c, uint64_t at, uint64_t start) {
-    if (at > start && (!c->first_ns || at < c->first_ns))
-        c->first_ns = at;
-}
-
 /* Set `wants` if the peer had work, whichever context was on the device. */
 static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity *a, uint64_t start,
                           uint64_t end, struct company *c, bool *wants) {
@@ -50,15 +45,15 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         if (run->start_ns >= end)
             continue;
         active = c->ran = true;
-        update_first(c, run->start_ns, start);
+        c->first_ns = run->start_ns > start ? min64(run->start_ns, c->first_ns) : c->first_ns;
         c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
                      (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
-    if (a->busy_from_ns && known < end)
-        update_first(c, known, start);
+    if (a->busy_from_ns && known > start && known < end)
+        c->first_ns = min64(known, c->first_ns);
     c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
     *wants |= active;
     return active;
@@ -66,15 +61,14 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
 
 struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,
                                    unsigned n, uint64_t start, uint64_t end) {
-    struct company c = {0};
+    struct company c = {.first_ns = UINT64_MAX};
     for (unsigned i = 0; i < n; i++) {
         bool wants = false;
         uint64_t before_ns = c.before_ns;
         c.contexts += evaluate_peer(t, peer[i].activity, start, end, &c, &wants);
         c.container = c.before_ns != before_ns ? peer[i].container : c.container;
-        if (wants && peer[i].container != t->container &&
-            peer[i].granted.priority >= t->limit.priority)
-            c.outranked = true;
+        c.outranked |= wants && peer[i].container != t->container &&
+                       peer[i].granted.priority >= t->limit.priority;
     }
     return c;
 }
@@ -97,7 +91,6 @@ static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer,
     return measured_by ? (uint32_t)(sum / measured_by) : t->switch_ns;
 }
 
-/* Compute the rate that the limit gives now, and count the contexts with work. */
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;

@@ -10,15 +10,14 @@
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
 
-/* How long this context may go without a known activity: in more time, another context may have run
- * and stopped. */
-static uint64_t max_gap(const struct gs_throttle *t) {
-    return t->contexts > 1 ? 700 * US : 3 * MS;
-}
-
 /* Return the time to the next probe event: long while no other context seems to be active. */
 static uint64_t probe_interval(const struct gs_throttle *t) {
     return t->contexts > 1 ? SOON : SELDOM;
+}
+
+/* After a longer time without a known activity, another context may have run and stopped. */
+static uint64_t max_gap(const struct gs_throttle *t) {
+    return 3 * probe_interval(t);
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
@@ -54,7 +53,7 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     t->tied -= t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
-    t->told_ns = at;
+    t->told_ns = t->in_ns = at;
     gs_throttle_publish(t, &run, now);
 }
 
@@ -77,13 +76,16 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *segment = &t->segment[t->finished % GS_SEGMENTS];
     if (t->finished == t->marked || !gs_throttle_started(t, segment) || segment->start_ns > at)
         return;
-    if (segment->start_event >= 0)
+    if (segment->start_event >= 0) {
         note_own_activity(t, segment->start_ns);
+        t->in_ns = max64(t->in_ns, segment->start_ns);
+    }
+    uint64_t earliest = t->in_ns + whole(t) / 2; /* else the program delayed the event */
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at <= t->look_ns + PROMPT)
         t->prompt_ns = at;
-    else if (t->look_ns > t->sign_ns)
+    else if (t->look_ns > max64(t->sign_ns, earliest))
         note_preemption(t, segment, preempted_at(t, segment), at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }
@@ -91,18 +93,12 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
 /* Late probe events that complete together with other work of this context were queued behind it:
  * the driver mapped both streams to one device queue (CUDA_DEVICE_MAX_CONNECTIONS). Such events
  * carry no information. */
-static bool share_a_queue(struct gs_throttle *t, const struct gs_segment *segment) {
-    uint64_t apart =
-        segment->end_ns > t->late_ns ? segment->end_ns - t->late_ns : t->late_ns - segment->end_ns;
-    if (t->late_ns && apart < EDGE)
-        t->tied += (TIED_ALL - t->tied) / 4;
-    return t->tied > TIED_ALL / 2;
-}
-
 void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
     note_own_activity(t, segment->end_ns);
-    segment->sighted = !share_a_queue(t, segment) && t->waits < PROMPT_MOST && !t->tiny &&
+    if (t->late_ns && segment->end_ns < t->late_ns + EDGE && t->late_ns < segment->end_ns + EDGE)
+        t->tied += (TIED_ALL - t->tied) / 4;
+    segment->sighted = t->tied <= TIED_ALL / 2 && t->waits < PROMPT_MOST && !t->tiny &&
                        t->sight_ns <= segment->start_ns;
 }

@@ -37,10 +37,6 @@ static int64_t own_ns(const struct gs_run *run) {
     return (int64_t)min64(run->run_ns, run->end_ns - run->start_ns);
 }
 
-static bool ran_throughout(const struct gs_run *run) {
-    return run->run_ns >= run->end_ns - run->start_ns;
-}
-
 /* Insert the starts of runs before `end`, and the ends of runs before `to` as at most `end`. */
 static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsigned peer,
                         uint64_t start, uint64_t end, uint64_t to) {
@@ -83,8 +79,9 @@ static enum peer_state peer_state(const struct gs_throttle *t, const struct gs_a
         return gs_throttle_lasts(t, (int64_t)a->expects_ns) ? LASTING : PRESENT;
     for (uint32_t i = 0; i < n; i++) {
         const struct gs_run *run = nth_newest(a, i);
+        bool partly = run->run_ns < run->end_ns - run->start_ns;
         if (run->start_ns <= from && run->end_ns >= to)
-            return !ran_throughout(run) && gs_throttle_lasts(t, own_ns(run)) ? LASTING : PRESENT;
+            return partly && gs_throttle_lasts(t, own_ns(run)) ? LASTING : PRESENT;
         if (run->end_ns <= from)
             break;
     }
@@ -108,19 +105,6 @@ static struct estimate run_estimate(const struct gs_throttle *t, int64_t length,
 /* Return what the switch away from the context of timestamp `a` cost. */
 static double switch_cost(const struct gs_throttle *t, const struct timestamp *a) {
     return t->cost[a->after > 0 || a->cut ? GS_PREEMPTION : GS_HANDOVER].ns;
-}
-
-/* Estimate when the context of timestamp `a` was switched out for the context of `b`, as a time
- * after `a`. */
-static double switched_out(const struct gs_throttle *t, const struct timestamp *a,
-                           const struct timestamp *b) {
-    double most = (double)(b->at - a->at) - switch_cost(t, a);
-    struct estimate first = run_estimate(t, a->after, a->fresh),
-                    last = run_estimate(t, b->before, false);
-    double both = first.variance + last.variance, rest = most - first.ns - last.ns;
-    double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
-    left = left < most ? left : most;
-    return left > 0 ? left : 0;
 }
 
 /* Return whether the context of `a` had the device until the context of `b` was switched in, just
@@ -160,14 +144,17 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
         return 0;
     if (same && unseen == 0)
         return gap;
-    double first = run_estimate(t, a->after, a->fresh).ns,
-           last = run_estimate(t, b->before, false).ns;
-    double rest = gap - switch_ns - first - last, own = 0;
+    struct estimate first = run_estimate(t, a->after, a->fresh),
+                    last = run_estimate(t, b->before, false);
+    double most = gap - switch_ns, rest = most - first.ns - last.ns, own = 0;
     bool again = gs_throttle_lasts(t, a->after), before = gs_throttle_lasts(t, b->before);
     unsigned lasts = same ? again : again + before;
     /* Exactly one switch, at an unknown time. */
     if (rest < 0 || (unseen == 0 && (!lasts || rest < t->slice_ns))) {
-        double left = switched_out(t, a, b);
+        double both = first.variance + last.variance;
+        double left = first.ns + (both > 0 ? rest * first.variance / both : rest / 2);
+        left = left < most ? left : most;
+        left = left > 0 ? left : 0;
         return !mine ? 0 : a->owner == ME ? left : gap - left;
     }
     /* The contexts of both timestamps ran for more slices in between if their work is long and all
@@ -179,9 +166,9 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
     if (!mine)
         return (rest - lasts * more) / unseen;
     if (a->owner == ME)
-        own += first + (again ? more : 0);
+        own += first.ns + (again ? more : 0);
     if (b->owner == ME)
-        own += last + switch_ns + (before && !same ? more : 0);
+        own += last.ns + switch_ns + (before && !same ? more : 0);
     return own;
 }
 

@@ -12,8 +12,6 @@ static int64_t wall_ns(const struct gs_throttle *t, int64_t device_ns) {
     return (int64_t)(ns > MOST_WALL ? MOST_WALL : ns < -MOST_WALL ? -MOST_WALL : ns);
 }
 
-/* Move the arrival time by the difference between the charge and the advance payment; the debt is
- * never longer than DEBT. */
 void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now) {
     uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
     int64_t by = wall_ns(t, device_ns);
@@ -182,8 +180,7 @@ static bool must_admit_stuck(struct gs_throttle *t, uint32_t stream, uint64_t no
 static bool no_peer_outranks(struct gs_throttle *t, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
     unsigned n = t->env->peers(t->env->arg, peer, MAX_PEERS);
-    struct company c = gs_throttle_company(t, peer, n, now - 2 * MS, now);
-    return !c.outranked;
+    return !gs_throttle_company(t, peer, n, now - 2 * MS, now).outranked;
 }
 
 /* An unknown launch takes longer than PROBE: the next unknown launch waits until its duration is
@@ -257,9 +254,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     bool behind = t->marked == t->finished + 1 && t->marked != marked && t->markers == 1;
     bool outlier = known && !unlimited && gs_throttle_is_daring(f, ns, now);
     quantum = gs_throttle_quantum(t, f, ns, now);
-    pay = (ns > quantum ? ns : quantum) - atomic_load(&t->allowance_ns);
-    if (atomic_load(&t->allowance_ns) >= ns)
-        pay = 0;
+    int64_t had = atomic_load(&t->allowance_ns);
+    pay = had >= ns ? 0 : (ns > quantum ? ns : quantum) - had;
     uint64_t until = wait_for(t, s->id, f, ns, known, &pay, now);
     if (until)
         return until;

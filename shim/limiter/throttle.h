@@ -7,7 +7,7 @@
  *
  * The caller, per launch of one context:
  *
- *     if (!gs_throttle_try(t, s, f))                  a few instructions, no clock
+ *     if (!gs_remembered_passes(...))                  launch.h: some instructions, no clock
  *         while ((until = gs_throttle_slow(t, s, f)))  one thread at a time (the caller's lock)
  *             wait until `until`, or until limits change
  *     the real launch
@@ -185,6 +185,7 @@ struct gs_throttle {
         sight_ns;       /* time of the probe; last sign of this context; since when without a gap */
     uint64_t prompt_ns; /* completion of the last probe that was not late */
     uint64_t late_ns;   /* completion of the last late probe */
+    uint64_t in_ns;     /* start of the current slice, as probe events show it */
     uint32_t waits;     /* launches that waited for another context since then */
     uint32_t tied;      /* late probes that completed together with work of this context */
     bool tiny;          /* launches in many streams, so short that the device idles between them */
@@ -246,14 +247,6 @@ static inline bool gs_throttle_pay(struct gs_throttle *t, struct gs_throttle_str
     }
     atomic_fetch_add_explicit(&s->work_ns, ns, memory_order_relaxed);
     return true;
-}
-
-/* Goes ahead on what is paid for. compute.h does the same with what a thread remembers. */
-static inline bool gs_throttle_try(struct gs_throttle *t, struct gs_throttle_stream *s,
-                                   struct gs_predictor *f) {
-    int64_t ns = gs_throttle_expects(f);
-    return gs_throttle_counts(t, s, f) && gs_throttle_covers(gs_throttle_allowance(t), ns) &&
-           gs_throttle_pay(t, s, ns);
 }
 
 #endif

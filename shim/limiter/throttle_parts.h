@@ -63,7 +63,7 @@ static inline uint64_t whole(const struct gs_throttle *t) {
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
     uint64_t began_ns;  /* its slice had begun by then */
-    uint64_t first_ns;  /* first run of a peer that began in the period */
+    uint64_t first_ns;  /* first run of a peer that began in the period, or UINT64_MAX */
     uint32_t contexts;  /* contexts of peers that had work in the period */
     uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
@@ -170,7 +170,7 @@ void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
 
 /* ---- throttle.c -------------------------------------------------------------------------- */
 
-/* Correct the advance payment by `device_ns`. */
+/* Correct the advance payment by `device_ns`; a debt is never longer than DEBT. */
 void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now);
 
 #endif

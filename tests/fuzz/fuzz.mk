@@ -27,7 +27,7 @@ FUZZ_PROGRAMS := $(addprefix build/fuzz/,$(sort $(FUZZ_TARGETS)))
 fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 
 # Depend on all headers and sources: they change seldom, and all targets build in seconds.
-$(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch]) \
+$(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch] tests/limiter/try.h) \
 		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h build/shim/obj/cuda/zstd.o tests/fuzz/fuzz.mk | $(TEST_SETUP)
 	@mkdir -p $(@D)
 	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm

@@ -53,7 +53,7 @@ PARTS: dict[str, list[Edit]] = {
     "whole kernels": [
         Edit("shim/limiter/split.c", "    return a->owner != b->owner && t->whole", "    return false;\n")
     ],
-    "second switch cost": [Edit(CHARGE, "    struct gs_switch_cost *cost", "    return GS_HANDOVER;\n")],
+    "second switch cost": [Edit(CHARGE, "    return c->over ?", "    return GS_HANDOVER;\n")],
     "early device clocks": [
         Edit(CHARGE, "    uint64_t start = segment->start_ns + t->early_ns;", "    t->early_ns = 0;\n")
     ],
@@ -61,9 +61,7 @@ PARTS: dict[str, list[Edit]] = {
     "other containers' switch costs": [
         Edit("shim/limiter/peers.c", "    return measured_by ?", "    if (!sure) return t->switch_ns;\n")
     ],
-    "expected end of an interval": [
-        Edit("shim/limiter/probe.c", "    if (segment->work_ns > QUANTUM", "    return t->look_ns;\n")
-    ],
+    "expected end of an interval": [Edit("shim/limiter/probe.c", "    uint64_t latest = even", "    even = false;\n")],
 }
 
 

@@ -3,6 +3,7 @@
  * must always admit a launch or return a wait, and admit every launch in the end. */
 #include "../../../shim/accounting/activity_files.c"
 
+#include "../../limiter/try.h"
 #include "fuzz.h"
 
 #define STEPS 200
