@@ -17,7 +17,7 @@ static uint64_t probe_interval(const struct gs_throttle *t) {
 
 /* After a longer time without a known activity, another context may have run and stopped. */
 static uint64_t max_gap(const struct gs_throttle *t) {
-    return 3 * probe_interval(t);
+    return t->contexts > 1 ? 700 * US : 3 * MS;
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
@@ -50,7 +50,8 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     t->waits = 0;
     /* A prompt probe event in the same interval was not queued behind its work. */
     t->late_ns = t->prompt_ns > max64(segment->start_ns, t->covered_ns) + EDGE ? 0 : at;
-    t->tied -= t->tied / 8;
+    bool early = t->look_ns < t->in_ns + whole(t) / 2; /* the program delayed the event */
+    t->tied = early ? t->tied + (TIED_ALL - t->tied) / 4 : t->tied - t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
     t->told_ns = t->in_ns = at;
@@ -80,12 +81,11 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
         note_own_activity(t, segment->start_ns);
         t->in_ns = max64(t->in_ns, segment->start_ns);
     }
-    uint64_t earliest = t->in_ns + whole(t) / 2; /* else the program delayed the event */
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at <= t->look_ns + PROMPT)
         t->prompt_ns = at;
-    else if (t->look_ns > max64(t->sign_ns, earliest))
+    else if (t->look_ns > t->sign_ns)
         note_preemption(t, segment, preempted_at(t, segment), at, now);
     t->sign_ns = max64(t->sign_ns, at);
 }

@@ -187,7 +187,7 @@ struct gs_throttle {
     uint64_t late_ns;   /* completion of the last late probe */
     uint64_t in_ns;     /* start of the current slice, as probe events show it */
     uint32_t waits;     /* launches that waited for another context since then */
-    uint32_t tied;      /* late probes that completed together with work of this context */
+    uint32_t tied;      /* late probes that waited for work of this context or came too early */
     bool tiny;          /* launches in many streams, so short that the device idles between them */
     uint64_t told_ns;   /* device use is published up to here */
 };
