@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +61,44 @@ def install(tmp_path: Path, api: NodeServer, monkeypatch: pytest.MonkeyPatch) ->
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     return module
+
+
+@pytest.mark.parametrize("killed_in", [1, 2, 3, 4])
+def test_killed_removal_leaves_no_programs_that_look_complete(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_in: int
+) -> None:
+    """The next installer copies all of them, and the next removal removes the rest."""
+    bundle, folder = tmp_path / "bundle", tmp_path / "node/opt/gpushare"
+    for name in ("bin/gpushare", "bin/gpushare-hook", "shim/libcuda.so.1"):
+        (bundle / name).parent.mkdir(parents=True, exist_ok=True)
+        (bundle / name).write_text(name)
+    monkeypatch.setattr(install, "BUNDLE", str(bundle))
+    monkeypatch.setattr(install, "gpushare", lambda *words: {"items": [], "steps": []})
+    monkeypatch.setattr(install, "restart", lambda done: None)
+    remove, calls = shutil.rmtree, []
+
+    def killed(path: str, ignore_errors: bool = False) -> None:
+        calls.append(path)
+        if len(calls) < killed_in:
+            return remove(path, ignore_errors)
+        for one in [path for path in Path(path).rglob("gpushare*") if path.is_file()]:
+            one.unlink()
+        raise KeyboardInterrupt
+
+    install.copy()
+    with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+        now.setattr(shutil, "rmtree", killed)
+        install.remove(force=False)
+        raise KeyboardInterrupt  # fewer calls
+    install.copy()
+    assert install.digest(str(folder / "current")) == install.digest(str(bundle))
+    with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
+        calls.clear()
+        now.setattr(shutil, "rmtree", killed)
+        install.remove(force=False)
+        raise KeyboardInterrupt
+    install.remove(force=False)
+    assert not folder.exists()
 
 
 @pytest.fixture

@@ -137,6 +137,15 @@ def copy() -> str:
     return name
 
 
+def discard(folder: str) -> None:
+    """Remove a directory that copy() made; killed, it leaves none with the name of a complete one."""
+    new = on_node(f"{FOLDER}/new")  # copy() removes it, too
+    if folder != new:
+        shutil.rmtree(new, ignore_errors=True)
+        os.rename(folder, new)
+    shutil.rmtree(new)
+
+
 def checksum(path: str) -> str:
     data = contents(path)
     return hashlib.sha256(data).hexdigest() if data else ""
@@ -336,7 +345,7 @@ def install(profile: Profile) -> None:
     if not gpushare("list")["items"]:  # no container needs an older version
         for entry in os.listdir(on_node(FOLDER)):
             if entry not in (name, "current") and os.path.isdir(on_node(f"{FOLDER}/{entry}")):
-                shutil.rmtree(on_node(f"{FOLDER}/{entry}"))
+                discard(on_node(f"{FOLDER}/{entry}"))
 
 
 def become(*words: str) -> None:
@@ -356,8 +365,21 @@ def label() -> None:
 
 
 def remove(force: bool) -> None:
-    if not os.path.lexists(on_node(f"{FOLDER}/current")):
+    if not os.path.lexists(on_node(FOLDER)):
         return
+    if os.path.lexists(on_node(f"{FOLDER}/current")):
+        if not unconfigure(force):
+            return
+        os.unlink(on_node(f"{FOLDER}/current"))
+    for entry in os.listdir(on_node(FOLDER)):
+        if os.path.isdir(on_node(f"{FOLDER}/{entry}")):
+            discard(on_node(f"{FOLDER}/{entry}"))
+    shutil.rmtree(on_node(FOLDER))
+    print("gpushare is removed from this node", flush=True)
+
+
+def unconfigure(force: bool) -> bool:
+    """Remove gpushare from the engine, with its files. Return whether nothing uses its programs any more."""
     force = force and bool(gpushare("list")["items"] or glob.glob(on_node(CLAIMS)))
     config = checksum(CONFIG)
     purge = is_ours(config)  # the configuration file is as this program wrote it
@@ -367,9 +389,7 @@ def remove(force: bool) -> None:
     restart(done)
     if force:  # containers still have mounts from FOLDER, and the engine calls the hooks in it when they end
         print(f"gpushare is no longer used on this node; remove {FOLDER} when its containers have ended", flush=True)
-        return
-    shutil.rmtree(on_node(FOLDER))
-    print("gpushare is removed from this node", flush=True)
+    return not force
 
 
 def contents(path: str) -> bytes:
