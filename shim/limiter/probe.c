@@ -50,11 +50,10 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     t->waits = 0;
     /* A prompt probe event in the same interval was not queued behind its work. */
     t->late_ns = t->prompt_ns > max64(segment->start_ns, t->covered_ns) + EDGE ? 0 : at;
-    bool early = t->look_ns < t->in_ns + whole(t) / 2; /* the program delayed the event */
-    t->tied = early ? t->tied + (TIED_ALL - t->tied) / 4 : t->tied - t->tied / 8;
+    t->tied -= t->tied / 8;
     segment->turns++;
     segment->away_ns += (int64_t)(at - from);
-    t->told_ns = t->in_ns = at;
+    t->told_ns = at;
     gs_throttle_publish(t, &run, now);
 }
 
@@ -77,10 +76,8 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
     struct gs_segment *segment = &t->segment[t->finished % GS_SEGMENTS];
     if (t->finished == t->marked || !gs_throttle_started(t, segment) || segment->start_ns > at)
         return;
-    if (segment->start_event >= 0) {
+    if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
-        t->in_ns = max64(t->in_ns, segment->start_ns);
-    }
     if (t->look_ns > t->sign_ns + max_gap(t))
         t->sight_ns = at;
     if (at <= t->look_ns + PROMPT)

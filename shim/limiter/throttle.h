@@ -185,9 +185,8 @@ struct gs_throttle {
         sight_ns;       /* time of the probe; last sign of this context; since when without a gap */
     uint64_t prompt_ns; /* completion of the last probe that was not late */
     uint64_t late_ns;   /* completion of the last late probe */
-    uint64_t in_ns;     /* start of the current slice, as probe events show it */
     uint32_t waits;     /* launches that waited for another context since then */
-    uint32_t tied;      /* late probes that waited for work of this context or came too early */
+    uint32_t tied;      /* late probes that completed together with work of this context */
     bool tiny;          /* launches in many streams, so short that the device idles between them */
     uint64_t told_ns;   /* device use is published up to here */
 };

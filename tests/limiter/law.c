@@ -7,24 +7,9 @@
 
 #define MARK_NS 1500 /* host time of a cuEventRecord */
 #define TICK (120 * MS)
-#define MIXED_FREE (250 * US)
 
 static uint64_t env_now(void *arg) {
     return ((struct host *)arg)->clock_ns;
-}
-
-/* A queue that the probe events share with one stream of the program: while that stream waits for
- * a value in memory, which the program writes when it likes, the events are late. */
-static bool held_up(const struct host *host) {
-    uint64_t ns = host->world->tenant[host->tenant].mixed_ns;
-    return ns && host->clock_ns % (ns + MIXED_FREE) < ns;
-}
-
-void release_probe(struct host *host) {
-    if (host->held_event < 0 || held_up(host))
-        return;
-    gpu_push(host->gpu, host->context, STREAMS, (double)host->gpu->bubble_ns, host->held_event);
-    host->held_event = -1;
 }
 
 static int env_mark(void *arg, uint32_t stream) {
@@ -33,12 +18,9 @@ static int env_mark(void *arg, uint32_t stream) {
     struct context *c = gpu->context[host->context];
     int event = (int)(c->next_event++ % EVENTS);
     c->stamp[event] = 0;
-    if (stream == GS_LOOKS && held_up(host))
-        host->held_event = event;
-    else
-        gpu_push(gpu, host->context,
-                 stream == GS_LOOKS ? (host->world->one_queue ? host->stream : STREAMS) : stream,
-                 (double)gpu->bubble_ns, event);
+    gpu_push(gpu, host->context,
+             stream == GS_LOOKS ? (host->world->one_queue ? host->stream : STREAMS) : stream,
+             (double)gpu->bubble_ns, event);
     host->clock_ns += MARK_NS;
     host->marks++;
     host->forbidden += host->throttle.capturing;

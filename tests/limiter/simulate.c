@@ -54,7 +54,6 @@ static void step(struct world *world, struct host *host) {
     struct tenant *t = &world->tenant[host->tenant];
     struct context *c = gpu->context[host->context];
     bool ours = t->law == LAW_OURS;
-    release_probe(host);
     if (host->clock_ns >= t->leave_ns || c->dead) {
         host->clock_ns = UINT64_MAX;
         return;

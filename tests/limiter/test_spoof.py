@@ -73,22 +73,6 @@ def test_false_activity_of_the_fuzzing_corpus_gains_nothing(path: str) -> None:
         hold(company, run(company, "corpus", corpus=str(path)))
 
 
-@pytest.mark.parametrize("mixed_us", [300, 1500])
-@pytest.mark.parametrize("program", ["stream", "graph"])
-@pytest.mark.parametrize("kernel", ["50us", "1ms", "20ms", "lognormal"])
-def test_probe_events_that_the_program_delays_gain_little(kernel: str, program: str, mixed_us: int) -> None:
-    """The program blocks a queue that it shares with the probe events, and opens it in the middle of its kernels.
-
-    So some events are prompt and others late, and none completes together with its work.
-    """
-    mixing, honest = simulate(
-        [Tenant(30, kernel, program, more=f"mixed={mixed_us}"), Tenant(60, "50us")],
-        ms=4500,
-    )
-    assert mixing.share(START_MS) <= 30 + POINTS
-    assert honest.share(START_MS) == pytest.approx(60, abs=POINTS)
-
-
 def test_claimed_weights_are_ignored() -> None:
     """The page claims weight 999999 and high priority 32 times."""
     for honest, fake in ((1, 1), (1, 3)):

@@ -4,8 +4,7 @@
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic|oracle) mode (hard|soft) weight priority spoof (spoof.c) join leave kill (ms)
- * change (percent) at capture (ms) mixed (us: the program holds up the probe events for so long,
- * then not for 250 us). Options of the world: seed ms slice_us switch_us
+ * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us
  * (when the previous context has no more work) preempt_us (when it has; 0: the same) whole_kernels
  * (1: no preemption within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us
  * skew_us (of clocks) told_switch_us told_slice_us stall lost (of a thread's launches) devices
@@ -30,8 +29,8 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
     static const char *const laws[] = {"none", "ours", "classic", "oracle"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     static const char *const keys[] = {
-        "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight",  "priority",
-        "spoof", "join", "leave",  "kill",    "change",    "at",  "unequal", "capture", "mixed"};
+        "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
+        "spoof", "join", "leave",  "kill",    "change",    "at",  "unequal", "capture"};
     double number = strtod(value, NULL);
     uint64_t ms = (uint64_t)number * MS;
     switch (find(keys, sizeof(keys) / sizeof(*keys), key)) {
@@ -88,9 +87,6 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
     case 16:
         t->capture_ns = ms;
         break;
-    case 17:
-        t->mixed_ns = (uint64_t)number * US;
-        break;
     }
 }
 
@@ -138,7 +134,6 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     struct tenant *t = &world->tenant[tenant];
     int k = world->hosts++;
     host->world = world;
-    host->held_event = -1;
     host->tenant = c->tenant = tenant;
     host->context = k;
     host->rng.state = seed * 1000003 + (uint64_t)k * 7919;

@@ -53,8 +53,7 @@ struct tenant {
     enum spoof spoof;
     struct gs_throttle_limit limit;
     int processes;
-    bool unequal;      /* all processes but the first mostly pause */
-    uint64_t mixed_ns; /* it holds up the probe events for so long, then not for MIXED_FREE */
+    bool unequal; /* all processes but the first mostly pause */
     uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* a capture lasts 500 ms */
     uint32_t limit_then_ppm;
 };
@@ -98,7 +97,6 @@ struct host {
     struct gs_throttle_stream streams[STREAMS];
     struct gs_predictor predictor[FUNCTIONS];
     struct classic classic;
-    int held_event;                  /* probe event that its program holds up, or -1 */
     uint64_t marks, slow, forbidden; /* forbidden: events recorded or queried while capturing */
 };
 
@@ -135,7 +133,6 @@ const struct gs_activity *told(struct world *world, int context, unsigned page);
 /* law.c: 0, or the time at which to ask again. */
 uint64_t may_launch(struct host *host);
 void classic_tick(struct host *host);
-void release_probe(struct host *host);
 void set_env(struct world *world);
 
 #endif
