@@ -49,6 +49,7 @@ CHECKS = (
     Check("slices", "time slices of two contexts", switches.slices, 20, HARDWARE),
     Check("hand-over", "switches to a context with short kernels, and back", switches.handed_over, 15, HARDWARE),
     Check("looks", "whether events in an empty stream wait for a time slice of their context", looks.looks, 20),
+    Check("queues", "streams whose work delays an event in another stream", looks.queues, 15),
     Check("descriptors", "descriptors of exported memory", handles.descriptors, 15),
     Check("private-loader", "modules that the runtime library loads", handles.private_loader, 30),
     Check("green", "events and launches in streams of green contexts", handles.green, 20),

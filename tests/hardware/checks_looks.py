@@ -23,6 +23,7 @@ from tests.hardware import processes
 from tests.hardware.session import Result, Session, interval
 
 NEIGHBOUR_US, OWN_US = 2000, 100
+QUEUED_US = 2000
 SLICE_NS = 2_000_000  # used if this device's slice was not measured
 PROMPT_NS = 45_000  # the rate limiter takes a probe below this for one that did not wait
 EDGE_NS = 60_000  # accuracy of converting timestamps to the host's clock
@@ -184,4 +185,16 @@ def looks(session: Session) -> Result:
         + (f"one takes {took['median_ns']} ns, " if took else "")
         + f"the neighbour's speed changes by {-disturbed['percent']:+.1f} %"
     )
+    return Result("measured", note, values)
+
+
+def queues(session: Session) -> Result:
+    """Count the streams that share a queue of the device with an empty stream of their priority, or of the highest."""
+    shape = session.ask("calibrate", kernel_us=QUEUED_US)
+    values: dict[str, Any] = session.ask("queues", kernel_us=QUEUED_US, **shape)
+    delayed, (least, highest) = values["delayed"], values["priorities"]
+    if not values["itself"]:
+        raise processes.Failed("queues: the timestamps of one stream are not in order")
+    note = f"of {values['streams']} streams of default priority, {delayed['same']} delay an event in an empty stream "
+    note += f"of that priority, and {delayed['highest']} one of priority {highest} ({least} to {highest})"
     return Result("measured", note, values)

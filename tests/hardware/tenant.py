@@ -30,6 +30,7 @@ TENANTS = {
     "slices": ("slices", "slices"),
     "bursts": ("slices", "bursts"),
     "looks": ("looks", "looks"),
+    "queues": ("looks", "queues"),
     "modules": ("costs", "modules"),
     "write_module": ("costs", "write_module"),
     "local_memory": ("costs", "local_memory"),

@@ -66,6 +66,8 @@ def test_promises_hold_on_the_simulator(whole: tuple[int, dict[str, Any], str]) 
     assert looks["holds"] and looks["in_a_turn_of_the_neighbour"]["told"] > 5, checks["looks"]["note"]
     assert looks["waited"]["beside_without_work"]["p50_ns"] > looks["waited"]["alone_with_work"]["p50_ns"]
     assert looks["cost"]["median_ns"] > 0 and "percent" in looks["neighbour_lost"]
+    queues = checks["queues"]["values"]
+    assert queues["itself"] and queues["delayed"] == {"same": 0, "highest": 0}, "each stream has its own queue"
     assert "12 of 12 answers as assumed" in checks["mps.words"]["note"]
     lazy = checks["modules"]["values"]["lazy"]
     assert lazy["native"] == lazy["shim"] and lazy["native"]["left_bytes"] == 0, "charged what the driver took"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from ctypes import byref, c_int, c_uint
 
 from tests.hardware.tenant import listen, say
 from tests.hardware.tenants.cuda import THREADS, Gpu, Parameters, counting
@@ -12,6 +13,8 @@ from tests.hardware.tenants.work import NON_BLOCKING
 PACE_NS = 200_000  # SOON in the rate limiter
 DEPTH = 32  # kernels in flight: more than a slice
 REST_S = 2e-5
+STREAMS = 64  # more than a device has queues
+TRIES = 3  # this process may sleep for longer than a kernel takes
 
 
 class Events:
@@ -80,3 +83,36 @@ def looks(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
             events.take_in()
         say(kernels=kernels.done, looks=looked.done)
         kernels.done, looked.done = [], []
+
+
+def queues(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
+    """Count the streams whose work delays an event in an empty stream of their priority, and of the highest one."""
+    gpu = Gpu(library)
+    function, parameters = gpu.kernel(*counting(kernel_us)), Parameters(gpu.counter(), rounds)
+    least, highest = c_int(), c_int()
+    gpu.ok("cuCtxGetStreamPriorityRange", byref(least), byref(highest))
+    empty = {
+        "same": gpu.stream(NON_BLOCKING),
+        "highest": gpu.out("cuStreamCreateWithPriority", c_uint(NON_BLOCKING), highest),
+    }
+    base, first, event = (gpu.event() for _ in range(3))
+    gpu.start(function, parameters, 0, blocks, THREADS)  # a function can be loaded by its first launch
+    gpu.ok("cuEventRecord", base, 0)
+    gpu.synchronize()
+
+    def waits(busy: int, other: int) -> bool:
+        """Return whether the event in `other` is done after a kernel in `busy`. A second kernel waits for that one, in
+        front of the event if both streams have one queue."""
+        gpu.start(function, parameters, busy, blocks, THREADS)
+        gpu.ok("cuEventRecord", first, busy)
+        gpu.start(function, parameters, busy, blocks, THREADS)
+        gpu.ok("cuEventRecord", event, other)
+        gpu.synchronize()
+        return gpu.milliseconds(base, event) >= gpu.milliseconds(base, first)
+
+    streams = [gpu.stream(NON_BLOCKING) for _ in range(STREAMS)]
+    delayed = {
+        name: sum(all(waits(busy, other) for _ in range(TRIES)) for busy in streams) for name, other in empty.items()
+    }
+    itself = waits(streams[0], streams[0])  # always, or the timestamps show nothing
+    say(streams=STREAMS, priorities=[least.value, highest.value], delayed=delayed, itself=itself)
