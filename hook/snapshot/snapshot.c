@@ -3,12 +3,10 @@
  *     python BOOT LIBRARY ORDER FILE     runs BOOT with Python's modules in LIBRARY; writes FILE
  *     FILE [ARGUMENT]...                 calls BOOT's `resume` with its arguments and environment
  *
- * The memory that Python has written to is in the section "python" (the variables of all objects
- * except the C library's) and in the pool (below). FILE is a copy of this program with the current
- * contents of both. The C library's own start code runs as in any program: it selects functions for
- * this processor, and takes stack canary, pointer guard, vDSO, thread pointer and program break
- * from this start. For Python, the rest is like the return from a fork: another process with the
- * same memory. */
+ * Python's memory is the section "python", with the variables of all objects except the C
+ * library's, and the pool (below). FILE is this program with the contents of both. The C library
+ * starts as in any program: with functions for this processor, its own stack canary, pointer guard,
+ * vDSO, thread pointer and program break. For Python this is like the return from a fork. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -27,9 +25,7 @@
 #include <unistd.h>
 
 #define PAGE ((size_t)1 << 16) /* the largest of all processors that Python is built for */
-PyMODINIT_FUNC PyInit__json(void);
-PyMODINIT_FUNC PyInit_mmap(void);
-PyMODINIT_FUNC PyInit__ctypes(void);
+PyObject *PyInit__json(void), *PyInit_mmap(void), *PyInit__ctypes(void);
 
 extern const char __ehdr_start[]; /* defined by the linker */
 extern char __start_python[], __stop_python[];
@@ -43,13 +39,11 @@ static void fail(const char *what) {
 }
 
 /* Memory for Python and the C library, from a pool at a fixed address, which is a segment of the
- * snapshot. Block sizes are multiples of 16 bytes up to 1 KiB, and above that four sizes for each
- * power of two. All blocks begin 8 bytes before a multiple of 16. A large block is a mapping of its
- * own, which is unmapped when it is freed, since RLIMIT_AS counts addresses. Python has one thread.
- *
- * A start writes to a tenth of its objects, and the kernel copies each page that is written to. So
- * these come first: ORDER lists the numbers of their blocks. tools/train.py determines them with
- * this program compiled for one block a page (SPACING). */
+ * snapshot. Blocks begin 8 bytes before a multiple of 16; up to 1 KiB they are multiples of 16
+ * bytes, above it there are four sizes for each power of two. A large block is its own mapping
+ * until it is freed, since RLIMIT_AS counts addresses. Python has one thread. A start writes to a
+ * tenth of its objects, and the kernel copies each page that is written to. So these come first:
+ * ORDER lists the numbers of their blocks, by tools/train.py, with one block a page (SPACING). */
 
 #define HEADER sizeof(size_t)
 #define CHUNK ((size_t)1 << 18)
@@ -130,10 +124,8 @@ void *malloc(size_t size) {
         unused[kind] = block->next;
     else if (size < PTRDIFF_MAX / 2)
         block = allocate_raw(NULL, whole);
-    if (!block) {
-        errno = ENOMEM;
-        return NULL;
-    }
+    if (!block)
+        return errno = ENOMEM, NULL;
     block->kind = (uint32_t)kind;
     if (!resume)
         block->number = number++;
@@ -171,6 +163,15 @@ void *realloc(void *memory, size_t size) {
     return moved;
 }
 
+/* For what Python imports before BOOT: a varying number, such as a time, makes other objects. */
+int stat(const char *path, struct stat *found) {
+    int code = fstatat(AT_FDCWD, path, found, 0);
+    if (!resume && code == 0)
+        *found = (struct stat){
+            .st_mode = found->st_mode, .st_size = found->st_size, .st_mtime = found->st_mtime};
+    return code;
+}
+
 static void write_at(int file, const void *from, size_t size, size_t at) {
     if (pwrite(file, from, size, (off_t)at) != (ssize_t)size)
         fail("write");
@@ -188,8 +189,7 @@ static void write_snapshot(const char *path) {
         spare++;
     size_t at = ((size_t)size + PAGE - 1) & ~(PAGE - 1), used = (size_t)(next - POOL);
     next = areas[0], end = POOL + AREA;
-    /* Put new objects side by side: the kernel copies fewer pages. */
-    memset(unused, 0, sizeof unused);
+    memset(unused, 0, sizeof unused); /* new objects side by side: fewer pages are copied */
     order = NULL;
     uintptr_t pool = (uintptr_t)POOL;
     *spare = (Elf64_Phdr){PT_LOAD, PF_R | PF_W, at, pool, pool, used, used, PAGE};

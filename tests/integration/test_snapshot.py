@@ -82,9 +82,13 @@ def test_start_runs_only_launcher_and_snapshot(node: Node, tmp_path: Path) -> No
     assert not re.findall(r'"[^"]*\.(?:pyc?|so[.0-9]*|pack)"', lines)
 
 
-def test_builds_are_reproducible(tmp_path: Path) -> None:
-    """In another directory, at another time, with another environment."""
+@pytest.mark.parametrize("ns", [0, 999])
+def test_builds_are_reproducible(tmp_path: Path, ns: int) -> None:
+    """In another directory, at another time, with another environment, and with other times of the last access to
+    modules, since Python makes an object for each number above 256."""
     there = copied(tmp_path / "elsewhere")
+    for module in (f"{LIBRARY}/encodings", f"{LIBRARY}/encodings/__init__.py"):
+        os.utime(module, ns=(1_700_000_000_000_000_000 + ns, os.stat(module).st_mtime_ns))
     environment = {"HOME": "/nowhere", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "7", "PYTHONPATH": "/tmp"}
     hung_up = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # like nohup
     other = write(tmp_path / "other", there, env=environment, stdin=subprocess.DEVNULL, preexec_fn=hung_up)
