@@ -22,7 +22,6 @@
 #include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/statfs.h>
-#include <unistd.h>
 
 #define PAGE ((size_t)1 << 16) /* the largest of all processors that Python is built for */
 PyObject *PyInit__json(void), *PyInit_mmap(void), *PyInit__ctypes(void);
