@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +83,23 @@ def test_start_runs_only_launcher_and_snapshot(node: Node, tmp_path: Path) -> No
     assert not re.findall(r'"[^"]*\.(?:pyc?|so[.0-9]*|pack)"', lines)
 
 
-@pytest.mark.parametrize("ns", [0, 999])
-def test_builds_are_reproducible(tmp_path: Path, ns: int) -> None:
-    """In another directory, at another time, with another environment, and with other times of the last access to
-    modules, since Python makes an object for each number above 256."""
+@pytest.fixture(params=[0, 999])
+def last_access(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Modules of Python that were last read at a time with this fraction of a second."""
+    modules = [Path(LIBRARY, name) for name in ("encodings", "encodings/__init__.py")]
+    before = [one.stat() for one in modules]
+    for one, found in zip(modules, before):
+        os.utime(one, ns=(1_700_000_000_000_000_000 + request.param, found.st_mtime_ns))
+    yield
+    for one, found in zip(modules, before):
+        os.utime(one, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.usefixtures("last_access")
+def test_builds_are_reproducible(tmp_path: Path) -> None:
+    """In another directory, at another time, with another environment; Python makes an object for each number above
+    256, such as those of a last access."""
     there = copied(tmp_path / "elsewhere")
-    for module in (f"{LIBRARY}/encodings", f"{LIBRARY}/encodings/__init__.py"):
-        os.utime(module, ns=(1_700_000_000_000_000_000 + ns, os.stat(module).st_mtime_ns))
     environment = {"HOME": "/nowhere", "LANG": "de_DE.UTF-8", "PYTHONHASHSEED": "7", "PYTHONPATH": "/tmp"}
     hung_up = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # like nohup
     other = write(tmp_path / "other", there, env=environment, stdin=subprocess.DEVNULL, preexec_fn=hung_up)
