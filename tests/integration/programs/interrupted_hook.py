@@ -2,6 +2,8 @@
 the product has no such switch.
 
 There is a point before and after each system call that can change something, counted by the interpreter's profiler.
+The modules that read /proc have none: a first start opens files for each process of the host, so its number of points
+would change from run to run.
 `write_hook`, `write_runtime` and `write_cli` make the program; with `at` 0 it sends nothing and writes its number of
 points. `write_adopt` wraps the hook, whose system calls strace counts. tests/support/kills.py chooses the points where
 a test kills.
@@ -24,12 +26,13 @@ CALLS = frozenset((
     "pwrite", "rename", "rmdir", "symlink", "truncate", "unlink", "write",
 ))
 LINUX = frozenset(("bpf", "detached_tmpfs", "mount_setattr", "move_mount", "setns", "umount"))
+READ_ONLY = ("/procs.py", "/mounttables.py")
 passed = 0
 
 def watch(frame, event, called):
     global passed
     path = frame.f_code.co_filename
-    if not path.startswith({hook!r} + "/gpushare/"):
+    if not path.startswith({hook!r} + "/gpushare/") or path.endswith(READ_ONLY) or frame.f_code.co_name == "lines_of":
         return
     if event in ("c_call", "c_return"):
         if called.__name__ not in CALLS or called.__module__ not in ("posix", "fcntl"):
