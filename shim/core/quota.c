@@ -94,26 +94,45 @@ static uint32_t slots_high(const struct gs_usage *usage) {
     return high < GS_MAX_SLOTS ? high : GS_MAX_SLOTS; /* any process of the tenant can write it */
 }
 
-static uint64_t sum(const struct gs_usage *usage, int dev, bool living_only) {
+/* `bytes` and the memory that only importers still hold; UINT64_MAX if the sum has no 64 bits. */
+static uint64_t with_orphans(const struct gs_usage *usage, int dev, uint64_t bytes) {
+    if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
+        return bytes;
+    uint64_t orphans = gs_export_orphans(usage, dev);
+    return bytes + orphans < bytes ? UINT64_MAX : bytes + orphans;
+}
+
+/* The bytes of all processes, exited ones included. The loop has no branch: whether another process
+ * holds memory changes at random, and mispredictions cost 60 ns per allocation beside seven
+ * processes. */
+static uint64_t sum_all(const struct gs_usage *usage, int dev) {
+    uint64_t total = 0;
+    uint32_t high = slots_high(usage);
+    bool overflow = false;
+    for (uint32_t i = 0; i < high; i++) {
+        uint64_t bytes = __atomic_load_n(&usage->slot[i].bytes[dev], __ATOMIC_SEQ_CST);
+        overflow |= __builtin_add_overflow(total, bytes, &total);
+    }
+    return with_orphans(usage, dev, overflow ? UINT64_MAX : total);
+}
+
+static uint64_t sum_living(const struct gs_usage *usage, int dev) {
     uint64_t total = 0;
     uint32_t high = slots_high(usage);
     for (uint32_t i = 0; i < high; i++) {
         const struct gs_slot *slot = &usage->slot[i];
         uint64_t bytes = __atomic_load_n(&slot->bytes[dev], __ATOMIC_SEQ_CST);
-        if (bytes == 0 || (living_only && !gs_alive(slot)))
+        if (bytes == 0 || !gs_alive(slot))
             continue;
         if (__builtin_add_overflow(total, bytes, &total))
             return UINT64_MAX;
     }
-    if (__builtin_expect(__atomic_load_n(&usage->shares_used, __ATOMIC_SEQ_CST) == 0, 1))
-        return total;
-    uint64_t orphans = gs_export_orphans(usage, dev);
-    return total + orphans < total ? UINT64_MAX : total + orphans;
+    return with_orphans(usage, dev, total);
 }
 
 uint64_t gs_used(int dev) {
     const struct gs_view *view = gs_region();
-    return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum(view->usage, dev, true) : 0;
+    return view && dev >= 0 && (unsigned)dev < GS_MAX_DEVICES ? sum_living(view->usage, dev) : 0;
 }
 
 /* Both limits, read consistently: the residency boundary may be moving. */
@@ -137,17 +156,15 @@ struct gs_whole gs_whole(int dev) {
 
 /* Check for exited processes only if needed: the first sum counts every slot. */
 static bool within(const struct gs_usage *usage, int dev, uint64_t limit, uint64_t *all) {
-    *all = sum(usage, dev, false);
-    return *all <= limit || sum(usage, dev, true) <= limit;
+    *all = sum_all(usage, dev);
+    return *all <= limit || sum_living(usage, dev) <= limit;
 }
 
 static bool both_within(const struct gs_usage *usage, int dev, uint64_t limit) {
-    for (int living_only = 0; living_only <= 1; living_only++) {
-        uint64_t one = sum(usage, dev, living_only), other;
-        if (one > limit)
-            continue;
-        other = sum(usage, gs_host_part(dev), living_only);
-        if (other <= limit - one)
+    uint64_t (*const sums[])(const struct gs_usage *, int) = {sum_all, sum_living};
+    for (int i = 0; i < 2; i++) {
+        uint64_t one = sums[i](usage, dev);
+        if (one <= limit && sums[i](usage, gs_host_part(dev)) <= limit - one)
             return true;
     }
     return false;
@@ -284,7 +301,7 @@ static bool only_bounds(const struct gs_usage *usage, int dev, uint64_t bytes) {
         if (of_slot && gs_alive(&usage->slot[i]))
             bounds += of_slot;
     }
-    uint64_t used = sum(usage, dev, true);
+    uint64_t used = sum_living(usage, dev);
     return bytes <= limit && (bounds >= used || used - bounds <= limit - bytes);
 }
 
