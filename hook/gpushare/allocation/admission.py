@@ -164,8 +164,10 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
     if known and used + size > total:
         free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
+        own = f" (its own {human(ledger.own_bytes)} included)" if ledger.own_bytes else ""
         raise CapacityError(
-            f"device {device_name(device)}: {asked} requested, {free} free of {human(total)}{_held_by(device, ledger)}",
+            f"device {device_name(device)}: {asked} requested, {free} free of {human(total)}{own}"
+            + _held_by(device, ledger),
             f"stop {_whom(device, ledger)}, or ask for less"
             if size <= total
             else f"ask for at most {human(most if most > 0 else total)}"

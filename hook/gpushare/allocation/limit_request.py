@@ -67,7 +67,8 @@ def shares(
     for at, share in enumerate(lease.shares):
         if share.slot in chosen:
             beside = sum(one.host_promise_bytes for one in (*changed[:at], *changed[at + 1 :]))
-            new = _changed(share, wanted, node, ledger._replace(host_bytes=ledger.host_bytes + beside))
+            own = share.memory_limit_bytes or 0
+            new = _changed(share, wanted, node, ledger._replace(host_bytes=ledger.host_bytes + beside, own_bytes=own))
             changed = (*changed[:at], new, *changed[at + 1 :])
     if node.config.policy.quotas:
         quotas.require_change(lease, changed, others, node.config.policy)

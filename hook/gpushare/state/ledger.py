@@ -26,6 +26,7 @@ class Ledger(NamedTuple):
     compute: dict[str, tuple[tuple[str, int], ...]] = {}  # (container id, percent) of hard limits
     holding: dict[str, frozenset[str]] = {}  # backends that enforce compute there
     host_bytes: int = 0  # promised on all devices to shares that are oversubscribed, or lent movable memory
+    own_bytes: int = 0  # of the share whose limit is being changed; `used` is without them
 
 
 def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = ()) -> Ledger:
