@@ -153,7 +153,7 @@ class ApiServer:
                 with api.changed:
                     code, found = api.authorised(self.command, self.path, self.headers.get("Authorization", ""), body)
                     api.changed.notify_all()
-                text = json.dumps(found).encode()
+                text = found.encode() if isinstance(found, str) else json.dumps(found).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()

@@ -109,7 +109,7 @@ class ApiServer(apiserver.ApiServer):
             return 200, {"versions": [{"version": one} for one in self.versions]}
         version, *words = path[len(GROUP) + 1 :].split("/")
         if version not in self.versions:
-            return failed(404, "the server could not find the requested resource")
+            return 404, "404 page not found\n"  # plain text, as many versions answer
         if words[0] == "namespaces":
             return (200, self.claims[words[3]]) if words[3] in self.claims else failed(404, f"{words[3]} not found")
         if method == "GET":

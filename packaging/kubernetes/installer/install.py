@@ -303,7 +303,7 @@ def plugin_runs() -> str:
     except FileNotFoundError:
         return ""
     except BlockingIOError:  # the plugin holds the lock
-        return "" if not words else "crio" if words[1:] == ["cri-o"] else "containerd"
+        return {"cri-o": "crio", "containerd": "containerd"}.get(words[1], "") if len(words) == 2 else ""
 
 
 def require_nri(engine: str, word: str = "--require-nri") -> None:
@@ -372,7 +372,7 @@ def remove(force: bool) -> None:
             return
         os.unlink(on_node(f"{FOLDER}/current"))
     for entry in os.listdir(on_node(FOLDER)):
-        if os.path.isdir(on_node(f"{FOLDER}/{entry}")):
+        if os.path.isdir(on_node(f"{FOLDER}/{entry}")) and not os.path.islink(on_node(f"{FOLDER}/{entry}")):
             discard(on_node(f"{FOLDER}/{entry}"))
     shutil.rmtree(on_node(FOLDER))
     print("gpushare is removed from this node", flush=True)

@@ -84,7 +84,8 @@ class Server:
                 text = answer.read(_MAX_BYTES)
             finally:
                 connection.close()
-            found = json.loads(text)
+            # Many versions answer a path of an unknown version with 404 and plain text
+            found = json.loads(text) if answer.status != 404 or text[:1] in (b"{", b"[") else {}
         except RecursionError:
             raise GpushareError(
                 f"API server: {method} {path}: the object is nested too deeply", "simplify it"
@@ -101,14 +102,17 @@ class Server:
         return found
 
     def version(self) -> str:
-        if not self._version:
-            offered = {one["version"] for one in self._call("GET", f"/apis/{GROUP}")["versions"]}
-            self._version = next((one for one in VERSIONS if one in offered), "")
-            if not self._version:
+        version = self._version  # another thread can forget it at any time
+        if not version:
+            group = self._call("GET", f"/apis/{GROUP}", can_lack=True) or {"versions": []}
+            offered = {one["version"] for one in group["versions"]}
+            version = next((one for one in VERSIONS if one in offered), "")
+            if not version:
                 raise GpushareError(
                     f"the API server offers none of {GROUP}/{', '.join(VERSIONS)}", "use Kubernetes 1.34 or newer"
                 )
-        return self._version
+            self._version = version
+        return version
 
     def _path(self, *words: str) -> str:
         return "/".join([f"/apis/{GROUP}/{self.version()}", *(quote(word, safe="") for word in words)])

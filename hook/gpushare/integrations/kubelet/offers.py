@@ -213,7 +213,8 @@ def preferred(
     if kind in DIVISIBLE:
         return _divided(order, free, kept, _split(size, _parts(kind, offers, size, beside)))
     if kind == DEVICES:
-        return [*must, *(unit for unit in available if unit in offered - set(must))][:size]
+        rest = offered - set(must)
+        return [*must, *(unit for unit in available if unit in rest)][:size]
     chosen = [*must, *(f"{one.key}-{free[one][0]}" for one in order if one not in kept)][:size]
     return chosen if len(chosen) == size else []
 
