@@ -194,6 +194,13 @@ def test_requirement_that_no_plugin_can_meet_is_refused(line: str) -> None:
     assert required({MAIN: text.replace("true", "false")})
 
 
+def test_requirement_without_nri_is_refused() -> None:
+    text = 'version = 3\ndisabled_plugins = ["io.containerd.nri.v1.nri"]\n'
+    with pytest.raises(ConfigError, match="disabled_plugins disables NRI; remove it from that list"):
+        containerd.propose(REQUIRE, Tree({MAIN: text}))
+    containerd.propose(REQUIRE._replace(require_nri=False), Tree({MAIN: text}))
+
+
 @pytest.mark.parametrize(("version", "unknown"), [("1.7", ""), ("2.1.9", ""), ("", "the version of containerd is unk")])
 def test_older_containerd_stays_unchanged_without_required_nri_plugin(version: str, unknown: str) -> None:
     proposal = containerd.propose(REQUIRE._replace(engine_version=version), Tree({MAIN: KUBEADM}))

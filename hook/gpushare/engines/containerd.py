@@ -38,6 +38,7 @@ _MERGES = (2, 1)
 _PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime", 4: "io.containerd.cri.v1.runtime"}
 _RUNC = "io.containerd.runc.v2"
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
+_NRI = "io.containerd.nri.v1.nri"  # without it, containerd's CRI starts containers and validates nothing
 # Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
 ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS), f"{triggers.SCOPE}*")
 _REQUIREMENT = validator.CONTAINERD.keys
@@ -115,8 +116,10 @@ def propose(settings: Settings, files: Files) -> Proposal:
     sources = _sources(main, files)
     for source in sources:
         disabled = source.value.get("disabled_plugins")
-        if isinstance(disabled, list) and _CRI & {str(one) for one in disabled}:
-            raise ConfigError(f"{source.path}: disabled_plugins disables CRI", "remove it from that list")
+        names = {str(one) for one in disabled} if isinstance(disabled, list) else set()
+        what = "CRI" if names & _CRI else "NRI" if settings.require_nri and _NRI in names else ""
+        if what:
+            raise ConfigError(f"{source.path}: disabled_plugins disables {what}", "remove it from that list")
     version = _config_version(sources[0], engine)
     keys = _tables(version)
     plugin = keys[:2]
