@@ -103,7 +103,7 @@ static uint64_t with_orphans(const struct gs_usage *usage, int dev, uint64_t byt
 }
 
 /* The bytes of all processes, exited ones included. The loop has no branch: whether another process
- * holds memory changes at random, and mispredictions cost 60 ns per allocation beside seven
+ * holds memory changes at random, and a branch on it takes 60 ns of an allocation beside seven
  * processes. */
 static uint64_t sum_all(const struct gs_usage *usage, int dev) {
     uint64_t total = 0;

@@ -107,12 +107,6 @@ def test_claim_becomes_cdi_specification() -> None:
     assert claims.consumed(value) == [(pure.UUIDS[0], 4 * GIB, 30)]
 
 
-def test_memory_limit_above_the_device_is_the_device() -> None:
-    config = [given("FromClass", memoryLimit="9Ti")]
-    (share,) = claims.shares_of(claim(consumed(), config=config), "n", slices.devices(pure.node()))
-    assert (share.memory, share.memory_limit) == (4 * GIB, 16 * GIB)
-
-
 def given(source: str, requests: Any = (), driver: str = "gpushare.io", **parameters: str) -> dict[str, Any]:
     """One entry of an allocation's configuration."""
     value = {"apiVersion": "gpushare.io/v1", "kind": "ShareParameters", **parameters}

@@ -112,8 +112,6 @@ def shares_of(claim: dict[str, Any], pool: str, offers: dict[str, Offer]) -> lis
                 f"{where}: memoryLimit is {shown(given['memoryLimit'])}, below the {human(memory)} of the claim",
                 "raise it",
             )
-        # A class can serve devices of several sizes, and the scheduler does not know its memoryLimit
-        limit = min(limit, max(memory, min(offer.memory, offer.device.memory_bytes)))
         keys = {"computeMode": "compute-mode", "priority": "priority"}
         once = tuple((word, given[key]) for key, word in keys.items() if key in given)
         request = result["request"].partition("/")[0]
