@@ -128,7 +128,8 @@ def test_only_one_tenant_at_a_time_has_its_memory_on_the_device(tmp_path: Path) 
             watcher.join()
     assert all(int(rounds) > 250 for (rounds,) in results), results  # without migration some 110
     both = sum(sum(size > ON_DEVICE for size in sizes) > 1 for sizes in seen)
-    assert both < len(seen) / 10, (both, len(seen))  # a tenant that is delayed by other load may count as idle
+    # Without slices this is all of the time. A tenant that other load delays may count as idle.
+    assert both < len(seen) / 4, (both, len(seen))
     swapped = {tuple(size > ON_DEVICE + ON_HOST // 2 for size in sizes) for sizes in seen}
     assert {(True, False), (False, True)} <= swapped
 
@@ -177,7 +178,8 @@ def test_processes_of_a_container_share_one_slice_and_its_room(tmp_path: Path) -
     assert len(rounds) == 2 and min(rounds) > 300, rounds  # without migration some 140
     brought = [sum(sizes) - before for sizes in seen if len(sizes) == 3]
     assert room - 4 * MIB <= max(brought)
-    assert sum(one > room for one in brought) < len(brought) / 10  # a delayed tenant may count as idle
+    # With a room for each process this is half of the time. A process that other load delays may count as idle.
+    assert sum(one > room for one in brought) < len(brought) / 4
     assert any(len(sizes) == 2 for sizes in seen)
 
 
