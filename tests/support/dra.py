@@ -15,7 +15,7 @@ import json
 import re
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import grpc
 from gpushare.integrations.dra import protocol
@@ -101,10 +101,15 @@ class ApiServer(apiserver.ApiServer):
     def __init__(self, folder: Path, versions: tuple[str, ...] = ("v1",), consumable: bool = True) -> None:
         super().__init__(folder)
         self.versions, self.consumable = versions, consumable
+        self.fails: Optional[tuple[int, str]] = None  # the status and text of every answer
         self.slices: dict[str, dict[str, Any]] = {}
         self.claims: dict[str, dict[str, Any]] = {}
 
     def handle(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if self.fails:
+            return self.fails
+        if path == GROUP and not self.versions:
+            return 404, "404 page not found\n"
         if path == GROUP:
             return 200, {"versions": [{"version": one} for one in self.versions]}
         version, *words = path[len(GROUP) + 1 :].split("/")

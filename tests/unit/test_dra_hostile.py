@@ -234,9 +234,40 @@ def test_version_is_read_again_after_the_api_server_was_upgraded(tmp_path: Path)
         assert server.slice("x") is None and server.version() == "v1"
         api.claims["a"] = {"metadata": {}}
         api.versions = ("v1beta2",)
-        with pytest.raises(GpushareError, match="404"):
+        with pytest.raises(GpushareError, match='404 "404 page not found"'):
             server.claim("ml", "a")
         assert server.claim("ml", "a") == {"metadata": {}}
+
+
+def test_errors_in_plain_text_are_shown(tmp_path: Path) -> None:
+    with ApiServer(tmp_path / "account", ()) as api:
+        server = apiserver.Server(api.url, str(api.account))
+        with pytest.raises(GpushareError, match="offers none of resource.k8s.io/v1, v1beta2, v1beta1"):
+            server.slice("x")
+        api.versions = ("v1",)
+        assert server.slice("x") is None
+        api.fails = 503, "upstream connect error\n" + "x" * 1000
+        with pytest.raises(GpushareError, match=r'503 "upstream connect error\\x0ax+[.]{3}" \(1023') as failed:
+            server.slice("x")
+        assert "\n" not in str(failed.value)
+        api.fails = 200, "<html>"
+        with pytest.raises(GpushareError, match="Expecting value"):
+            server.slice("x")
+
+
+def test_version_that_another_thread_forgets_is_still_in_the_path() -> None:
+    class Forgetful(apiserver.Server):
+        seen = ["v1", ""]
+
+        @property
+        def _version(self) -> str:
+            return self.seen.pop(0)
+
+        @_version.setter
+        def _version(self, version: str) -> None:
+            pass
+
+    assert Forgetful("https://127.0.0.1:1").version() == "v1"
 
 
 def test_deeply_nested_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,17 @@ def default_url() -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
+def _parsed(text: bytes, status: int) -> Any:
+    """The object in an answer. Some errors are plain text: that of a path of an unknown version, and those of a proxy.
+    Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        if status < 300:
+            raise
+        return {"message": text.decode(errors="replace").strip()}
+
+
 class Server:
     def __init__(self, url: str, folder: str = FOLDER) -> None:
         parts = urlsplit(url)
@@ -84,8 +95,7 @@ class Server:
                 text = answer.read(_MAX_BYTES)
             finally:
                 connection.close()
-            # Many versions answer a path of an unknown version with 404 and plain text
-            found = json.loads(text) if answer.status != 404 or text[:1] in (b"{", b"[") else {}
+            found = _parsed(text, answer.status)
         except RecursionError:
             raise GpushareError(
                 f"API server: {method} {path}: the object is nested too deeply", "simplify it"
