@@ -33,6 +33,7 @@ DROP_IN = "etc/containerd/conf.d/gpushare.toml"
 FEATURES = labels.FILE[1:]
 LABEL = "gpushare.io/profile"
 # systemctl and containerd of the node write down their arguments. The engine runs since boot, or the last restart.
+# A restart fails while the file `fails` exists.
 PROGRAM = """
 #include <stdio.h>
 #include <string.h>
@@ -47,6 +48,7 @@ int main(int c, char **v) {
     if (c > 1 && strcmp(v[1], "restart") == 0) {
         struct timespec now;
         clock_gettime(CLOCK_MONOTONIC, &now);
+        if (fopen("/fails", "r")) return 1;
         FILE *at = fopen("/started", "w");
         fprintf(at, "%lld", now.tv_sec * 1000000LL + now.tv_nsec / 1000);
         fclose(at);
@@ -125,7 +127,7 @@ def node(tmp_path: Path) -> Iterator[Path]:
     root = make_simhost(tmp_path / "node")
     driver = tmp_path / "driver"
     (root / "proc" / "driver").rename(driver)
-    for name in ("etc/containerd", "usr/bin", "run", "sys", "tmp"):
+    for name in ("etc/containerd", "usr/bin", "run/systemd/system", "sys", "tmp"):
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "dev" / "null").touch()
     (root / "etc/containerd/config.toml").write_text("version = 3\nimports = ['/etc/containerd/conf.d/*.toml']\n")
@@ -267,6 +269,26 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
     assert {path for path in tree(node) - before if "gpushare" in path} == set()
 
 
+def test_requirement_is_removed_and_tried_again_after_a_restart_failed(node: Path, start: Callable[..., Pod]) -> None:
+    put_programs(node, "2.2.0")
+    line = "systemctl restart containerd"
+    pod = start("install", **REQUIRED)
+    pod.until("ready")
+    fails = node / "fails"
+    fails.touch()
+    with plugin_running(node):
+        pod.until(f"gpushare: `{line}` ended with 1")
+        assert pod.lines[-1].endswith("; the engine does not require the NRI plugin, next attempt in 60 s")
+        pod.until(f"gpushare: `{line}` ended with 1")  # after the removal of the requirement
+        assert not (node / DROP_IN).exists() and called(node) == []
+        fails.unlink()
+        pod.process.send_signal(signal.SIGHUP)
+        pod.until(f"running: {line}")
+        wait_for(lambda: called(node) == [line])
+    assert (node / DROP_IN).exists()
+    assert pod.stop() == 0 and not (node / DROP_IN).exists() and called(node) == [line] * 2
+
+
 @pytest.mark.parametrize("variables", [{"GPUSHARE_ENGINE": "none"}, REQUIRED], ids=["not required", "required again"])
 def test_pod_restarts_an_engine_from_which_an_earlier_pod_removed_the_requirement(
     node: Path, start: Callable[..., Pod], variables: dict[str, str]
@@ -292,7 +314,7 @@ def test_pod_restarts_an_engine_from_which_an_earlier_pod_removed_the_requiremen
     last = start("install", **variables)
     last.until("ready")
     assert last.stop() == 0 and called(node) == [line] * 2, last.lines
-    assert not list((node / "run").glob("gpushare-removed*"))
+    assert not list((node / "run").glob("gpushare-unread*"))
 
 
 def test_removal_that_was_killed_before_the_restart_is_finished(node: Path, start: Callable[..., Pod]) -> None:

@@ -11,10 +11,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -22,7 +20,7 @@ from gpushare.cli import main
 from gpushare.cli.runtime import remove_broken_snapshot
 from gpushare.config import profiles
 from gpushare.core.errors import GpushareError
-from gpushare.engines import containerd, crio, docker, record, unread
+from gpushare.engines import containerd, crio, docker, record
 from gpushare.engines.base import Change, Settings
 from gpushare.engines.host import Host
 from gpushare.integrations import uninstall
@@ -139,32 +137,37 @@ def test_damaged_record_is_reported(cli: Callable[..., Any], daemon_json: Path, 
         assert daemon_json.read_text() == before
 
 
-UPTIME_S = 1e6  # the machine of the tests may have started a moment ago
+class Systemd:
+    """The engine's unit of systemd: when it was started and reloaded, and its state."""
 
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.at: dict[str, int] = {"ExecMainStart": 1000, "StateChange": 1000}
+        self.state = "inactive"  # "": systemctl fails
 
-def systemd(monkeypatch: pytest.MonkeyPatch, engine: str) -> dict[str, float]:
-    """{event: seconds since it} of the engine's unit, for the test to change; empty: it does not run."""
-    ago: dict[str, float] = {}
+    def does(self, event: str) -> None:
+        self.at[event] += 1
 
-    def ask(host: Host, *command: str) -> Optional[str]:
-        if command[0] != "systemctl":
+    def ask(self, *command: str) -> Optional[str]:
+        if command[0] != "systemctl" or not self.state:
             return None
         verb, properties, unit = command[1:]
-        assert (verb, unit, properties[:11]) == ("show", engine, "--property=")
-        values = {f"{name}TimestampMonotonic": f"{(UPTIME_S - seconds) * 1e6:.0f}" for name, seconds in ago.items()}
-        values["ActiveState"] = "active" if ago else "inactive"
-        return "".join(f"{name}={values.get(name, 0)}\n" for name in properties[11:].split(","))
-
-    monkeypatch.setattr(Host, "ask", ask)
-    monkeypatch.setattr(unread, "time", SimpleNamespace(monotonic=lambda: UPTIME_S))
-    return ago
+        assert (verb, unit, properties[:11]) == ("show", self.engine, "--property=")
+        values = {f"{name}TimestampMonotonic": str(time) for name, time in self.at.items()}
+        values["ActiveState"] = self.state
+        return "".join(f"{name}={values[name]}\n" for name in properties[11:].split(","))
 
 
-def written(root: Path, seconds: float) -> None:
-    """Let all files have been written so long ago."""
-    then = time.time() - seconds
-    for path in root.rglob("*"):
-        os.utime(path, (then, then), follow_symlinks=False)
+def systemd(monkeypatch: pytest.MonkeyPatch, engine: str, state: str = "active") -> Systemd:
+    unit = Systemd(engine)
+    unit.state = state
+    monkeypatch.setattr(Host, "ask", lambda host, *command: unit.ask(*command))
+    monkeypatch.setattr(Host, "runs_systemd", lambda host: True)
+    return unit
+
+
+MARK = "run/gpushare-unread."
+UNKNOWN_STATES = ["", "activating", "reloading", "deactivating"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_change_that_the_engine_has_not_read_is_named_again(
 ) -> None:  # fmt: skip
     """A command that was killed before it named the engine's restart, and a user who forgot it. docker reads its file
     when it is reloaded, the others when they start."""
-    ago = systemd(monkeypatch, engine)
+    unit = systemd(monkeypatch, engine, "inactive")
 
     def answer() -> str:
         code, text, error = cli(engine, *options)
@@ -192,23 +195,49 @@ def test_change_that_the_engine_has_not_read_is_named_again(
         return "".join(line for line in error.splitlines(True) if "has not read" in line or "now run" in line)
 
     cli(engine, *options)
-    written(root, 120)
-    assert answer() == ""  # it does not run
-    ago.update({"ExecMainStart": 60, "StateChange": 60, event: 3600})
+    unit.state = "active"
+    assert answer() == ""  # it did not run, so it has read the file when it started
+    cli(engine, "--undo")
+    cli(engine, *options)
+    unit.does("ExecMainStart" if event == "StateChange" else "StateChange")
     assert f"{engine} has not read {file} yet" in answer() and f"now run: systemctl {action} {engine}\n" in answer()
-    ago.update({"ExecMainStart": 3600, "StateChange": 3600, event: 60})
+    for unit.state in UNKNOWN_STATES:
+        assert f"{engine} has not read {file} yet" in answer()
+    unit.state = "inactive"
     assert answer() == ""
-    ago[event] = 3600
-    written(root, -3600)  # the clock was set back since
-    assert answer() == ""
+    unit.state = "active"
+    assert file in answer()
     if not file.endswith(".json"):  # the administrator, who edited it since, will restart the engine
         edited = root / file[1:]
-        edited.write_text("# edited\n" + edited.read_text())
-        written(root, 120)
+        before = edited.read_text()
+        edited.write_text("# edited\n" + before)
         assert file not in answer()
+        edited.write_text(before)
+    unit.does(event)
+    assert answer() == ""
 
 
-MARK = "run/gpushare-removed."
+@pytest.mark.parametrize("state", UNKNOWN_STATES)
+def test_change_counts_as_unread_where_systemd_did_not_answer(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    unit = systemd(monkeypatch, "crio", state)
+    cli("crio")
+    unit.state = "active"
+    assert "now run: systemctl restart crio" in cli("crio")[2]
+    unit.state = state
+    cli("crio", "--undo")
+    unit.state = "active"
+    assert "now run: systemctl restart crio" in cli("crio", "--undo")[2]
+
+
+def test_no_mark_is_left_in_another_root_and_without_systemd(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "run/systemd/system").mkdir(parents=True)
+    cli("crio")
+    assert not list(root.glob(f"{MARK}*"))
+    assert Host("/").runs_systemd() == os.path.isdir("/run/systemd/system") and not Host(str(root)).runs_systemd()
 
 
 @pytest.mark.parametrize(
@@ -225,24 +254,21 @@ def test_removal_that_the_engine_has_not_read_is_named_again(
     engine: str, options: tuple[str, ...], file: str,
 ) -> None:  # fmt: skip
     """By the next --undo and by `gpushare uninstall`, until the engine has been restarted."""
-    ago, line = systemd(monkeypatch, engine), f"gpushare: now run: systemctl restart {engine}\n"
-    ago.update({"ExecMainStart": 3600, "StateChange": 3600})
+    unit, line = systemd(monkeypatch, engine), f"gpushare: now run: systemctl restart {engine}\n"
     cli(engine, *options)
-    written(root, 1800)
     assert cli(engine, "--undo")[2] == line
-    written(root, 120)
     before = tree(root)
     code, _, error = cli(engine, "--undo", "--dry-run")
     assert (
         code == 0 and f"{engine} has not read yet that {file} was changed or removed" in error and tree(root) == before
     )
-    for _ in range(2):
+    for unit.state in ("active", *UNKNOWN_STATES, "active"):
         code, text, error = cli(engine, "--undo")
         assert (code, text) == (0, "nothing to do\n") and error.endswith(line) and file in error
     host, settings = Host(str(root)), Settings("/opt/gpushare-runtime", "/opt/gpushare-hook")
     plan = uninstall.plan(settings, host, purge=False, force=False)
     assert plan.next() == [line.partition("run: ")[2].rstrip()] and not any(file in one for one in plan.lines())
-    ago.update({"ExecMainStart": 60, "StateChange": 60})
+    unit.does("ExecMainStart")
     assert uninstall.plan(settings, host, purge=False, force=False).next() == []
     assert cli(engine, "--undo") == (0, "nothing to do\n", "")
     assert not list(root.glob(f"{MARK}*"))
@@ -252,12 +278,11 @@ def test_removal_that_was_killed_is_finished_and_named(
     cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each write: the mark comes first."""
-    ago = systemd(monkeypatch, "containerd")
-    ago.update({"ExecMainStart": 3600, "StateChange": 3600})
+    unit = systemd(monkeypatch, "containerd")
     replace = Host._replace
     for last in range(1, 6):
         cli("containerd", "--engine-version=2.2", "--require-nri")
-        assert not list(root.glob(f"{MARK}*"))
+        unit.does("ExecMainStart")
         done: list[Change] = []
 
         def killed(host: Host, change: Change, done: list[Change] = done, last: int = last) -> None:
@@ -279,7 +304,7 @@ def test_removal_that_was_killed_is_finished_and_named(
 def test_engine_that_does_not_run_needs_no_restart(
     cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    systemd(monkeypatch, "crio")
+    systemd(monkeypatch, "crio", "inactive")
     cli("crio")
     cli("crio", "--undo")
     assert not list(root.glob(f"{MARK}*")) and cli("crio", "--undo")[2] == ""

@@ -50,7 +50,7 @@ def configure(
     KernelError."""
     proposal = engine.propose(settings, host)
     changes = tuple(proposal.changes)
-    unread_files = [] if changes else unread.changed(engine, host)
+    unread_files = [] if changes else _unread(engine, host)
     notes = (*proposal.notes, *(f"{engine.NAME} has not read {path} yet" for path in unread_files))
     outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes or unread_files else "", notes)
     if dry_run or not outcome.changes:
@@ -60,9 +60,16 @@ def configure(
         old = _present(record.load(host, engine.NAME), host)
         folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
         records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
-        records += unread.unmark(engine, host)  # the age of the written files tells as much
+        records += unread.mark(engine, engine.RELOAD, host, [change.path for change in changes])
     host.write([*records, *outcome.changes])  # the record first, so that nothing is lost if the command is killed
     return outcome
+
+
+def _unread(engine: Engine, host: Host) -> list[str]:
+    """Files that the engine has not read, without files that were edited since: their editor restarts the engine."""
+    kept = record.load(host, engine.NAME)
+    found = unread.paths(engine, host) if kept else []
+    return [one.path for one in kept.files if one.path in found and host.read(one.path) == one.after] if kept else []
 
 
 def _present(kept: Optional[Record], host: Host) -> Optional[Record]:
@@ -100,11 +107,11 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         then = one.before if one and one.after == now else _withdrawn(engine, path, now, one)
         if then != now:
             changes.append(Change(path, now, then))
-    unread_paths = [] if changes else unread.removed(engine, host)
+    unread_paths = [] if changes else unread.paths(engine, host)
     if not dry_run:
         left = tuple(one for one in kept.files if one.path not in paths) if kept else ()
         rest = kept._replace(files=left) if kept and left else None
-        marks = unread.mark(engine, host, [change.path for change in changes]) if changes else []
+        marks = unread.mark(engine, engine.FORGET, host, [change.path for change in changes]) if changes else []
         host.write([*marks, *changes] if changes or unread_paths else unread.unmark(engine, host))
         host.sweep([*paths, record.path_of(engine.NAME)])
         host.remove_folders(kept.folders if kept and not left else ())

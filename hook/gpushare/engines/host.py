@@ -12,7 +12,6 @@ import os
 import shutil
 import stat
 import subprocess
-import time
 from collections.abc import Sequence
 from typing import Optional
 
@@ -75,13 +74,21 @@ class Host:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "fix the file") from None
 
-    def age(self, path: str) -> float:
-        """Seconds since the file was written. Raises OSError."""
-        return time.time() - os.stat(self.at(path)).st_mtime
-
     def glob(self, pattern: str) -> list[str]:
         prefix = self.root.rstrip("/")
         return sorted(path[len(prefix) :] for path in glob.glob(glob.escape(prefix) + pattern))
+
+    def files_below(self, folder: str) -> list[str]:
+        """All files below a directory, hidden ones and links too, in the order of the names of each directory."""
+        found: list[str] = []
+        try:
+            entries = sorted(os.scandir(self.at(folder)), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        for entry in entries:
+            path = f"{folder}/{entry.name}"
+            found += self.files_below(path) if entry.is_dir(follow_symlinks=False) else [path]
+        return found
 
     def ask(self, *command: str) -> Optional[str]:
         """Standard output of a program; None if it fails, or if `root` is another host's: never run its programs."""
@@ -94,6 +101,10 @@ class Host:
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
             return None
         return done.stdout
+
+    def runs_systemd(self) -> bool:
+        """sd_booted(3); False if `root` is another host's."""
+        return self.root == "/" and os.path.isdir("/run/systemd/system")
 
     def has(self, path: str) -> bool:
         return os.path.lexists(self.at(path))
@@ -179,7 +190,11 @@ class Host:
 
 
 def _temporary_name(full: str) -> str:
-    return os.path.join(os.path.dirname(full), f".{os.path.basename(full)}.gpushare-new")  # no engine reads it
+    """CRI-O reads every file of a directory of drop-ins, also hidden ones, so the temporary file is above it."""
+    folder, name = os.path.split(full)
+    if folder.endswith(".d") and not os.path.ismount(folder):
+        folder = os.path.dirname(folder)
+    return os.path.join(folder, f".{name}.gpushare-new")
 
 
 def _temporary(full: str) -> tuple[str, int]:

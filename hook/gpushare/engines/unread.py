@@ -1,49 +1,35 @@
 """Find changes that an engine has not read: a command was killed before it named the engine's restart, or the user has
 not restarted the engine.
 
-changed(engine, host) -> paths     files that gpushare wrote since
-removed(engine, host) -> paths     files from which gpushare's entries were removed since
-mark(engine, host, paths) -> [Change]      written before the entries are removed, so that a killed command leaves it
+mark(engine, command, host, paths) -> [Change]     written before the files; `command` makes the engine read them
 unmark(engine, host) -> [Change]
+paths(engine, host) -> paths                       marked files that the engine has not read
 
-A removed file has no time, so a mark below /run records the removal. It goes with the next command after the engine's
-restart, or when the host starts again. A file that was edited since does not count: its editor restarts the engine.
+A mark is below /run, so it goes when the host starts again. It has the time of the engine's last start or reload: as
+long as systemd reports this time, the engine has not read the files. Where systemd's answer leaves that open, the files
+count as not read.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Optional
 
-from . import record
 from .base import Change, Engine
 from .host import Host
 
-_MARK = "/run/gpushare-removed."  # and the name of the engine; each line of the file is a path
+# And the name of the engine. The first line is the command and the time, "?" if unknown; each other line is a path.
+_MARK = "/run/gpushare-unread."
+_UNKNOWN = "?"
 
 
-def changed(engine: Engine, host: Host) -> list[str]:
-    kept, since = record.load(host, engine.NAME), _since_reading(engine.RELOAD, host)
-    if kept is None or since is None:
-        return []
-    written = [one.path for one in kept.files if one.after is not None and host.read(one.path) == one.after]
-    return [path for path in written if 0 <= host.age(path) < since]
-
-
-def removed(engine: Engine, host: Host) -> list[str]:
+def mark(engine: Engine, command: str, host: Host, paths: Sequence[str]) -> list[Change]:
+    """If the engine does not run, it reads its files when it starts: then no mark is left."""
+    last = _last_read(command, host)
+    if last is None:
+        return unmark(engine, host)
     path = _MARK + engine.NAME
-    text = host.read(path)
-    since = None if text is None else _since_reading(engine.FORGET, host)
-    return text.splitlines() if text is not None and since is not None and 0 <= host.age(path) < since else []
-
-
-def mark(engine: Engine, host: Host, paths: Sequence[str]) -> list[Change]:
-    """No change if the engine does not run: it reads its files when it starts."""
-    if _since_reading(engine.FORGET, host) is None:
-        return []
-    path = _MARK + engine.NAME
-    return [Change(path, host.read(path), "".join(f"{one}\n" for one in paths))]
+    return [Change(path, host.read(path), "".join(f"{line}\n" for line in (f"{command} {last}", *paths)))]
 
 
 def unmark(engine: Engine, host: Host) -> list[Change]:
@@ -52,16 +38,28 @@ def unmark(engine: Engine, host: Host) -> list[Change]:
     return [] if text is None else [Change(path, text, None)]
 
 
-def _since_reading(command: str, host: Host) -> Optional[float]:
-    """Seconds since the engine last did what `command` makes it do; None if it does not run, or not as that unit."""
-    if not command:
+def paths(engine: Engine, host: Host) -> list[str]:
+    text = host.read(_MARK + engine.NAME)
+    if text is None:
+        return []
+    first, *found = text.splitlines() or [""]
+    command, _, then = first.rpartition(" ")
+    last = _last_read(command, host)
+    return [] if last is None or (_UNKNOWN not in (last, then) and last != then) else found
+
+
+def _last_read(command: str, host: Host) -> Optional[str]:
+    """When the engine last did what `command` makes it do, in systemd's monotonic microseconds; "?" if systemd's answer
+    leaves that open; None if the engine does not run, or not as that unit."""
+    words = command.split()
+    if len(words) != 3 or not host.runs_systemd():
         return None
-    action, unit = command.split()[1:]
+    _, action, unit = words
     event = "StateChange" if action == "reload" else "ExecMainStart"  # a reload changes the unit's state, and back
     stamp = f"{event}TimestampMonotonic"
     text = host.ask("systemctl", "show", f"--property=ActiveState,{stamp}", unit) or ""
     values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    microseconds = values.get(stamp, "")
-    if values.get("ActiveState") != "active" or not microseconds.isdigit():
+    if values.get("ActiveState") in ("inactive", "failed"):
         return None
-    return time.monotonic() - int(microseconds) / 1e6
+    microseconds = values.get(stamp, "")
+    return microseconds if values.get("ActiveState") == "active" and microseconds.isdigit() else _UNKNOWN

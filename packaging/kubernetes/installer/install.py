@@ -51,9 +51,10 @@ CLAIMS = "/run/cdi/gpushare.io-claim_*.json"  # prepared by the DRA driver
 UPDATE_S = 300  # time between two updates of the features, since devices may change
 PROFILE_S = 60  # time between two reads of the label and of the profiles
 STEP_S = 2  # time between two checks for the NRI plugin, until it has run
+RETRY_S = 3600  # longest time between two attempts to require it; each restarts the engine
 DROP_INS = {"containerd": "/etc/containerd/conf.d/gpushare.toml", "crio": "/etc/crio/crio.conf.d/99-gpushare.conf"}
 OPTIONAL = b"gpushare-nri-optional"  # is in the drop-in if it requires the NRI plugin
-REMOVED = "/run/gpushare-removed."  # and the engine: perhaps it has not been restarted since gpushare left its files
+UNREAD = "/run/gpushare-unread."  # and the engine: perhaps it has not been restarted since gpushare left its files
 PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
@@ -315,12 +316,28 @@ def require_nri(engine: str, word: str = "--require-nri") -> None:
     restart(done)
 
 
+def try_to_require_nri(engine: str, delay: int) -> bool:
+    """Require the NRI plugin, or print why not and leave the engine without the requirement. `delay`: seconds until the
+    next attempt."""
+    try:
+        require_nri(engine)
+        return True
+    except Failed as error:
+        line = f"gpushare: {error}; the engine does not require the NRI plugin, next attempt in {delay} s"
+        print(line, file=sys.stderr, flush=True)
+    try:
+        lift_nri()
+    except Failed as error:
+        print(f"gpushare: {error}", file=sys.stderr, flush=True)
+    return False
+
+
 def lift_nri(keep: bool = False) -> None:
     """Stop requiring the NRI plugin, also for an earlier pod that was killed, even between the removal of the
     requirement and the engine's restart. `keep`: a requirement that was not removed."""
     for engine, path in DROP_INS.items():
         required = OPTIONAL in contents(path)
-        left = os.environ.get("GPUSHARE_ENGINE") == "none" and os.path.lexists(on_node(REMOVED + engine))
+        left = os.environ.get("GPUSHARE_ENGINE") == "none" and os.path.lexists(on_node(UNREAD + engine))
         if (required and not keep) or (left and not required):
             require_nri(engine, "--undo")
 
@@ -409,18 +426,16 @@ def serve(profile: Profile, pending: bool) -> None:
     """Follow the label, the profiles and the devices until the pod ends. `pending`: require the NRI plugin once it
     runs."""
     followed = updated = time.monotonic()
+    next_try, delay = 0.0, PROFILE_S
     while True:
         info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, STEP_S if pending else PROFILE_S)
         if info is not None and info.si_signo in ENDS:
             return
-        engine = plugin_runs() if pending else ""
-        if engine:
-            pending = False
-            try:
-                require_nri(engine)
-            except Failed as error:
-                print(f"gpushare: {error}; the engine does not require the NRI plugin", file=sys.stderr, flush=True)
         now = time.monotonic()
+        engine = plugin_runs() if pending and (info is not None or now >= next_try) else ""
+        if engine:
+            pending = not try_to_require_nri(engine, delay)
+            next_try, delay = now + delay, min(2 * delay, RETRY_S)
         if info is None and now < followed + PROFILE_S:
             continue
         followed = now
