@@ -39,6 +39,9 @@ class Tree:
     def glob(self, pattern: str) -> list[str]:
         return sorted(path for path in self.files if fnmatch(path, pattern))
 
+    def files_below(self, folder: str) -> list[str]:
+        return sorted((path for path in self.files if path.startswith(f"{folder}/")), key=lambda path: path.split("/"))
+
     def ask(self, *command: str) -> Optional[str]:
         return self.answers.get(" ".join(command))
 

@@ -80,6 +80,7 @@ def test_unconfigured_engines_are_reported(machine: Machine, root: Path) -> None
         ("containerd", "etc/containerd/config.toml", "    # SystemdCgroup = true\n", "cgroupfs"),
         ("crio", "etc/crio/crio.conf", "", "systemd"),
         ("crio", "etc/crio/crio.conf.d/1.conf", 'cgroup_manager = "cgroupfs"\n', "cgroupfs"),
+        ("crio", "etc/crio/crio.conf.d/00-default", 'cgroup_manager = "cgroupfs"\n', "cgroupfs"),
         ("podman", "etc/containers/containers.conf", 'cgroup_manager = "systemd"\n', "systemd"),
     ],
 )

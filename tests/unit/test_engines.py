@@ -55,6 +55,9 @@ def test_hooks_keep_configured_directories(engine: Any, main: str) -> None:
         assert value["hook"]["args"] == ["gpushare-hook", "--state", "/s", *flags, stage]
         assert [one.partition("=")[0] for one in value["hook"]["env"]] == ["PATH"]
     assert withdrawn(engine, after, files) == files
+    if engine is crio:
+        other = {f"{crio.FILE.rpartition('/')[0]}/00-default": files[main]}
+        assert '"/mine"' in configured(engine, other, SETTINGS._replace(hook_only=True))[engine.FILE]
     later = f"{engine.FILE.rpartition('/')[0]}/zz.conf"
     notes = engine.propose(SETTINGS._replace(hook_only=True), Tree({**files, later: files[main]})).notes
     assert later in notes[0] and "overrides gpushare's" in notes[0]

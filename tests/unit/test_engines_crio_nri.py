@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
 from gpushare.core.errors import ConfigError
 from gpushare.engines import crio, tomltext, validator
+from gpushare.engines.base import Change
+from gpushare.engines.host import Host
 
 from tests.unit.enginehost import applied, configured, withdrawn
 from tools.engine_snippets import SETTINGS, Tree
 
 REQUIRE_CRIO = SETTINGS._replace(engine_version="1.34", require_nri=True)
-CRIO_MAIN = "/etc/crio/crio.conf"
+CRIO_MAIN, DROP_INS = "/etc/crio/crio.conf", "/etc/crio/crio.conf.d"
 
 
 def required_by_crio(files: dict[str, str]) -> tuple[dict[str, str], Any]:
@@ -44,10 +48,11 @@ def test_crio_s_requirement_replaces_the_handler_and_is_replaced_by_it() -> None
     assert "default_validator" not in configured(crio, after, SETTINGS._replace(hook_only=True))[crio.FILE]
 
 
-def test_crio_s_lists_of_other_files_are_kept() -> None:
+@pytest.mark.parametrize("name", ["10-a.conf", "00-default", ".hidden", "50-a/b.conf", "9-a/b/c"])
+def test_crio_s_lists_of_other_files_are_kept(name: str) -> None:
     """A list in a later file replaces that of an earlier one."""
     own = '[crio.nri.default_validator]\nnri_validator_required_plugins = ["{}"]\n'
-    early, late = "/etc/crio/crio.conf.d/10-a.conf", "/etc/crio/crio.conf.d/99-z.conf"
+    early, late = f"{DROP_INS}/{name}", f"{DROP_INS}/99-z.conf"
     files = {CRIO_MAIN: own.format("main"), early: own.format("early")}
     after, table = required_by_crio(files)
     assert table["nri_validator_required_plugins"] == ["early", "gpushare"]
@@ -55,6 +60,53 @@ def test_crio_s_lists_of_other_files_are_kept() -> None:
     (note,) = crio.propose(REQUIRE_CRIO, Tree({**files, late: own.format("late")})).notes
     assert note.startswith(f"{late}: nri_validator_required_plugins overrides gpushare's")
     assert crio.propose(REQUIRE_CRIO, Tree({**files, late: own.format("gpushare")})).notes == []
+
+
+@pytest.mark.parametrize("late", ["99-z", "99-gpushare.confx", "99-z/a.conf"])
+@pytest.mark.parametrize("other", ["b", ""])
+def test_later_crio_file_without_the_exception_for_gpushare_s_pods_is_refused(late: str, other: str) -> None:
+    table = "[crio.nri.default_validator]\nnri_validator_tolerate_missing_plugins_annotation = '{}'\n"
+    path = f"{DROP_INS}/{late}"
+    with pytest.raises(ConfigError, match=f"{path}: nri_validator_tolerate_missing_plugins_annotation overrides gpush"):
+        crio.propose(REQUIRE_CRIO, Tree({path: table.format(other)}))
+    assert crio.propose(REQUIRE_CRIO, Tree({path: table.format(validator.OPTIONAL)})).notes == []
+    assert crio.propose(REQUIRE_CRIO, Tree({f"{DROP_INS}/1": table.format("")})).notes == []
+
+
+def test_later_crio_file_that_disables_the_validator_is_named() -> None:
+    path = f"{DROP_INS}/99-z"
+    text = "[crio.nri.default_validator]\nnri_enable_default_validator = {}\n"
+    (note,) = crio.propose(REQUIRE_CRIO, Tree({path: text.format("false")})).notes
+    assert note == f"{path}: nri_enable_default_validator = false overrides gpushare's, so set it to true there"
+    assert crio.propose(REQUIRE_CRIO, Tree({path: text.format("true")})).notes == []
+
+
+def test_every_file_below_the_directory_of_drop_ins_is_found(tmp_path: Path) -> None:
+    """In the order of Go's filepath.Walk, which CRI-O uses."""
+    names = [".a", "00-default", "a/b", "a/c/d.conf", "a-b", "b.conf"]
+    for name in names:
+        file = tmp_path / DROP_INS[1:] / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (tmp_path / DROP_INS[1:] / "link").symlink_to("a")
+    host, expected = Host(str(tmp_path)), [f"{DROP_INS}/{name}" for name in (*names, "link")]
+    assert host.files_below(DROP_INS) == expected
+    assert Tree(dict.fromkeys(reversed(expected), "")).files_below(DROP_INS) == expected
+    assert host.files_below("/none") == host.files_below(f"{DROP_INS}/.a") == []
+
+
+def test_temporary_file_is_where_crio_does_not_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, seen = Host(str(tmp_path)), []
+    (tmp_path / DROP_INS[1:]).mkdir(parents=True)
+    rename = os.rename
+
+    def watched(old: str, new: str) -> None:
+        seen.append(host.files_below(DROP_INS))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", watched)
+    host.write([Change(crio.FILE, None, "x")])
+    assert seen == [[]] and host.files_below("/etc/crio") == [crio.FILE]
 
 
 def test_administrator_s_crio_file_keeps_its_validator() -> None:

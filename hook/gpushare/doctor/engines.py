@@ -20,10 +20,10 @@ _CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^\s*cgroup_manager\s*=\s*
 _SYSTEMD = re.compile(
     r'native\.cgroupdriver=systemd|^\s*(SystemdCgroup\s*=\s*true|cgroup_manager\s*=\s*"systemd")', re.MULTILINE
 )
-_FILES = {
+_FILES = {  # a name with "/" at its end: all files below it
     "docker": ("/etc/docker/daemon.json",),
     "containerd": ("/etc/containerd/config.toml", "/etc/containerd/conf.d/*.toml"),
-    "crio": ("/etc/crio/crio.conf", "/etc/crio/crio.conf.d/*.conf"),
+    "crio": ("/etc/crio/crio.conf", "/etc/crio/crio.conf.d/"),
     "podman": (
         "/usr/share/containers/containers.conf",
         "/etc/containers/containers.conf",
@@ -92,7 +92,7 @@ def engines(machine: Machine) -> Result:
 
 def cgroup_driver(machine: Machine, engine: str) -> str:
     """The engine's cgroup driver according to its configuration files: systemd or cgroupfs."""
-    texts = [machine.files.read(path) or "" for name in _FILES[engine] for path in machine.files.glob(name)]
+    texts = [_text(machine, path) for name in _FILES[engine] for path in _matching(machine, name)]
     settings = [
         name for text in texts for name, rule in (("systemd", _SYSTEMD), ("cgroupfs", _CGROUPFS)) if rule.search(text)
     ]
@@ -143,7 +143,7 @@ def nvidia_hooks(machine: Machine) -> Result:
     files = machine.files
     paths = [path for folder in _HOOK_DIRS for path in files.glob(f"{folder}/*.json")]
     hooks = [path for path in paths if _NVIDIA_HOOK.search(_text(machine, path))]
-    names = [path for paths_ in _FILES.values() for name in paths_ for path in files.glob(name)]
+    names = [path for paths_ in _FILES.values() for name in paths_ for path in _matching(machine, name)]
     defaults = [path for path in names if _NVIDIA_DEFAULT.search(_text(machine, path))]
     if hooks and any(_has_hook(one) for one in _states(machine)):
         return Result(
@@ -159,6 +159,11 @@ def nvidia_hooks(machine: Machine) -> Result:
             "start them with the runtime gpushare, or make it the default",
         )
     return Result(OK, "none")
+
+
+def _matching(machine: Machine, name: str) -> list[str]:
+    files = machine.files
+    return files.files_below(name.rstrip("/")) if name.endswith("/") else files.glob(name)
 
 
 def _text(machine: Machine, path: str) -> str:

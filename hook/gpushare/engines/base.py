@@ -117,6 +117,9 @@ class Files(Protocol):
     def glob(self, pattern: str) -> list[str]:
         """Paths that match, sorted."""
 
+    def files_below(self, folder: str) -> list[str]:
+        """Paths of all files below a directory, in the order of the names of each directory."""
+
     def ask(self, *command: str) -> Optional[str]:
         """Standard output of a program of the engine; None: not installed, or it failed."""
 

@@ -1,6 +1,7 @@
 """Configure CRI-O: a runtime handler in a drop-in, or hooks.d files for the present handler. Pure.
 
-Source: crio.conf(5). CRI-O reads drop-ins in the order of their names, and a handler is one table. CRI-O passes all
+Sources: crio.conf(5); CRI-O 1.36, pkg/config/config.go. CRI-O reads all files below the directory of drop-ins, with any
+ending, hidden ones too, in the order of the names of each directory, and a handler is one table. CRI-O passes all
 annotations of a pod to the runtime, so no entry needs to allow them. `allowed_annotations` accepts only CRI-O's own
 annotations; with any other CRI-O does not start. With --require-nri there is no handler: the drop-in requires the NRI
 plugin (validator.py).
@@ -22,7 +23,7 @@ FORGET = RELOAD
 FILE = "/etc/crio/crio.conf.d/99-gpushare.conf"
 HOOKS = "/etc/crio/hooks.d"
 _MAIN = "/etc/crio/crio.conf"
-_DROP_INS = "/etc/crio/crio.conf.d/*.conf"
+_DROP_INS = "/etc/crio/crio.conf.d"
 _TABLE = ("crio", "runtime")
 _KEYS = (*_TABLE, "runtimes", RUNTIME)
 _OURS = ((*_TABLE, "hooks_dir"), _KEYS)
@@ -47,19 +48,18 @@ def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
 
 
 def _requirement(path: str, files: Files) -> tuple[dict[str, Any], list[str]]:
-    """(the validator's table, notes). A later file replaces a list, so gpushare's has what the other files require."""
+    """(the validator's table, notes). A later file replaces a list, so gpushare's has what the other files require.
+    Raises ConfigError if CRI-O would refuse containers that gpushare must not block."""
     names = validator.CRIO
     value: Mapping[str, Any] = {}
     notes, last = [], _MAIN
-    for one in [_MAIN, *files.glob(_DROP_INS)]:
+    for one in [_MAIN, *files.files_below(_DROP_INS)]:
         text = files.read(one)
         found = tomltext.check(tomltext.without_block(text or ""), one) if one != path or path != FILE else {}
         value = tomltext.merged(value, found)
-        table = tomltext.table_at(found, names.nri, one)
-        last = one if table else last
-        required = tomltext.table_at(found, names.keys, one).get(names.required)
-        if one > path and isinstance(required, list) and validator.PLUGIN not in required:
-            notes.append(f"{one}: {names.required} overrides gpushare's, so add {validator.PLUGIN} there")
+        last = one if tomltext.table_at(found, names.nri, one) else last
+        if hookfiles.is_later(one, path):
+            notes += validator.overridden(tomltext.table_at(found, names.keys, one), one, names)
     return validator.table(value, last, names), notes
 
 
@@ -75,7 +75,7 @@ def propose(settings: Settings, files: Files) -> Proposal:
         after = tomltext.put(before or "", {_REQUIREMENT: required}, path, _ours(path))
         changes = []
     elif settings.hook_only:
-        folders, notes = hookfiles.folders(HOOKS, files, [_MAIN, *files.glob(_DROP_INS)], path, _TABLE)
+        folders, notes = hookfiles.folders(HOOKS, files, [_MAIN, *files.files_below(_DROP_INS)], path, _TABLE)
         after = tomltext.put(before or "", {_TABLE: {"hooks_dir": folders}}, path, _ours(path))
         changes = hookfiles.propose(HOOKS, settings, files)
     else:

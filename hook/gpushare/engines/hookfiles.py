@@ -74,9 +74,14 @@ def folders(
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise ConfigError(f"{path}: hooks_dir must be a list of texts", "fix the file")
         found = value
-        if path.rpartition("/")[0] == own.rpartition("/")[0] and path > own and folder not in value:
+        if is_later(path, own) and folder not in value:
             notes.append(f"{path}: hooks_dir overrides gpushare's and lacks {shown(folder)}, so add it there")
     return [*found, *([] if folder in found else [folder])], notes
+
+
+def is_later(path: str, own: str) -> bool:
+    """Whether the engine reads the drop-in `path` after `own`."""
+    return path.startswith(own.rpartition("/")[0] + "/") and path.split("/") > own.split("/")
 
 
 def lacks_cri(hook: dict[str, Any]) -> bool:

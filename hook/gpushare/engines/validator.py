@@ -74,6 +74,23 @@ def why_not(names: Names, version: tuple[int, int]) -> str:
     return f"{unknown}{names.engine} before {first} cannot require NRI plugins, so its configuration stays unchanged"
 
 
+def overridden(table: Mapping[str, Any], path: str, names: Names) -> list[str]:
+    """One note for each setting with which a file that the engine reads after gpushare's drop-in undoes the
+    requirement. Raises ConfigError if the file removes the exception for gpushare's own pods."""
+    if table.get(names.tolerates, OPTIONAL) != OPTIONAL:
+        raise ConfigError(
+            f"{path}: {names.tolerates} overrides gpushare's, so {names.engine} would refuse gpushare's own pods",
+            f"set it to {OPTIONAL}, or remove it",
+        )
+    required = table.get(names.required)
+    notes = []
+    if isinstance(required, list) and PLUGIN not in required:
+        notes.append(f"{path}: {names.required} overrides gpushare's, so add {PLUGIN} there")
+    if table.get(names.enable) is False:
+        notes.append(f"{path}: {names.enable} = false overrides gpushare's, so set it to true there")
+    return notes
+
+
 def table(config: Mapping[str, Any], path: str, names: Names) -> dict[str, Any]:
     """The table for gpushare's drop-in, with what the other files require. Raises ConfigError."""
     nri, other = tomltext.table_at(config, names.nri, path), tomltext.table_at(config, names.keys, path)
