@@ -387,6 +387,19 @@ def test_lending_starts_again_some_time_after_the_last_need(
     assert not is_lent(state, "borrower")
 
 
+def test_container_with_a_damaged_limits_file_stops_no_lending_of_others(state: str, start: Start) -> None:
+    start("a", GIB, 2 * GIB)
+    start("borrower", GIB, 12 * GIB)
+    path = Path(storage.container_dir(state, "a"), "share", "limits")
+    other = lent(GIB, 2 * GIB)[0]
+    path.write_bytes(shm_abi.pack_limits((other._replace(device=other.device._replace(uuid=pure.UUIDS[1])),), 1))
+    agent = eviction.Agent(state, "none")
+    agent.tick()
+    assert is_lent(state, "borrower")
+    agent.close()
+    assert not is_lent(state, "borrower")
+
+
 def test_next_start_stops_lending_of_an_agent_that_was_killed(state: str, start: Start) -> None:
     start("borrower", 4 * GIB, 12 * GIB)
     lock = agentlock.take(state)

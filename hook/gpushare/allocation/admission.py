@@ -164,7 +164,8 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
     if known and used + size > total:
         free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
-        own = f" (its own {human(ledger.own_bytes)} included)" if ledger.own_bytes else ""
+        own_bytes = min(ledger.own_bytes, total - used)  # less than granted on a device that has shrunk
+        own = f" (its own {human(own_bytes)} included)" if own_bytes > 0 else ""
         raise CapacityError(
             f"device {device_name(device)}: {asked} requested, {free} free of {human(total)}{own}"
             + _held_by(device, ledger),

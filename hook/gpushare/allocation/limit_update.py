@@ -290,12 +290,12 @@ def lend_locked(state_dir: str, live: Iterable[Lease], lent: Collection[str]) ->
         if _differs(state_dir, lease, lent):
             try:
                 fd = _open(state_dir, lease.id)
+                try:
+                    store(fd, lease.shares, lent)
+                finally:
+                    os.close(fd)
             except GpushareError:
-                continue  # it is ending
-            try:
-                store(fd, lease.shares, lent)
-            finally:
-                os.close(fd)
+                continue  # it is ending, or its limits file is damaged: the other containers must not suffer
 
 
 def _differs(state_dir: str, lease: Lease, lent: Collection[str]) -> bool:
