@@ -154,18 +154,20 @@ def test_configuration_is_named_until_the_engine_has_read_it(
     )
     words = ["gpushare", "runtime", "configure", engine, f"--config-file=/run/{engine}", *options, "--format=json"]
 
-    def command() -> Optional[str]:
-        found: Optional[str] = json.loads(machine.run(*words))["next"]
+    def command(*more: str) -> Optional[str]:
+        found: Optional[str] = json.loads(machine.run(*words, *more))["next"]
         return found
 
     machine.run("systemctl", "start", engine)
     assert [command(), command()] == [f"systemctl {action} {engine}"] * 2
     machine.run("systemctl", action, engine)
     assert command() is None
-    (machine.run_dir / engine).touch()
-    assert command() == f"systemctl {action} {engine}"
+    assert [command("--undo"), command("--undo")] == [f"systemctl restart {engine}"] * 2
+    machine.run("systemctl", "restart", engine)
+    assert command("--undo") is None
+    assert [command(), command()] == [f"systemctl {action} {engine}"] * 2
     machine.run("systemctl", "stop", engine)
-    assert command() is None
+    assert command() is None  # it reads its files when it starts
 
 
 def test_metrics_are_served(machine: Machine) -> None:
