@@ -11,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -142,11 +143,11 @@ class Systemd:
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
-        self.at: dict[str, int] = {"ExecMainStart": 1000, "StateChange": 1000}
+        self.at: dict[str, int] = dict.fromkeys(("ExecMainStart", "StateChange"), time.monotonic_ns() // 1000)
         self.state = "inactive"  # "": systemctl fails
 
     def does(self, event: str) -> None:
-        self.at[event] += 1
+        self.at[event] = time.monotonic_ns() // 1000 + 1  # whole microseconds; later than what was marked before
 
     def ask(self, *command: str) -> Optional[str]:
         if command[0] != "systemctl" or not self.state:
@@ -217,6 +218,21 @@ def test_change_that_the_engine_has_not_read_is_named_again(
     assert answer() == ""
 
 
+def test_unread_files_of_an_earlier_change_stay_unread(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later command that changes another file replaces no mark."""
+    unit = systemd(monkeypatch, "crio")
+    cli("crio")
+    cli("crio", "--hook-only")
+    (root / record.path_of("crio")[1:]).unlink()
+    error = cli("crio", "--undo")[2]
+    marks = (root / f"{MARK}crio").read_text()
+    assert "now run: systemctl restart crio" in error and crio.FILE in marks and crio.HOOKS in marks
+    unit.does("ExecMainStart")
+    assert cli("crio", "--undo")[2] == ""
+
+
 @pytest.mark.parametrize("state", UNKNOWN_STATES)
 def test_change_counts_as_unread_where_systemd_did_not_answer(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, state: str
@@ -229,6 +245,11 @@ def test_change_counts_as_unread_where_systemd_did_not_answer(
     cli("crio", "--undo")
     unit.state = "active"
     assert "now run: systemctl restart crio" in cli("crio", "--undo")[2]
+    unit.does("ExecMainStart")
+    assert cli("crio", "--undo")[2] == ""
+    cli("crio")
+    unit.does("ExecMainStart")
+    assert cli("crio")[2] == ""
 
 
 def test_no_mark_is_left_in_another_root_and_without_systemd(
