@@ -163,5 +163,5 @@ def no_leaks() -> Iterator[None]:
     assert not left, f"mounts left behind: {left}"
     left_over = {pid: command for pid, command in processes.children().items() if pid not in children}
     # The cgroup lock warm-up (hook/launcher/cgroup_lock_warmup.c) may outlive a start by a moment.
-    running = {pid: command for pid, command in left_over.items() if processes.wait_exit(pid, 2) is None}
+    running = {pid: command for pid, command in left_over.items() if processes.wait_exit(pid, 30) is None}
     assert not running, f"processes left behind: {running}"

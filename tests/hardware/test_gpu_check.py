@@ -90,12 +90,17 @@ def test_assumptions_are_judged(whole: tuple[int, dict[str, Any], str]) -> None:
     assert "shim/memory/foreign.c relies on it" in printed
 
 
-def test_compute_ratios_are_near_the_limits(whole: tuple[int, dict[str, Any], str]) -> None:
-    """Short runs are imprecise beside other load, but native speed and no speed are far outside these bounds."""
+def test_compute_ratios_are_near_the_limits(whole: tuple[int, dict[str, Any], str], tmp_path: Path) -> None:
+    """Short runs are imprecise beside other load, but native speed and no speed are far outside these bounds. One delay
+    of 50 ms is enough for a wrong ratio, so a run is repeated."""
     values = {name: check["values"] for name, check in whole[1]["checks"].items() if name.startswith("compute.")}
     for name, least, most in (("30", 0.2, 0.4), ("graph", 0.2, 0.4), ("5", 0.02, 0.1)):
         assert least < values[f"compute.{name}"]["ratio"] < most, whole[2]
     low, high = values["compute.30_70"]["got_percent"]
+    for _ in range(2):
+        if not low < 45 < 55 < high:
+            content = gpu_check(tmp_path, "--only", "compute.30_70")[1]
+            low, high = content["checks"]["compute.30_70"]["values"]["got_percent"]
     assert low < 45 < 55 < high, whole[2]
 
 

@@ -192,7 +192,7 @@ def test_slow_plugin_no_gpu(engine: Engine) -> None:
         engine.plugin.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         one = pod.container(Want(SLEEP, TWO_GIB))
-        assert TIMEOUT_S <= time.monotonic() - began < 2 * TIMEOUT_S
+        assert TIMEOUT_S <= time.monotonic() - began < 30  # CRI's own timeout is 60 s
         one.start()
         assert has_no_gpu(one) and hooks(one) == []
         select.select([], [], [], max(0, LATE_S - (time.monotonic() - began)))

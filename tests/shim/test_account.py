@@ -11,7 +11,7 @@ from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import run
 from tests.shim.test_live import talk
 
-TICK_NS = 10_000_000  # the longest tick of a kernel, HZ=100
+TICK_NS = 100_000_000  # the longest tick of a kernel is 10 ms (HZ=100); a virtual processor can be delayed
 BEAT_NS = 1_000_000_000  # the parked thread counts that often
 
 
@@ -66,13 +66,13 @@ def test_peak_outlives_the_memory_and_refused_allocations_do_not_count() -> None
 
 
 def test_exit_without_free_counts_to_the_end() -> None:
-    program = "start(); ok(alloc(GIB)); print(time.monotonic_ns()); end = time.monotonic_ns() + 100 * 10**6\n"
+    program = "start(); ok(alloc(GIB)); print(time.monotonic_ns()); end = time.monotonic_ns() + 300 * 10**6\n"
     program += "while time.monotonic_ns() < end: pass\nprint(time.monotonic_ns())"
     with Box() as box:
         first, last = map(int, run(box, program))
         counted = usage(box).memory[0].byte_ns
     assert counted >= (GIB + CONTEXT_BYTES) * (last - first - TICK_NS)
-    assert counted < (GIB + CONTEXT_BYTES) * BEAT_NS
+    assert counted < (GIB + CONTEXT_BYTES) * (last - first + BEAT_NS)
 
 
 def test_memory_of_a_killed_process_is_counted_to_within_a_second() -> None:

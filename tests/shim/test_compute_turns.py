@@ -221,7 +221,7 @@ def test_slice_of_a_stopped_process_times_out(tmp_path: Path, sign: str) -> None
 
     The slice is long, so that its timeout differs from giving up the slice, which takes twice as long.
     """
-    with tenants(tmp_path, 700) as (a, b):
+    with tenants(tmp_path, 1900) as (a, b):
         end = f"threading.Timer(0.1, os.kill, (os.getpid(), signal.{sign})).start()"
         with (
             talk(b, SETUP + "began = time.monotonic()\nwork(0.01)\nsay(time.monotonic() - began)") as second,
@@ -232,7 +232,7 @@ def test_slice_of_a_stopped_process_times_out(tmp_path: Path, sign: str) -> None
             first_goes = threading.Thread(target=_run_to_end, args=(first,))
             first_goes.start()
             (took,) = second()
-            assert float(took) < 1.2
+            assert float(took) < 3.5  # 4 without the timeout
             assert ON_DEVICE + ON_HOST in held_bytes(b)
         first_goes.join()
 
@@ -314,8 +314,8 @@ say(sum(waited > 0.3 for waited in waits))
         if claim is _holds_the_slice:
             assert held_bytes(b) == [ON_DEVICE]
         (more,) = following()
-        # at least 3 if each launch waited
-        assert (float(first) > 0.3) + int(more) <= 1 + len(silent), (first, more, silent)
+        # At least 3 if each launch waited. Other load can delay one.
+        assert (float(first) > 0.3) + int(more) <= 2 + len(silent), (first, more, silent)
         assert held_bytes(b) == [ON_DEVICE + ON_HOST]
 
 
@@ -334,10 +334,10 @@ def test_false_claims_do_not_keep_other_tenants_from_migrating(tmp_path: Path) -
 
 @pytest.mark.parametrize("words", [(0, 2**64 - 1, 2**64 - 1, 0, 0, 0), (0, 0, 0, 1, 2**64 - 1, 0)])
 def test_claims_in_the_far_future_are_ignored(tmp_path: Path, words: tuple[int, ...]) -> None:
-    with tenants(tmp_path, 200) as (a, b):
+    with tenants(tmp_path, 2000) as (a, b):
         with a.pages().open("r+b") as file:
             file.seek(offset("gs_pages", "turn"))
             file.write(struct.pack("<6Q", *words))
         with talk(b, SETUP + "began = time.monotonic()\nsweep()\nsay(time.monotonic() - began)") as following:
             following()
-            assert float(following()[0]) < 0.15
+            assert float(following()[0]) < 2  # twice the slice if it was believed

@@ -48,16 +48,17 @@ def test_limit_holds_under_repeated_destroy_calls() -> None:
             ok(launch(function))
 
     thread = threading.Thread(target=work)
+    began = time.monotonic()
     thread.start()
-    end = time.monotonic() + 1
-    while time.monotonic() < end:
+    while time.monotonic() < began + 1:
         cuda.cuCtxDestroy_v2(context)
     stop.set()
     thread.join()
+    print(time.monotonic() - began)
     """
     with Box([GIB], compute=[20]) as box:
-        run(box, program, helpers=HELPERS)
-        assert percent_held(box, 1) < 40
+        (seconds,) = run(box, program, helpers=HELPERS)
+        assert percent_held(box, float(seconds)) < 40
 
 
 def test_thread_can_be_cancelled_after_destroying_a_context() -> None:

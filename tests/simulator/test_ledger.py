@@ -96,16 +96,16 @@ def test_memory_of_a_killed_process_is_freed(start: Start, ledger: Ledger) -> No
 
 
 def test_memory_of_a_dead_process_is_freed_after_the_delay(make_host: Callable[..., Path]) -> None:
-    root = make_host("late", late_return_ms=400.0)
+    root = make_host("late", late_return_ms=1500.0)
     with Remote(root) as doomed, Remote(root) as survivor, Ledger(str(root / "dev/nvidia0")) as ledger:
         doomed.do("cuda.context(); cuda.alloc(9 << 30)")
         survivor.do("cuda.context(); from tests.conformance import driver as d")
         doomed.kill()
-        assert survivor.get("d.error_of(cuda.alloc, 10 << 30)") == 2
         noticed = time.monotonic()
+        assert survivor.get("d.error_of(cuda.alloc, 10 << 30)") == 2
         assert ledger.used_bytes == CONTEXT and ledger.snapshot().unreturned_bytes == CONTEXT + (9 << 30)
         wait_until(lambda: survivor.get("d.error_of(cuda.alloc, 10 << 30)") is None)
-        assert time.monotonic() - noticed > 0.3
+        assert time.monotonic() - noticed > 1.4
 
 
 def test_ledger_is_exact_after_a_kill_at_any_instruction(start: Start, ledger: Ledger) -> None:

@@ -24,7 +24,7 @@ def group_of(ledger: Ledger, pidns: int) -> Group:
 
 
 def test_two_containers_share_the_device_in_each_window(simhost: Path, ledger: Ledger) -> None:
-    with Busy(simhost, OWN_PIDNS, seconds=1.3) as a, Busy(simhost, OWN_PIDNS, seconds=1.3, kernel=50) as b:
+    with Busy(simhost, OWN_PIDNS, seconds=1.3) as a, Busy(simhost, OWN_PIDNS, seconds=1.3, kernel=200) as b:
         for busy in (a, b):
             busy.go()
         said = [a.result(), b.result()]
@@ -41,7 +41,7 @@ def test_two_containers_share_the_device_in_each_window(simhost: Path, ledger: L
 
 def test_switch_counts_for_the_context_switched_to(make_host: Callable[..., Path]) -> None:
     root = make_host("noisy", timing=Timing(switch_us=(150, 151), slice_noise=0))
-    with Busy(root, OWN_PIDNS, seconds=0.6) as a, Busy(root, OWN_PIDNS, seconds=0.6) as b:
+    with Busy(root, OWN_PIDNS, seconds=3) as a, Busy(root, OWN_PIDNS, seconds=3) as b:
         for busy in (a, b):
             busy.go()
         said = [a.result(), b.result()]
@@ -80,7 +80,7 @@ def test_device_time_of_dead_processes_is_kept(start: Callable[..., Remote], led
 
 
 def test_history_covers_ten_seconds_and_rejects_other_ranges(simhost: Path, ledger: Ledger) -> None:
-    with Busy(simhost, seconds=0.2) as busy:
+    with Busy(simhost, seconds=2) as busy:
         busy.go()
         said = busy.result()
     history = ledger.history(said["pidns"])
@@ -142,6 +142,15 @@ def test_small_kernels_of_several_streams_run_concurrently(simhost: Path, ledger
     assert 3.5 * held_ns < said["done_ns"] + 30 * MS < 4.5 * held_ns
 
 
+def fastest(process: Remote, code: str, times: int) -> float:
+    """The smallest `took` of these runs: other load delays some of them."""
+    found: list[float] = []
+    for _ in range(times):
+        process.do(code)
+        found.append(process.get("took"))
+    return min(found)
+
+
 def test_launches_and_records_cost_the_configured_time(make_host: Callable[..., Path]) -> None:
     root = make_host("costly", timing=Timing(launch_us=100, record_us=200, bubble_us=300))
     with Remote(root) as p:
@@ -149,15 +158,20 @@ def test_launches_and_records_cost_the_configured_time(make_host: Callable[..., 
         p.do(
             "brief, stream, events = cuda.function(module, 'spin_us_1'), cuda.stream(1), [cuda.event() for _ in '123']"
         )
-        p.do("t = time.perf_counter(); [cuda.launch(brief, stream) for _ in range(50)]; took = time.perf_counter() - t")
-        assert 0.005 <= p.get("took") < 0.02
+        launch = (
+            "t = time.perf_counter(); [cuda.launch(brief, stream) for _ in range(50)]; took = time.perf_counter() - t"
+        )
+        assert 0.005 <= fastest(p, launch, 10) < 0.02
         # A long kernel first, so that both events are queued before the device reaches them.
-        p.do("cuda.launch(cuda.function(module, 'spin_us_50000'), stream); t = time.perf_counter()")
-        p.do("[cuda.ok('cuEventRecord', e, stream) for e in events]; took = time.perf_counter() - t")
-        assert 0.0006 <= p.get("took") < 0.01
+        p.do("long = cuda.function(module, 'spin_us_50000')")
+        record = "t = time.perf_counter(); [cuda.ok('cuEventRecord', e, stream) for e in events]"
+        took = fastest(p, f"cuda.launch(long, stream); {record}; took = time.perf_counter() - t", 3)
+        assert 0.0006 <= took < 0.01
         # so that the events are recorded before it ends
-        p.do("cuda.launch(cuda.function(module, 'spin_us_100000'), stream)")
-        p.do("[cuda.ok('cuEventRecord', e, stream) for e in events]; cuda.ok('cuEventSynchronize', events[2])")
+        p.do(
+            "cuda.launch(cuda.function(module, 'spin_us_900000'), stream); "
+            "[cuda.ok('cuEventRecord', e, stream) for e in events]; cuda.ok('cuEventSynchronize', events[2])"
+        )
         assert p.get("cuda.milliseconds(*events[:2])") == pytest.approx(0.3, abs=0.001)
 
 

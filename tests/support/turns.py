@@ -39,6 +39,8 @@ CLOCK = (
     "tests/simulator/test_classic.py",
     "tests/conformance/test_conformance.py",
     "tests/integration/test_compute_limits.py",
+    "tests/integration/test_compute_mig.py",
+    "tests/integration/test_lies.py",
     "tests/shim/test_compute_turns.py",
     "tests/integration/test_backends.py::test_compute_limit_holds",
     "tests/integration/test_live_limits.py::test_container_without_compute_limit",
@@ -100,7 +102,6 @@ FIRST = (
     "tests/shim/test_races.py",
     "tests/shim/test_sanitized.py",
     "tests/shim/test_live.py",
-    "tests/integration/test_lies.py",
     "tests/integration/test_adopt_mask.py",
 )
 

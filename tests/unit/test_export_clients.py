@@ -84,13 +84,14 @@ def test_client_with_request_is_dropped_last(server: Any, client: Any) -> None:
 
 def test_whole_request_has_one_deadline(server: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single bytes do not extend the deadline."""
-    monkeypatch.setattr(export, "_CLIENT_S", 0.3)
-    slow = client(PART)
-    with pytest.raises(OSError):
-        while not select.select([slow], [], [], 0.05)[0]:
-            slow.sendall(b"x")
-        assert slow.recv(1) == b""  # end of stream, unless the kernel has already reset the connection
-        raise OSError
+    with monkeypatch.context() as soon:
+        soon.setattr(export, "_CLIENT_S", 0.3)
+        slow = client(PART)
+        with pytest.raises(OSError):
+            while not select.select([slow], [], [], 0.05)[0]:
+                slow.sendall(b"x")
+            assert slow.recv(1) == b""  # end of stream, unless the kernel has already reset the connection
+            raise OSError
     assert scrape(server) == ANSWER
 
 
