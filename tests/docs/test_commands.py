@@ -88,7 +88,7 @@ APPLIES: dict[tuple[str, str], Callable[[Path], bool]] = {
     ("apply", "-f"): Path.is_file,  # with the fields of its API: test_kubernetes.py
     ("apply", "-k"): lambda folder: (folder / "kustomization.yaml").is_file(),  # and what that names: test_packaging.py
 }
-WITHOUT_FILES = ("describe pod", "create namespace", "label namespace", "label node")
+WITHOUT_FILES = ("describe pod", "create namespace", "label namespace", "label node", "get daemonsets", "get nodes")
 
 
 def test_kubectl_arguments_exist() -> None:
