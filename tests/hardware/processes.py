@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.hardware.place import CANNOT, TREE, Place
 KILLED_WAIT_S = 5.0  # do not wait longer for a killed process: the driver may keep it in the kernel
 
 
+CRASHED_IN = re.compile(r'  File ".*", line \d+ in ')  # as faulthandler writes it; the first is the innermost call
 MOST_STDERR = 4000  # characters of a failed program's stderr that are kept
 
 
@@ -113,7 +115,8 @@ class Tenant:
 
     def _said(self) -> str:
         lines = self._stderr().splitlines()
-        return lines[-1][:200] if lines else ""
+        crashed = next((line.strip() for line in lines if CRASHED_IN.match(line)), "")
+        return crashed or (lines[-1][:200] if lines else "")
 
     def _failed(self) -> Exception:
         try:

@@ -6,6 +6,7 @@ failed unexpectedly.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -80,6 +81,7 @@ def main(what: str, arguments: str) -> int:
 ANSWERS = 1
 if __name__ == "__main__":
     sys.modules["tests.hardware.tenant"] = sys.modules["__main__"]
+    faulthandler.enable()  # a crash inside a library of NVIDIA names the call
     ANSWERS = os.dup(1)
     os.dup2(2, 1)
     sys.exit(main(*sys.argv[1:]))

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.hardware import checks_handles
+from tests.hardware import checks_handles, processes
 from tests.hardware.machine import Machine
 from tests.hardware.place import TREE
 from tests.hardware.session import Session
+from tests.hardware.tenants import handles
 
 # A driver with green contexts (declared as in cuda.h 13.0) and the runtime library's private table. An event may be
 # recorded only in streams of its own context, and REFUSES says from which launch on they fail.
@@ -158,7 +159,7 @@ static int registered;
 void **__cudaRegisterFatBinary(const int *wrapper) {
     const unsigned char *image = *(const unsigned char **)(wrapper + 2);
     registered = wrapper[0] == 0x466243b1 && *(const unsigned *)image == 0xba55ed50 &&
-                 strstr((const char *)image + 80, "runtime_spin_us_10") != NULL;
+                 strstr((const char *)image + 16 + 80, "runtime_spin_us_10") != NULL;
     return (void **)&registered;
 }
 void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int limit, void *a,
@@ -191,3 +192,30 @@ def test_modules_of_an_old_runtime_library_are_measured(
     assert result.values["runtimes"]["11"]["shim"]["version"] == 11080
     assert not any(result.values["runtimes"]["11"]["shim"]["steps"].values())
     assert verdict in result.note and "no libcudart 11" not in result.note
+
+
+# The beginning of the file that `fatbinary --create=f --image3=kind=ptx,sm=50,file=f.ptx --compress=false` of CUDA 13.5
+# writes for 69 bytes of PTX
+FATBINARY = bytes.fromhex(
+    "50ed55ba01001000980000000000000001000101500000004800000000000000000000004000000000000600320000000000000000000000"
+    "110000000000000000000000000000000000000000000000480000000000000000000000000000002e76657273696f6e"
+)
+
+
+def test_fat_binary_is_that_of_nvidias_program() -> None:
+    """NVIDIA's driver follows an offset in it: another layout made the runtime library crash on hardware."""
+    ptx = b".version 6.0\n.target sm_50\n.address_size 64\n.visible .entry k() {}\n\n\n\n"
+    made = handles.fat_binary(ptx[:69])
+    assert made.startswith(FATBINARY)
+    assert len(made) == 16 + 80 + 72 and made.endswith(b"\0")
+
+
+def test_crash_names_the_call(tmp_path: Path) -> None:
+    library = tmp_path / "libcudart.so.11.0"
+    program = "void **__cudaRegisterFatBinary(void *w) { return *(void ***)1; }\n"
+    program += "".join(f"int {name}(void) {{ return 0; }}\n" for name in list(handles.SIGNATURES)[1:])
+    command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=program, text=True, check=True, timeout=60)
+    where = {"library": driver(tmp_path), "path": str(library)}
+    with pytest.raises(processes.Failed, match=r"SIGSEGV File .*handles.py\", line \d+ in runtime"):
+        processes.ask("runtime", time.monotonic() + 60, None, **where)

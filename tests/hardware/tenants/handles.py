@@ -128,7 +128,8 @@ def green(library: str, kernel_us: int, rounds: int, run_s: float) -> None:
 # ---- the runtime library -------------------------------------------------------------------------------------------
 
 WRAPPER, FATBIN = 0x466243B1, 0xBA55ED50
-PTX_KIND, ENTRY_BYTES, HOST_LINUX_64 = 1, 64, 0x11
+PTX_KIND, ENTRY_BYTES, HOST_LINUX_64 = 1, 80, 0x11
+OPTIONS_AT, OPTIONS_TEXT_AT = 64, 72  # in an entry: where its ptxas options are described, and their text
 TABLE_BYTES = 16 * MIB
 RUNTIME_PTX = f"""{HEAD}
 .global .align 4 .b8 table[{TABLE_BYTES}];
@@ -145,10 +146,14 @@ RUNTIME_PTX = f"""{HEAD}
 
 
 def fat_binary(ptx: bytes) -> bytes:
-    """Return a fat binary with one uncompressed PTX entry, as `fatbinary --create` writes it."""
-    ptx += b"\0" * (8 - len(ptx) % 8)
+    """Return a fat binary with one uncompressed PTX entry, byte by byte as NVIDIA's `fatbinary` 13.5 writes it.
+
+    The driver follows the offset of the options' text. Without that text it reads any address, and crashes.
+    """
+    ptx += b"\0" * (-len(ptx) % 8 or 8)
     head = (PTX_KIND, 0x101, ENTRY_BYTES, len(ptx))
-    entry = struct.pack("<HHIQIIHHIIIQQQ", *head, 0, ENTRY_BYTES, 0, 6, 50, 0, 0, HOST_LINUX_64, 0, 0)
+    entry = struct.pack("<HHIQIIHHIIIQQQ", *head, 0, OPTIONS_AT, 0, 6, 50, 0, 0, HOST_LINUX_64, 0, 0)
+    entry += struct.pack("<QQ", OPTIONS_TEXT_AT, 0)  # an empty text
     return struct.pack("<IHHQ", FATBIN, 1, 16, len(entry) + len(ptx)) + entry + ptx
 
 
@@ -160,37 +165,59 @@ class Dim3(ctypes.Structure):
     _fields_ = [("x", c_uint), ("y", c_uint), ("z", c_uint)]
 
 
+# The functions of libcudart that a compiled program calls: argument types, and the result's type if it is no error code
+TEXT, OUT = c_char_p, c_void_p
+SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "__cudaRegisterFatBinary": ([c_void_p], c_void_p),
+    "__cudaRegisterFunction": ([c_void_p, c_void_p, TEXT, TEXT, c_int, *[c_void_p] * 5], None),
+    "__cudaRegisterFatBinaryEnd": ([c_void_p], None),
+    "cudaRuntimeGetVersion": ([OUT], c_int),
+    "cudaFree": ([c_void_p], c_int),
+    "cudaMemGetInfo": ([OUT, OUT], c_int),
+    "cudaLaunchKernel": ([c_void_p, Dim3, Dim3, c_void_p, c_size_t, c_void_p], c_int),
+    "cudaDeviceSynchronize": ([], c_int),
+}
+NO_ARGUMENTS = (c_void_p * 1)()  # as nvcc passes them: an array, even if the kernel has none
+
+
+def declared(cudart: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the functions, so that ctypes passes each argument in the width that C expects."""
+    for name, (arguments, result) in SIGNATURES.items():
+        if hasattr(cudart, name):
+            function = getattr(cudart, name)
+            function.argtypes, function.restype = arguments, result
+    return cudart
+
+
 def runtime(library: str, path: str) -> None:
     """Register and launch a kernel like a program that nvcc compiled; report what the module took and was charged.
 
     A step with a code other than 0 is the last one. `path`: libcudart, which loads the driver by its soname.
     """
     ctypes.CDLL(library)
-    cudart = ctypes.CDLL(path)
+    cudart = declared(ctypes.CDLL(path))
     image = fat_binary(RUNTIME_PTX.encode())
     wrapper = Wrapper(magic=ctypes.c_int(WRAPPER).value, version=1, data=image)
     host = ctypes.create_string_buffer(16)  # stands for the function in the program
     free = [c_size_t(), c_size_t()]
     steps: dict[str, int] = {}
-    register = cudart["__cudaRegisterFatBinary"]
-    register.restype = c_void_p
-    handle = c_void_p(register(byref(wrapper)))
-    name = c_char_p(b"runtime_spin_us_10")
-    cudart["__cudaRegisterFunction"](handle, host, name, name, -1, None, None, None, None, None)
+    handle = getattr(cudart, "__cudaRegisterFatBinary")(byref(wrapper))
+    name = b"runtime_spin_us_10"
+    getattr(cudart, "__cudaRegisterFunction")(handle, host, name, name, -1, None, None, None, None, None)
     if hasattr(cudart, "__cudaRegisterFatBinaryEnd"):
-        cudart["__cudaRegisterFatBinaryEnd"](handle)
+        getattr(cudart, "__cudaRegisterFatBinaryEnd")(handle)
     one = Dim3(1, 1, 1)
     version, total = c_int(), c_size_t()
     calls = (
         ("cudaRuntimeGetVersion", (byref(version),)),
         ("cudaFree", (None,)),
         ("cudaMemGetInfo", (byref(free[0]), byref(total))),
-        ("cudaLaunchKernel", (host, one, one, None, c_size_t(0), None)),
+        ("cudaLaunchKernel", (host, one, one, NO_ARGUMENTS, 0, None)),
         ("cudaDeviceSynchronize", ()),
         ("cudaMemGetInfo", (byref(free[1]), byref(total))),
     )
     for call, arguments in calls:
-        steps[call] = int(cudart[call](*arguments))
+        steps[call] = int(getattr(cudart, call)(*arguments))
         if steps[call]:
             break
     say(version=version.value, steps=steps, taken_bytes=free[0].value - free[1].value, table_bytes=TABLE_BYTES)
