@@ -204,7 +204,8 @@ def green_launches(values: Values) -> Judgement:
 
 def charged_in_framework(values: Values) -> tuple[int, int, str]:
     """Return what a framework that has worked uses, and what it is charged, and a phrase about both."""
-    used, charged = values["used_bytes"], values["total_bytes"] - values["free_bytes"]
+    charged = values.get("charged_bytes", values["total_bytes"] - values["free_bytes"])  # format 2 has only the latter
+    used = values["used_bytes"]
     return used, charged, f"{size(used)} used, {size(charged)} charged"
 
 

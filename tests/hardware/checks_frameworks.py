@@ -13,7 +13,10 @@ from tests.hardware.session import Result, Session, size, verdict
 SLACK = 128 << 20
 
 
-def judge(seen: dict[str, Any], goes_on: bool, limit: int, device_bytes: int) -> Result:
+TITLES = {"cupy": "CuPy", "numba": "Numba", "jax": "JAX", "triton": "Triton"}
+
+
+def judge(seen: dict[str, Any], limit: int, device_bytes: int) -> Result:
     """Return whether a framework got its limit, no more and no less, and went on."""
     wrong = []
     if seen["total_bytes"] > limit:
@@ -24,12 +27,12 @@ def judge(seen: dict[str, Any], goes_on: bool, limit: int, device_bytes: int) ->
         wrong.append(f"the device counts {size(device_bytes)}, {size(device_bytes - limit)} over the limit")
     if seen["got_bytes"] < seen["free_bytes"] - SLACK:
         wrong.append(f"got only {size(seen['got_bytes'])} of {size(seen['free_bytes'])} free")
-    if not goes_on:
-        wrong.append("it did not continue after it was refused")
-    charged = seen["total_bytes"] - seen["free_bytes"]
+    failed = [f"{what}: {why}" for what, why in seen["trials"].items() if why]
+    if failed:
+        wrong.append(f"after the refusal it did not go on as before ({'; '.join(failed)})")
     note = f"limit {size(limit)}: got {size(seen['got_bytes'])}, device counts {size(device_bytes)}, then refused; "
-    note += f"before, {size(seen['used_bytes'])} were used and {size(charged)} charged"
-    values = {**seen, "limit_bytes": limit, "device_bytes": device_bytes, "goes_on": goes_on}
+    note += f"before, {size(seen['used_bytes'])} were used and {size(seen['charged_bytes'])} charged"
+    values = {**seen, "limit_bytes": limit, "device_bytes": device_bytes}
     return verdict(wrong, note, values)
 
 
@@ -42,12 +45,25 @@ def limit(session: Session, name: str) -> Result:
         processes.Tenant("framework", session.deadline, place, name=name, most_bytes=most + most // 4) as tenant,
     ):
         seen = tenant.receive()
+        if "broken" in seen:
+            return broken(session, name, most, seen["broken"])
         seen["used_bytes"] = session.used_bytes() - before
+        seen["charged_bytes"] = place.charged_bytes()
         tenant.go()
         seen.update(tenant.receive())
         taken = session.used_bytes() - before
         tenant.go()
-        return judge(seen, tenant.receive()["goes_on"], most, taken)
+        seen.update(tenant.receive())
+        return judge(seen, most, taken)
+
+
+def broken(session: Session, name: str, most: int, why: str) -> Result:
+    """Return the result for a framework that cannot work in a share: natively it may not work either."""
+    native = processes.ask("framework", session.deadline, name=name, most_bytes=most)
+    title = TITLES.get(name, "PyTorch")
+    if "broken" in native:
+        return Result("not run", f"{title} does not work here: {native['broken']}", {"native": native})
+    raise processes.Failed(f"{title} works natively, but not in a share: {why}")
 
 
 def all_reduce(session: Session, ranks: int, worlds: int, name: str) -> list[dict[str, Any]]:

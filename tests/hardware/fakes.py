@@ -100,7 +100,12 @@ class Array:
 
     block_until_ready = copy_to_host = lambda self: self
 
-    def __getitem__(self, at: int) -> float:
+    def zero_(self) -> None:
+        self.numbers = [0.0] * len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, tuple):  # of a matrix whose elements are equal
+            return Array(self.device, [self.numbers[at[0]]])
         return self.numbers[at]
 
     def __setitem__(self, at: int, number: float) -> None:
@@ -111,6 +116,21 @@ class Array:
 
     def __eq__(self, other: object) -> bool:
         return self.numbers[0] == other
+
+
+class Graph:
+    """A CUDA graph of products. Like the real one it does not keep the tensors that it uses."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.products: list[tuple[weakref.ref[Array], ...]] = []
+
+    def replay(self) -> None:
+        self.device.calls.append("replay")
+        for left, right, out in self.products:
+            tensors = left(), right(), out()
+            if None not in tensors:
+                tensors[2].numbers = (tensors[0] @ tensors[1]).numbers  # type: ignore
 
 
 def namespace(**names: Any) -> Any:
@@ -133,15 +153,27 @@ def torch(device: Device) -> types.ModuleType:
 
         return fill
 
+    captures: list[Graph] = []  # the open one
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, **_: Any) -> Iterator[None]:
+        captures.append(graph)
+        try:
+            yield
+        finally:
+            captures.clear()
+
     def product(left: Array, right: Array, out: Array) -> None:
-        out.numbers = (left @ right).numbers
+        if captures:
+            captures[0].products.append((weakref.ref(left), weakref.ref(right), weakref.ref(out)))
+        else:
+            out.numbers = (left @ right).numbers
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         device.calls.append("compile")
         return function
 
     stream = namespace(wait_stream=device.called("wait_stream"))
-    graph = namespace(replay=device.called("replay"))
     module = types.ModuleType("torch")
     cuda = namespace(
         is_available=lambda: True,
@@ -150,10 +182,11 @@ def torch(device: Device) -> types.ModuleType:
         Stream=lambda: stream,
         current_stream=lambda: stream,
         stream=anywhere,
-        graph=anywhere,
+        graph=capture,
+        is_current_stream_capturing=lambda: bool(captures),
         synchronize=device.called("synchronize"),
         Event=lambda: namespace(record=device.called("record"), synchronize=device.called("synchronize")),
-        CUDAGraph=lambda: graph,
+        CUDAGraph=lambda: Graph(device),
     )
     distributed = types.ModuleType("torch.distributed")
     vars(distributed).update(

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.shim.box import MS_BIND, MS_NODEV, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT, bind, make_devices, mount
 
 if TYPE_CHECKING:
+    from gpushare.state.usage_reader import Usage
+
     from tests.hardware.machine import Machine
 
 TREE = Path(__file__).resolve().parents[2]
@@ -112,11 +114,19 @@ class Place:
         """Return the command line that runs `args` inside."""
         return [sys.executable, "-I", "-S", __file__, self._inside, *args]
 
-    def refused(self) -> int:
-        """Return how many allocations the shim refused in this place."""
+    def usage(self) -> Usage:
+        """Return what the shim has written of this place into the usage file."""
         from gpushare.state import usage_reader
 
-        return usage_reader.read_usage((self.directory / "rw" / "usage").read_bytes()).refused[0]
+        return usage_reader.read_usage((self.directory / "rw" / "usage").read_bytes())
+
+    def refused(self) -> int:
+        """Return how many allocations the shim refused in this place."""
+        return self.usage().refused[0]
+
+    def charged_bytes(self) -> int:
+        """Return the bytes that the shim has charged to the processes in this place."""
+        return self.usage().used_bytes(0)
 
 
 # ---- inside --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tests.hardware.tenant import absent, listen, say
@@ -16,14 +16,24 @@ SIDE = 512
 NCCL_S = 25
 
 
+Trials = dict[str, Callable[[], bool]]  # what a trial does -> whether its result is right
+
+
 class Program(NamedTuple):
-    """`work` returns whether a result on the device is right; `take(bytes)` allocates; `forget` frees cached memory."""
+    """`work` returns whether a result on the device is right; `take(bytes)` allocates; `forget` frees cached memory.
+
+    `steps`: sizes of allocations, each until the first refusal. `at_limit`, `after`: more trials while the memory is
+    full, and once it is free again.
+    """
 
     version: str
     work: Callable[[], bool]
     take: Callable[[int], Any]
     forget: Callable[[], Any]
     memory: Callable[[], tuple[int, int]]  # (free, total)
+    steps: Sequence[int] = STEPS
+    at_limit: Trials = {}
+    after: Trials = {}
 
 
 def imported(name: str) -> Any:
@@ -66,23 +76,70 @@ def _compiled(torch: Any) -> Callable[[], bool]:
     return lambda: bool(double(ones).sum().item() == 3 * SIDE**2)
 
 
-def _graphs(torch: Any) -> Callable[[], bool]:
-    ones = torch.ones(SIDE, SIDE, device="cuda")
-    out = torch.zeros(SIDE, SIDE, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.mm(ones, ones, out=out)
-    torch.cuda.current_stream().wait_stream(stream)
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded):
-        torch.mm(ones, ones, out=out)
+class Graphs:
+    """Products of matrices in CUDA graphs. A graph reads and writes the tensors of its capture, so it keeps them."""
 
-    def replay() -> bool:
-        recorded.replay()
-        return bool(out.sum().item() == SIDE**3)
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.ones, self.out = (make(SIDE, SIDE, device="cuda") for make in (torch.ones, torch.zeros))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.mm(self.ones, self.ones, out=self.out)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.first = self.captured()
 
-    return replay
+    def captured(self) -> Any:
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
+            self.torch.mm(self.ones, self.ones, out=self.out)
+        return graph
+
+    def replays(self, graph: Any) -> bool:
+        """Replay and read two elements, which allocates nothing: the memory may be full."""
+        self.out.zero_()
+        graph.replay()
+        return bool(self.out[0, 0].item() == self.out[-1, -1].item() == SIDE)
+
+    def replay(self) -> bool:
+        return self.replays(self.first)
+
+    def capture(self) -> bool:
+        return self.replays(self.captured())
+
+    def refused_in_capture(self) -> bool:
+        """Return whether an allocation beyond the limit during a capture is refused as memory that is lacking."""
+        graph = self.torch.cuda.CUDAGraph()
+        try:
+            with self.torch.cuda.graph(graph):
+                self.torch.mm(self.ones, self.ones, out=self.out)
+                self.torch.empty(self.torch.cuda.mem_get_info()[1] + MIB, dtype=self.torch.uint8, device="cuda")
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return True
+        return False
+
+    def not_capturing(self) -> bool:
+        """Return whether no capture is left, so that the whole device can be waited for."""
+        self.torch.cuda.synchronize()
+        return not self.torch.cuda.is_current_stream_capturing()
+
+
+def _graphs() -> Program:
+    program = _torch("", _eager)
+    graphs = Graphs(torch_module())
+    during: Trials = {
+        "an allocation during a capture is refused": graphs.refused_in_capture,
+        "no capture is left then": graphs.not_capturing,
+        "an earlier graph replays then": graphs.replay,
+        "the next capture works then": graphs.capture,
+    }
+    return program._replace(
+        work=graphs.replay,
+        at_limit={"a captured graph replays while memory is full": graphs.replay},
+        after={"a captured graph replays": graphs.replay, "a new capture works": graphs.capture, **during},
+    )
 
 
 def _triton_kernel(torch: Any) -> Callable[[], bool]:
@@ -141,13 +198,14 @@ def _jax() -> Program:
         lambda size: numbers.zeros(size, dtype=numbers.uint8).block_until_ready(),
         lambda: None,
         memory,
+        steps=(64 * MIB,),  # its allocator waits for 10 s before each refusal
     )
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "eager": lambda: _torch("", _eager),
     "compiled": lambda: _torch("", _compiled),
-    "graphs": lambda: _torch("", _graphs),
+    "graphs": _graphs,
     "expandable": lambda: _torch("expandable_segments:True", _eager),
     "async": lambda: _torch("backend:cudaMallocAsync", _eager),
     "triton": lambda: _torch("", _triton_kernel),
@@ -173,30 +231,47 @@ def is_out_of_memory(error: Exception) -> bool:
     return "outofmemory" in text or "resourceexhausted" in text
 
 
+def attempt(work: Callable[[], bool]) -> str:
+    """Return "" if the work's result is right; otherwise what is wrong."""
+    try:
+        return "" if work() else "a result on the device is wrong"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
 def framework(name: str, most_bytes: int) -> None:
-    """Work and report the memory; on a line allocate until refused; on another free it all and work again."""
+    """Work and report the memory; on a line allocate until refused; on another free it all and work again.
+
+    `broken`: why it cannot work even before. `trials`: what went wrong in each trial, "" for nothing.
+    """
     program = PROGRAMS[name]()
-    assert program.work(), "a result on the device is wrong"
+    broken = attempt(program.work)
+    if broken:
+        say(broken=broken)
+        return
     free, total = program.memory()
     say(version=program.version, total_bytes=total, free_bytes=free)
     listen()
     held: list[Any] = []
-    got, error_text = 0, ""
-    for step in STEPS:
+    got, refused = 0, ""
+    for step in program.steps:
         while got + step <= most_bytes:
             try:
                 held.append(program.take(step))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise RuntimeError(f"{type(error).__name__}: {error}") from error
-                error_text = f"{type(error).__name__}: {error}"[:200]
+                refused = f"{type(error).__name__}: {error}"[:200]
                 break
             got += step
-    say(got_bytes=got, refused=error_text)
+    say(got_bytes=got, refused=refused)
     listen()
+    trials = {what: attempt(work) for what, work in program.at_limit.items()}
     held.clear()
     program.forget()
-    say(goes_on=program.work())
+    trials["it works once memory is free"] = attempt(program.work)
+    trials.update((what, attempt(work)) for what, work in program.after.items())
+    say(goes_on=not any(trials.values()), trials=trials)
 
 
 def nccl(file: str, rank: int, ranks: int) -> None:
