@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define SIM_MAGIC 0x5645444d49535347ull /* "GSSIMDEV" */
-#define SIM_VERSION 3u
+#define SIM_VERSION 4u
 #define SIM_MAX_CLIENTS 512u
 #define SIM_MAX_GROUPS 256u
 #define SIM_MAX_SHARED 1024u
@@ -36,6 +36,12 @@
 #define SIM_MIG(index) ((index) >> 8 & 0xffu) /* plus 1; 0 for a whole GPU */
 #define SIM_GI(index) ((index) >> 16 & 0xffu)
 #define SIM_CI(index) ((index) >> 24 & 0x7fu)
+
+/* Costs beyond a program's own allocations: `Costs` in models.py has the same fields. */
+struct sim_costs {
+    uint64_t init_bytes;     /* taken by cuInit of each device; NVML lists it for no process */
+    uint64_t unlisted_bytes; /* part of each context that NVML lists for no process */
+};
 
 /* Written once by simhost.py before any client starts. */
 struct sim_config {
@@ -78,6 +84,7 @@ struct sim_config {
     uint32_t threads_per_sm;
     uint32_t compute_mode; /* nvmlComputeMode_t */
     uint32_t xid;          /* the last Xid error; its number above bit 16 */
+    struct sim_costs costs;
 };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
@@ -103,6 +110,8 @@ struct sim_client {
     uint32_t parted;
     uint64_t managed_bytes; /* part of `bytes`: managed memory, which other clients may evict */
     uint64_t evicted_bytes; /* evicted by other clients, not yet noticed by this one */
+    /* part of `bytes`, apart from managed memory: what NVML lists for no process */
+    uint64_t unlisted_bytes;
 };
 
 /* All clients of one pid namespace, that is, of one container. */
@@ -200,12 +209,13 @@ _Static_assert(offsetof(struct sim_config, cuda_version) == 256, "cuda_version")
 _Static_assert(offsetof(struct sim_state, sequence) == 1152, "sequence");
 _Static_assert(offsetof(struct sim_state, group) == 4096, "group");
 _Static_assert(sizeof(struct sim_group) == 64, "sim_group");
-_Static_assert(sizeof(struct sim_client) == 128, "sim_client");
+_Static_assert(sizeof(struct sim_client) == 136, "sim_client");
 _Static_assert(offsetof(struct sim_state, client) == 20480, "client");
 _Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
 _Static_assert(offsetof(struct sim_config, switch_high_ns) == 304, "switch_high_ns");
 _Static_assert(offsetof(struct sim_config, reserved_bytes) == 352, "reserved_bytes");
-_Static_assert(offsetof(struct sim_state, history) == 217088, "history");
+_Static_assert(offsetof(struct sim_config, costs) == 376, "costs");
+_Static_assert(offsetof(struct sim_state, history) == 221184, "history");
 _Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
 
@@ -241,6 +251,10 @@ void sim_uncharge_managed(struct sim_device *device, uint64_t bytes);
 /* True if `bytes` of it were evicted by another client; counts them as noticed. */
 bool sim_was_evicted(struct sim_device *device, uint64_t bytes);
 void sim_uncharge(struct sim_device *device, uint64_t bytes);
+/* Counts memory that is charged, or no longer charged, as listed by NVML for no process. */
+void sim_unlist(struct sim_device *device, int64_t bytes);
+/* The bytes that NVML lists for a client. Call locked. */
+uint64_t sim_listed_bytes(const struct sim_client *client);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);
 /* The host pid of the client if F_GETLK reports it, otherwise the pid in its namespace; 0: dead.

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 if __package__:
-    from . import layout
+    from . import layout, models
 else:
     import layout  # type: ignore[no-redef]
+    import models  # type: ignore[no-redef]
 
 FLOCK = struct.Struct("hhqqi4x")
 RETRIES = 2000
@@ -47,6 +48,8 @@ class Client(NamedTuple):
     switch_ns: int
     programmatic: int  # launches that may overlap with the preceding kernel
     parted: int  # of those, launches prevented from overlapping by an event in between
+    managed_bytes: int  # part of `bytes`: managed memory, which other processes may evict
+    unlisted_bytes: int  # part of `bytes`: what else NVML lists for no process
 
 
 class Group(NamedTuple):
@@ -107,6 +110,7 @@ class Ledger:
             raise ValueError(f"{path}: not a simulated device of version {layout.VERSION}; rebuild it with simhost.py")
         self.total_bytes: int = config[5]
         self.context_bytes: int = config[6]
+        self.costs = models.Costs(*config[layout.COSTS_FIRST :])
 
     def close(self) -> None:
         os.close(self._fd)
@@ -148,7 +152,10 @@ class Ledger:
             holder = self._host_pid(index)
             alive = layout.STATES[row[0]] == "live" and holder >= 0
             clients.append(
-                Client(index, row[1], max(holder, 0), row[2], row[3], alive, row[6], row[10], row[8], row[4], *row[11:])
+                Client(
+                    *(index, row[1], max(holder, 0), row[2], row[3], alive, row[6], row[10], row[8], row[4]),
+                    *(*row[11:18], row[19]),
+                )
             )
             if alive:
                 current[row[9]] = current.get(row[9], 0) + row[6]

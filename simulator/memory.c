@@ -157,6 +157,20 @@ void sim_uncharge_managed(struct sim_device *device, uint64_t bytes) {
     sim_unlock(device);
 }
 
+void sim_unlist(struct sim_device *device, int64_t bytes) {
+    sim_lock(device);
+    struct sim_client *c = &device->state->client[device->client - 1];
+    if (!is_gone(device, c))
+        c->unlisted_bytes += (uint64_t)bytes;
+    sim_unlock(device);
+}
+
+/* Managed memory belongs to a client of the kernel's in the real driver, not to the process. */
+uint64_t sim_listed_bytes(const struct sim_client *c) {
+    uint64_t hidden = c->unlisted_bytes + c->managed_bytes;
+    return c->bytes > hidden ? c->bytes - hidden : 0;
+}
+
 void sim_count_context(struct sim_device *device, int delta) {
     sim_lock(device);
     struct sim_client *c = &device->state->client[device->client - 1];

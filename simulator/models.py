@@ -1,4 +1,4 @@
-"""The GPUs that the simulator can imitate: memory, reserved memory, context size, multiprocessors.
+"""The GPUs that the simulator can imitate: memory, reserved memory, context size, multiprocessors, costs.
 
 `memory` below is what programs can allocate: NVML's total (version 1, which nvidia-smi prints) without `reserved`.
 `source` says where each model's numbers come from. cuDeviceTotalMem and PyTorch's "total capacity" are `memory`.
@@ -11,17 +11,25 @@ from typing import NamedTuple
 MIB = 1 << 20
 
 
+class Costs(NamedTuple):
+    """Costs beyond a program's own allocations: struct sim_costs of device.h, in the same order."""
+
+    init_bytes: int = 0  # taken by cuInit of each device; NVML lists it for no process
+    unlisted_bytes: int = 0  # part of each context that NVML lists for no process
+
+
 class Model(NamedTuple):
     """Sizes in MiB; `cores` and `threads` are per multiprocessor (CUDA C++ Programming Guide, compute capabilities)."""
 
     total_mib: int
     reserved_mib: int
-    context_mib: int
+    context_mib: float
     multiprocessors: int
     capability: tuple[int, int]
     cores: int
     threads: int
     source: str
+    costs: Costs = Costs()
 
     @property
     def memory_bytes(self) -> int:
@@ -33,7 +41,12 @@ class Model(NamedTuple):
 
     @property
     def context_bytes(self) -> int:
-        return self.context_mib * MIB
+        return int(self.context_mib * MIB)
+
+    @property
+    def listed_bytes(self) -> int:
+        """Return the part of a context that NVML lists for the process."""
+        return self.context_bytes - self.costs.unlisted_bytes
 
 
 DEFAULT = "NVIDIA Simulated A16"
@@ -50,8 +63,9 @@ MODELS = {
         "context reported in llama.cpp pull request 23604; reserved memory assumed, as on the RTX A4000",
     ),
     "NVIDIA H100 80GB HBM3": Model(
-        *(81559, 469, 536, 132, (9, 0), 128, 2048),
-        "nvidia-smi: 81559 MiB, PyTorch: 79.19 GiB; context assumed",
+        *(81559, 469, 523.5625, 132, (9, 0), 128, 2048),
+        "nvidia-smi: 81559 MiB, PyTorch: 79.19 GiB; context and costs measured on 2026-11-27, driver 580.159.04",
+        Costs(init_bytes=3407872, unlisted_bytes=5832704),  # the first context takes 526.8 MiB, NVML lists 518
     ),
     "NVIDIA H200": Model(
         *(143771, 606, 536, 132, (9, 0), 128, 2048),

@@ -2,6 +2,7 @@
 
     simhost.py DIR [--gpus N] [--model "NVIDIA H200"] [--memory 16GiB] [--context-mib 300] [--uuid GPU-...]...
                [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
+               [--init-bytes 3407872] [and the other fields of Costs; a model has its own]
 
 In an existing root each file is replaced; the state of its devices is reset.
 """
@@ -31,7 +32,8 @@ BUILT = Path(__file__).resolve().parents[1] / "build" / "sim"
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 MARKER = ".gpushare-sim"
 DEFAULT_MODEL = models.DEFAULT
-DEFAULT_CONTEXT_MIB = models.MODELS[DEFAULT_MODEL].context_mib
+DEFAULT_CONTEXT_MIB = int(models.MODELS[DEFAULT_MODEL].context_mib)
+Costs = models.Costs
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 
@@ -92,8 +94,9 @@ def write_device(
     gpu: hostfiles.Gpu,
     late_return_ms: float = 5.0,
     timing: Timing = DEFAULT_TIMING,
+    costs: Optional[models.Costs] = None,
 ) -> None:
-    """Write a new sparse device file with mode 0666."""
+    """Write a new sparse device file with mode 0666. `costs`: default is the model's."""
     t, like = timing, models.model_of(gpu.model)
     config = layout.CONFIG.pack(
         *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
@@ -104,6 +107,7 @@ def write_device(
         *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
         *(int(t.bubble_us * 1e3), t.seed),
         *(gpu.reserved_bytes, like.cores, like.threads, gpu.compute_mode, 0),
+        *map(int, like.costs if costs is None else costs),
     )
     temporary = path.with_name(path.name + ".new")
     with open(temporary, "wb") as file:
@@ -187,13 +191,14 @@ def make_simhost(
     timing: Timing = DEFAULT_TIMING,
     minors: Sequence[int] = (),
     compute_mode: int = 0,
+    costs: Optional[models.Costs] = None,
 ) -> Path:
     """Build the root and return it.
 
     `memory_bytes` is what programs can allocate; NVML's total has the model's reserved memory in addition. Sizes that
     are not given are the model's (models.py). `compute_mode`: nvmlComputeMode_t, 3 is exclusive to one process.
     `uuids` replace the default ones, by index. `minors` default to the indices; on real hosts they may differ from
-    them.
+    them. `costs` replace all costs of the model; `models.model_of(model).costs._replace(...)` changes single ones.
     """
     root = Path(path)
     (root / "dev").mkdir(parents=True, exist_ok=True)
@@ -212,7 +217,7 @@ def make_simhost(
     for stale in (root / "dev").glob("nvidia[0-9]*"):
         stale.unlink()
     for gpu in devices:
-        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing)
+        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing, costs)
     for node in CONTROL_NODES:
         _write(root / "dev" / node, "", 0o666)
     write_proc(root, devices)
@@ -233,8 +238,15 @@ def main(arguments: Sequence[str]) -> int:
         several = 2 if isinstance(value, tuple) else None
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=type(value) if not several else float, nargs=several, default=value)
+    for name, value in Costs._field_defaults.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(option, type=int, help="a cost (default: the model's)")
     parser.add_argument("--uuid", action="append", default=[], help="in device order; repeat")
     options = parser.parse_args(arguments)
+    given = {name: getattr(options, name) for name in Costs._fields if getattr(options, name) is not None}
     try:
         make_simhost(
             options.dir,
@@ -245,6 +257,7 @@ def main(arguments: Sequence[str]) -> int:
             options.uuid,
             options.late_return_ms,
             timing=Timing(*(getattr(options, name) for name in Timing._fields)),
+            costs=models.model_of(options.model).costs._replace(**given),
         )
     except (OSError, ValueError) as error:
         print(f"simhost.py: {error}; is the simulated driver built (make sim)?", file=sys.stderr)

@@ -50,7 +50,8 @@ static CUresult open_context(int device, unsigned flags, struct context **out) {
         return result;
     struct context *ctx = calloc(1, sizeof *ctx);
     CHECK(ctx, CUDA_ERROR_OUT_OF_MEMORY);
-    uint64_t overhead = round_up(sim.device[device].sim.state->config.context_bytes, SIM_BLOCK);
+    const struct sim_config *config = &sim.device[device].sim.state->config;
+    uint64_t overhead = config->context_bytes; /* not whole blocks, as measured on the H100 */
     result = charge(device, overhead);
     if (result != CUDA_SUCCESS)
         return free(ctx), result;
@@ -62,6 +63,7 @@ static CUresult open_context(int device, unsigned flags, struct context **out) {
                             .overhead = overhead,
                             .next = sim.contexts};
     limits_open(ctx);
+    sim_unlist(&sim.device[device].sim, (int64_t)config->costs.unlisted_bytes);
     sim.contexts = ctx;
     result = engine_open(ctx);
     sim_count_context(&sim.device[device].sim, 1);
@@ -75,8 +77,10 @@ static void close_context(struct context *ctx) {
     streams_drop_all(ctx);
     modules_drop_all(ctx);
     mem_give_all(ctx);
+    struct sim_device *d = &sim.device[ctx->device].sim;
+    sim_count_context(d, -1);
+    sim_unlist(d, -(int64_t)d->state->config.costs.unlisted_bytes);
     uncharge(ctx->device, ctx->overhead);
-    sim_count_context(&sim.device[ctx->device].sim, -1);
     engine_close(ctx);
     for (struct context **p = &sim.contexts; *p; p = &(*p)->next) {
         if (*p != ctx)

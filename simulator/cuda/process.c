@@ -55,6 +55,20 @@ static unsigned open_devices(struct sim_device *found) {
     return n;
 }
 
+/* Takes the memory that cuInit takes of each device, before any context. */
+static CUresult take_init(int device) {
+    struct sim_device *d = &sim.device[device].sim;
+    uint64_t bytes = d->state->config.costs.init_bytes;
+    if (!bytes)
+        return CUDA_SUCCESS;
+    CUresult result = join_device(device);
+    if (result == CUDA_SUCCESS)
+        result = charge(device, bytes);
+    if (result == CUDA_SUCCESS)
+        sim_unlist(d, (int64_t)bytes);
+    return result;
+}
+
 static CUresult initialise(void) {
     if (was_initialised)
         return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
@@ -72,6 +86,10 @@ static CUresult initialise(void) {
         sim.device[d].sim = found[d];
     sim.n_devices = (int)n;
     sim.next_id = 1;
+    for (int d = 0; d < sim.n_devices && result == CUDA_SUCCESS; d++)
+        result = take_init(d);
+    if (result != CUDA_SUCCESS)
+        return result;
     *word = 1;
     alive = word;
     was_initialised = true;

@@ -47,7 +47,7 @@ static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessI
             continue;
         if (n < room)
             infos[n] = (nvmlProcessInfo_t){.pid = sim_client_pid(d, i),
-                                           .usedGpuMemory = c->bytes,
+                                           .usedGpuMemory = sim_listed_bytes(c),
                                            .gpuInstanceId = NO_INSTANCE,
                                            .computeInstanceId = NO_INSTANCE};
         n++;

@@ -248,6 +248,18 @@ def nvml_counts_the_context_of_the_process(cuda: Driver) -> None:
     assert contextprobe.processes(pynvml, device)[os.getpid()] == size + 64 * MIB
 
 
+def nvml_lists_managed_memory_for_no_process(cuda: Driver) -> None:
+    """Managed memory on the device lowers the free memory, but not the list."""
+    cuda.context()
+    pynvml, device = cuda.nvml()
+    listed, before = contextprobe.processes(pynvml, device)[os.getpid()], cuda.free_bytes()
+    address = cuda.out("cuMemAllocManaged", 64 * MIB, c_uint(1))
+    cuda.ok("cuMemPrefetchAsync", address, 64 * MIB, c_int(0), 0)
+    cuda.synchronize()
+    assert before - cuda.free_bytes() >= 64 * MIB
+    assert contextprobe.processes(pynvml, device)[os.getpid()] == listed
+
+
 def module_takes_memory_on_first_use(cuda: Driver) -> None:
     cuda.context()
     before = cuda.free_bytes()

@@ -206,4 +206,4 @@ def test_command_line_sets_the_timing(tmp_path: Path) -> None:
     ]
     subprocess.run(command, check=True)
     config = layout.CONFIG.unpack((tmp_path / "h/dev/nvidia0").read_bytes()[: layout.CONFIG.size])
-    assert config[9:11] == (1_000_000, 10_000) and config[-11] == 20_000 and config[-6] == 9
+    assert config[9:11] == (1_000_000, 10_000) and config[28] == 20_000 and config[33] == 9

@@ -84,7 +84,7 @@ def test_measured_context_is_that_of_the_model(on: Callable[..., Host], name: st
     (device,) = on(model=name).refresh().inventory.devices
     like = models.MODELS[name]
     assert (device.memory_bytes, device.reserved_bytes) == (like.memory_bytes, like.reserved_bytes)
-    assert device.context_bytes == contexts.rounded(like.context_bytes)
+    assert device.context_bytes == contexts.rounded(like.listed_bytes)
 
 
 def test_mig_device_has_a_context_of_its_own(on: Callable[..., Host]) -> None:
