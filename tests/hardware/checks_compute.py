@@ -1,12 +1,18 @@
-"""Check compute shares by what the device itself counted, with kernels whose length was calibrated natively."""
+"""Check compute shares by the device time that the device itself counted, and report the throughput beside it.
+
+Throughput alone misleads: a card at its power limit clocks higher when it works for 30 % of the time, so 30 % of the
+device time was 34 % of the native throughput on an H100.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from tests.hardware import processes
 from tests.hardware.place import Place
@@ -15,16 +21,36 @@ from tests.hardware.session import Result, Session, interval, verdict
 ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percentage points
 LEAST_TOTAL = 0.9  # fraction of the limits' sum in company: context switches take device time without doing work
 LEAST_RATIO = 0.99  # fraction of native speed without a limit
+LEAST_OVERLAP = 0.8  # fraction of each program's run in which all of them ran
+SHORT_OVERLAP = 0.5
 KERNEL_US = 1000
 FOUR = (10, 20, 30, 40)
 SAVED_S = 0.1
 TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
 COUNTED = 0.001  # maximum fraction of all rounds missing: a tolerance for none
+BARRIER_S = 0.05  # from the line that tells programs to begin until they do
 
 
-def times(session: Session) -> dict[str, float]:
+class Rate(NamedTuple):
+    """`per_s`: kernels per second. `device`: device time per elapsed time; None: not known."""
+
+    per_s: float
+    device: Optional[float] = None
+
+
+def times(session: Session, run_s: float = 1.0) -> dict[str, float]:
     """Return the lengths of one measurement."""
-    return {"settle_s": 0.1, "run_s": 0.3} if session.short else {"settle_s": 0.6, "run_s": 2.0}
+    return {"settle_s": 0.1, "run_s": 0.3} if session.short else {"settle_s": 0.3, "run_s": run_s}
+
+
+def need_overlap(answers: Sequence[dict[str, Any]], least: float = LEAST_OVERLAP) -> None:
+    """Raise Failed unless programs ran at the same time, by their `from_s` and `to_s`; otherwise no figure has meaning."""
+    common = min(one["to_s"] for one in answers) - max(one["from_s"] for one in answers)
+    longest = max(one["to_s"] - one["from_s"] for one in answers)
+    if common < least * longest:
+        raise processes.Failed(
+            f"the programs did not run at the same time: {max(0.0, common):.2f} s of {longest:.2f} s in common"
+        )
 
 
 class Bench:
@@ -35,11 +61,10 @@ class Bench:
         self.shape: dict[str, Any] = {}
         if not torch:
             self.shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US), **shape}
-        (self.native,) = self.add(None)
         self.counted: list[float] = []
 
     def add(self, *places: Optional[Place]) -> list[processes.Tenant]:
-        """Start a program in each place, and wait until all are ready to work."""
+        """Start a program in each place (None: natively), and wait until all are ready to work."""
         started = []
         for place in places:
             if self.what == "work":
@@ -51,13 +76,22 @@ class Bench:
             tenant.receive()
         return started
 
-    def rates(self, *tenants: processes.Tenant) -> list[float]:
-        """Return each program's kernels per second while all of them work."""
+    def rates(self, *tenants: processes.Tenant, run_s: float = 1.0) -> list[Rate]:
+        """Return each program's rate while all of them work. They begin behind a barrier."""
+        at = time.monotonic() + BARRIER_S
         for tenant in tenants:
-            tenant.go(**times(self.session))
+            tenant.go(at=at, **times(self.session, run_s))
         answers = [tenant.receive() for tenant in tenants]
+        need_overlap(answers, SHORT_OVERLAP if self.session.short else LEAST_OVERLAP)
         self.counted += [answer["counted"] for answer in answers if "counted" in answer]
-        return [answer["per_s"] for answer in answers]
+        return [Rate(answer["per_s"], self._device(answer, len(answers))) for answer in answers]
+
+    def _device(self, answer: dict[str, Any], count: int) -> Optional[float]:
+        if self.what != "work":  # its events do not tell work from the time slices of another program
+            return float(answer["device"]) if count == 1 else None
+        if self.session.machine.simhost:  # it runs no code, and a kernel takes exactly what its name says
+            return float(answer["per_s"]) * KERNEL_US / 1e6
+        return float(answer["device"])
 
     def miscounted(self) -> list[str]:
         """Return an error unless the device counted every launch. (A simulator runs no code and counts nothing.)"""
@@ -68,27 +102,37 @@ class Bench:
 
 
 def ratios(
-    session: Session, percent: Optional[int], torch: str = "", rounds: int = 2, **shape: Any
+    session: Session, percent: Optional[int], torch: str = "", rounds: int = 1, **shape: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Measure speed in a share relative to native speed before and after it, several times."""
+    """Measure a share, and native speed before and after it, several times.
+
+    `ratio`: throughput relative to native; `device`: device time per elapsed time in the share, None if not known.
+    """
     with contextlib.ExitStack() as stack:
         bench = Bench(session, stack, torch, **shape)
-        (inside,) = bench.add(stack.enter_context(session.place(compute_percent=percent)))
-        (native,) = bench.rates(bench.native)
-        natives, found = [native], []
-        for _ in range(2 if session.short else rounds):
-            (rate,) = bench.rates(inside)
-            (native,) = bench.rates(bench.native)
-            found.append(rate / ((natives[-1] + native) / 2))
-            natives.append(native)
+        native, inside = bench.add(None, stack.enter_context(session.place(compute_percent=percent)))
+        natives, shares = bench.rates(native), list[Rate]()
+        for _ in range(min(2, rounds) if session.short else rounds):
+            shares += bench.rates(inside)
+            natives += bench.rates(native)
+        around = [(before.per_s + after.per_s) / 2 for before, after in zip(natives, natives[1:])]
+        found = [share.per_s / beside for share, beside in zip(shares, around)]
         mean, low, high = interval(found)
-        values = {"ratio": mean, "ci95": [low, high], "ratios": found, "native_per_s": statistics.fmean(natives)}
+        device = [share.device for share in shares if share.device is not None]
+        values = {
+            "ratio": mean,
+            "ci95": [low, high] if len(found) > 1 else None,
+            "ratios": found,
+            "native_per_s": statistics.fmean(rate.per_s for rate in natives),
+            "native_device": natives[0].device,
+            "device": statistics.fmean(device) if device else None,
+        }
         return values, bench.miscounted()
 
 
 def uncapped(session: Session, torch: str = "") -> Result:
     """Measure native speed and speed under the shim without a limit alternately."""
-    values, wrong = ratios(session, None, torch, rounds=3 if torch else 5)
+    values, wrong = ratios(session, None, torch, rounds=3)
     low, high = values["ci95"]
     note = f"{100 * values['ratio']:.2f} % of native speed (95 %: {100 * low:.2f} to {100 * high:.2f})"
     if high < LEAST_RATIO:
@@ -97,10 +141,11 @@ def uncapped(session: Session, torch: str = "") -> Result:
 
 
 def alone(session: Session, percent: int, torch: str = "", **shape: Any) -> Result:
-    """Check that a share that has the device to itself gets its limit, no more and no less."""
+    """Check that a share that has the device to itself gets its part of the device time, no more and no less."""
     values, wrong = ratios(session, percent, torch, **shape)
-    got = 100 * values["ratio"]
-    note = f"limit {percent} %: got {got:.2f} %"
+    throughput = 100 * values["ratio"]
+    got = throughput if values["device"] is None else 100 * values["device"]
+    note = f"limit {percent} %: got {got:.2f} % of the device time, {throughput:.2f} % of native throughput"
     if abs(got - percent) > ALONE_POINTS:
         wrong.append(note)
     return verdict(wrong, note, {**values, "limit_percent": percent})
@@ -109,26 +154,44 @@ def alone(session: Session, percent: int, torch: str = "", **shape: Any) -> Resu
 def company(session: Session, percents: tuple[int, ...], torch: str = "", told: tuple[int, int] = (0, 0)) -> Result:
     """Check several shares at once, all with more work than their limits allow."""
     with contextlib.ExitStack() as stack:
-        bench = Bench(session, stack, torch)
         together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
         places = [stack.enter_context(session.place(None, percent, together, told)) for percent in percents]
-        tenants = bench.add(*places)
-        before = bench.rates(bench.native)[0]
-        rates = [bench.rates(*tenants) for _ in range(1 if session.short else 2)]
-        native = (before + bench.rates(bench.native)[0]) / 2
-        wrong = bench.miscounted()
-    got = [100 * statistics.fmean(one) / native for one in zip(*rates)]
+        return side_by_side(Bench(session, stack, torch), percents, places)
+
+
+def side_by_side(bench: Bench, percents: tuple[int, ...], places: Sequence[Any]) -> Result:
+    """Measure native speed, and a program in each place at the same time; judge the shares."""
+    native, *tenants = bench.add(None, *places)
+    before = bench.rates(native, run_s=0.7)
+    shares = bench.rates(*tenants, run_s=2.5)
+    per_s = statistics.fmean(rate.per_s for rate in (*before, *bench.rates(native, run_s=0.7)))
+    return judge(percents, shares, per_s, bench.miscounted())
+
+
+def judge(percents: tuple[int, ...], shares: Sequence[Rate], native_per_s: float, wrong: list[str]) -> Result:
+    """Return whether shares at once got what they are limited to.
+
+    Device time decides, or throughput where it is not known: the device was always busy, so its clock was the native
+    one. Too much is always wrong; too little only beyond what all programs lose to switches.
+    """
+    throughput = [100 * rate.per_s / native_per_s for rate in shares]
+    device = [100 * rate.device for rate in shares if rate.device is not None]
+    got = device if len(device) == len(shares) else throughput
     note = "limits {}: got {}".format(
         " and ".join(f"{percent} %" for percent in percents), " and ".join(f"{one:.2f} %" for one in got)
     )
+    if got is device:
+        note += " of the device time, {} of native throughput".format(
+            " and ".join(f"{one:.2f} %" for one in throughput)
+        )
     total = sum(got) / sum(percents)
-    of_work = [one / total for one in got]
-    # Too much is always wrong; too little only beyond what all tenants lose to switches.
+    of_work = [one / total for one in got] if total else got
     if any(one > percent + COMPANY_POINTS for one, percent in zip(got, percents)):
         wrong.append(note)
     elif total < LEAST_TOTAL or any(abs(one - percent) > COMPANY_POINTS for one, percent in zip(of_work, percents)):
         wrong.append(f"{note}, which is {100 * total:.1f} % of the sum of their limits")
-    values = {"limits_percent": percents, "got_percent": got, "of_work_percent": of_work, "native_per_s": native}
+    values = {"limits_percent": percents, "got_percent": got, "of_work_percent": of_work, "native_per_s": native_per_s}
+    values.update(throughput_percent=throughput, device_percent=device or None)
     return verdict(wrong, note, values)
 
 

@@ -15,11 +15,13 @@ import bisect
 import contextlib
 import shutil
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tests.hardware import checks_driver as driver
 from tests.hardware import processes
+from tests.hardware.checks_compute import BARRIER_S
 from tests.hardware.session import Result, Session, interval
 
 NEIGHBOUR_US, OWN_US = 2000, 100
@@ -136,9 +138,10 @@ class Pair:
 
     def run(self, neighbour: bool = True, works: bool = True, looks: bool = True) -> tuple[dict[str, Any], float]:
         """Return the probing process's report, and the neighbour's kernels per second."""
+        at = time.monotonic() + BARRIER_S
         if neighbour:
-            self.neighbour.go(settle_s=self.settle_s, run_s=self.run_s)
-        self.prober.go(run_s=self.settle_s + self.run_s, works=works, looks=looks)
+            self.neighbour.go(at=at, settle_s=self.settle_s, run_s=self.run_s)
+        self.prober.go(at=at, run_s=self.settle_s + self.run_s, works=works, looks=looks)
         said: dict[str, Any] = self.prober.receive()
         return said, float(self.neighbour.receive()["per_s"]) if neighbour else 0.0
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from tests.hardware.checks_compute import BARRIER_S, need_overlap
 from tests.hardware.session import Result, Session
 
 LEAST_US = 20  # shorter pauses of a kernel are not switches
@@ -68,9 +70,12 @@ def pair(session: Session, wide: bool) -> list[dict[str, Any]]:
     with session.tenant("slices", **shape) as one, session.tenant("slices", **shape) as other:
         for tenant in (one, other):
             tenant.receive()
+        at = time.monotonic() + BARRIER_S
         for tenant in (one, other):
-            tenant.go()
-        return [tenant.receive() for tenant in (one, other)]
+            tenant.go(at=at)
+        programs = [tenant.receive() for tenant in (one, other)]
+    need_overlap([{"from_s": program["begin"] / 1e9, "to_s": program["end"] / 1e9} for program in programs])
+    return programs
 
 
 def timeline(programs: Sequence[dict[str, Any]]) -> list[list[list[int]]]:
@@ -121,8 +126,9 @@ def handed_over(session: Session) -> Result:
     ):
         for tenant in (spinner, burster):
             tenant.receive()
+        at = time.monotonic() + BARRIER_S
         for tenant in (spinner, burster):
-            tenant.go()
+            tenant.go(at=at)
         bursts = burster.receive()["bursts"]
         preempted, given_back = hand_overs(spinner.receive(), bursts)
     values: dict[str, Any] = {"bursts": len(bursts), "preempt_ns": spread(preempted), "idle_ns": spread(given_back)}

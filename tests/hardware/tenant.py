@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from typing import Any, NoReturn
 
 # name -> module of tests/hardware/tenants and its function
@@ -60,6 +61,13 @@ def listen() -> Any:
     if not line:
         sys.exit(0)
     return json.loads(line)
+
+
+def begin_at(asked: dict[str, Any]) -> float:
+    """Sleep until the time `at` of a line, at which all programs of a measurement begin; return that time."""
+    at = float(asked["at"])
+    time.sleep(max(0.0, at - time.monotonic()))
+    return at
 
 
 def absent(why: str) -> NoReturn:

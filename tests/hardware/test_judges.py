@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +11,12 @@ from typing import Any, Optional
 
 import pytest
 
-from tests.hardware import checks_busy, checks_compute, checks_looks, checks_switches
+from tests.hardware import checks_busy, checks_compute, checks_looks, checks_switches, processes
+from tests.hardware.checks_compute import Rate
 from tests.hardware.machine import Machine
 from tests.hardware.session import Session, interval
+from tests.hardware.tenants import pytorch
+from tests.hardware.tenants.pytorch import Unit
 
 MS = 1_000_000
 
@@ -22,6 +26,7 @@ class PreparedTenant:
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers: Iterator[dict[str, Any]] = iter(answers)
+        self.lines: list[dict[str, Any]] = []
 
     def __enter__(self) -> PreparedTenant:
         return self
@@ -29,8 +34,8 @@ class PreparedTenant:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def go(self, **_: Any) -> None:
-        pass
+    def go(self, **what: Any) -> None:
+        self.lines.append(what)
 
     def receive(self) -> dict[str, Any]:
         return next(self.answers)
@@ -45,17 +50,28 @@ def session(tmp_path: Path) -> Session:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "verdict"), [(0.30, "held"), (0.309, "held"), (0.311, "missed"), (0.288, "missed"), (1.0, "missed")]
+    ("device", "ratio", "verdict"),
+    [
+        (0.30, 0.30, "held"),
+        (0.309, 0.30, "held"),
+        (0.311, 0.30, "missed"),
+        (0.288, 0.30, "missed"),
+        (0.30, 0.349, "held"),  # the clock is higher than natively
+        (0.36, 0.30, "missed"),
+        (None, 0.30, "held"),
+        (None, 1.0, "missed"),
+    ],
 )
-def test_single_share_is_within_a_point(
-    session: Session, monkeypatch: pytest.MonkeyPatch, ratio: float, verdict: str
+def test_single_share_is_within_a_point_of_device_time(
+    session: Session, monkeypatch: pytest.MonkeyPatch, device: Optional[float], ratio: float, verdict: str
 ) -> None:
-    monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": ratio}, []))
-    assert checks_compute.alone(session, 30).verdict == verdict
+    monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": ratio, "device": device}, []))
+    result = checks_compute.alone(session, 30)
+    assert result.verdict == verdict and f"{100 * ratio:.2f} % of native throughput" in result.note
 
 
 def test_uncounted_work_is_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": 0.3}, ["the device counted 0.5"]))
+    monkeypatch.setattr(checks_compute, "ratios", lambda *_, **__: ({"ratio": 0.3, "device": 0.3}, ["no"]))
     assert checks_compute.alone(session, 30).verdict == "missed"
 
 
@@ -68,27 +84,66 @@ def test_unlimited_speed_is_native_within_the_interval(
     assert checks_compute.uncapped(session).verdict == verdict
 
 
-# Kernels per second of native before, of both shares twice, of native after
+# Device time of two shares, in percent
 @pytest.mark.parametrize(
     ("together", "verdict"),
     [
-        ((300, 700), "held"),
-        ((285, 665), "held"),  # 5 % is lost to switches
-        ((330, 670), "missed"),  # one has too much
-        ((250, 700), "missed"),  # one lacks time that the other does not
-        ((255, 595), "missed"),  # both lack too much
-        ((475, 475), "missed"),  # no limits
+        ((30.0, 70.0), "held"),
+        ((28.5, 66.5), "held"),  # 5 % is lost to switches
+        ((33.0, 67.0), "missed"),  # one has too much
+        ((25.0, 70.0), "missed"),  # one lacks time that the other does not
+        ((25.5, 59.5), "missed"),  # both lack too much
+        ((47.5, 47.5), "missed"),  # no limits
+        ((0.0, 0.0), "missed"),
     ],
 )
-def test_verdict_on_shares_in_company(
-    session: Session, monkeypatch: pytest.MonkeyPatch, together: tuple[int, int], verdict: str
-) -> None:
-    rate = {name: PreparedTenant({}, *({"per_s": one},) * 2) for name, one in zip("ab", together)}
-    programs = iter([PreparedTenant({}, *({"per_s": 1000},) * 2), *rate.values()])
+@pytest.mark.parametrize("by_device", [True, False])
+def test_verdict_on_shares_in_company(together: tuple[float, float], verdict: str, by_device: bool) -> None:
+    """Throughput decides only where the device time is not known."""
+    other = 123.0
+    shares = [Rate(other if by_device else 10 * one, one / 100 if by_device else None) for one in together]
+    result = checks_compute.judge((30, 70), shares, 1000, [])
+    assert result.verdict == verdict and f"{together[0]:.2f} % and {together[1]:.2f} %" in result.note
+    assert ("12.30 % and 12.30 % of native throughput" in result.note) is by_device
+
+
+def at(begin: float, end: float) -> dict[str, Any]:
+    return {"from_s": begin, "to_s": end, "per_s": 100.0, "device": 0.3, "counted": 1.0}
+
+
+def test_programs_that_did_not_overlap_are_an_error() -> None:
+    checks_compute.need_overlap([at(10, 11), at(10.1, 11.1)])
+    for other in (at(10.5, 11.5), at(11, 12), at(20, 21), at(10, 10.5)):
+        with pytest.raises(processes.Failed, match="did not run at the same time: [0-9.]+ s of 1.00 s in common"):
+            checks_compute.need_overlap([at(10, 11), other])
+
+
+def bench(session: Session, monkeypatch: pytest.MonkeyPatch, torch: str = "") -> checks_compute.Bench:
     monkeypatch.setattr(Session, "ask", lambda *_, **__: {"rounds": 1, "blocks": 1})
-    monkeypatch.setattr(Session, "tenant", lambda *_, **__: next(programs))
-    monkeypatch.setattr(Session, "place", lambda *_: PreparedTenant())
-    assert checks_compute.shared(session).verdict == verdict
+    return checks_compute.Bench(session, contextlib.ExitStack(), torch)
+
+
+def test_programs_begin_behind_a_barrier(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants: Any = [PreparedTenant(at(10, 11)), PreparedTenant(at(10, 11))]
+    rates = bench(session, monkeypatch).rates(*tenants)
+    assert rates == [Rate(100.0, 0.3)] * 2
+    assert tenants[0].lines == tenants[1].lines and tenants[0].lines[0]["at"] > time.monotonic() - 1
+
+
+def test_device_time_of_pytorch_is_known_only_alone(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(session, monkeypatch, "torch_work")
+    alone: Any = PreparedTenant(at(10, 11))
+    assert made.rates(alone) == [Rate(100.0, 0.3)]
+    both: Any = [PreparedTenant(at(10, 11)), PreparedTenant(at(10, 11))]
+    assert made.rates(*both) == [Rate(100.0, None)] * 2
+
+
+def test_device_time_of_launches_leaves_out_idle_time() -> None:
+    """Launches back to back, then a pause, then one that had to wait for the limiter; the device's clock is 5 s off."""
+    units = [Unit(100.0, 95.2), Unit(100.0, 95.4), Unit(100.0, 95.6), Unit(100.9, 96.0)]
+    assert pytorch.device_time(units, 5.0, 100.0, 101.0) == pytest.approx(0.6 + 0.1)
+    assert pytorch.device_time(units, 5.0, 100.3, 100.95) == pytest.approx(0.3 + 0.05), "only what is in the window"
+    assert pytorch.device_time([], 5.0, 100.0, 101.0) == 0
 
 
 def spinners(count: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:

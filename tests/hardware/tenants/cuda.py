@@ -10,27 +10,58 @@ from tests.conformance import driver
 
 MULTIPROCESSORS, CC_MAJOR, CC_MINOR = 16, 75, 76  # CUdevice_attribute
 THREADS = 256
+PORTABLE_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 # A kernel that does `rounds` rounds of arithmetic in each thread. Each block then adds them to a counter, so the device
-# itself counts its work. The simulator, which runs no code, takes the duration in microseconds from the name.
+# itself counts its work. One thread also counts the device time, in nanoseconds at `clock` unless that is 0: it reads
+# the device's clock every 64 rounds, about 3 us, and leaves out pauses of 50 us or more, in which another context had
+# the device. The simulator, which runs no code, takes the duration in microseconds from the name.
 COUNT = """
-.visible .entry {name}(.param .u64 counter, .param .u64 rounds)
+.visible .entry {name}(.param .u64 counter, .param .u64 rounds, .param .u64 clock)
 {{
-    .reg .u64 %l<6>;
+    .reg .u64 %l<11>;
     .reg .u32 %r<4>;
-    .reg .pred %p;
+    .reg .pred %p, %timed, %short;
     ld.param.u64 %l1, [counter];
     ld.param.u64 %l2, [rounds];
+    ld.param.u64 %l6, [clock];
     mov.u32 %r2, %tid.x;
     mov.u32 %r1, %r2;
+    mov.u32 %r3, %ctaid.x;
+    or.b32 %r3, %r3, %r2;
+    setp.eq.u32 %timed, %r3, 0;
+    setp.ne.and.u64 %timed, %l6, 0, %timed;
     mov.u64 %l3, 0;
+    mov.u64 %l7, 0;
+    mov.u64 %l8, %globaltimer;
 again:
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
     add.u64 %l3, %l3, 1;
+    @!%timed bra next;
+    and.b64 %l9, %l3, 63;
+    setp.ne.u64 %p, %l9, 0;
+    @%p bra next;
+    mov.u64 %l9, %globaltimer;
+    sub.u64 %l10, %l9, %l8;
+    mov.u64 %l8, %l9;
+    setp.lt.u64 %short, %l10, 50000;
+    @%short add.u64 %l7, %l7, %l10;
+next:
     setp.lt.u64 %p, %l3, %l2;
     @%p bra again;
+    @!%timed bra count;
+    mov.u64 %l9, %globaltimer;
+    sub.u64 %l10, %l9, %l8;
+    setp.lt.u64 %short, %l10, 50000;
+    @%short add.u64 %l7, %l7, %l10;
+    cvta.to.global.u64 %l6, %l6;
+    ld.volatile.global.u64 %l9, [%l6];
+    add.u64 %l9, %l9, %l7;
+    st.volatile.global.u64 [%l6], %l9;
+    membar.sys;
+count:
     cvta.to.global.u64 %l4, %l1;
     setp.eq.u32 %p, %r1, 3735928559;
     @%p st.global.u32 [%l4+8], %r1;
@@ -113,6 +144,11 @@ def counting(kernel_us: int) -> tuple[bytes, str]:
     return (HEAD + COUNT.format(name=name)).encode(), name
 
 
+def counting_parameters(counter: int, rounds: int, clock: int = 0) -> Parameters:
+    """Return the parameters of the counting kernel. `clock`: host_counter for the device time, if it is wanted."""
+    return Parameters(counter, rounds, clock)
+
+
 class Gpu(driver.Driver):
     """The first device, with its primary context current."""
 
@@ -142,6 +178,12 @@ class Gpu(driver.Driver):
         """Allocate zeroed device memory."""
         address = self.alloc(size)
         self.ok("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
+        return address
+
+    def host_counter(self, size: int = 4096) -> int:
+        """Allocate zeroed memory of the host that kernels can write, and this process can read without a call."""
+        address = self.out("cuMemHostAlloc", size, c_uint(PORTABLE_MAPPED))
+        ctypes.memset(address, 0, size)
         return address
 
     def count(self, address: int) -> int:

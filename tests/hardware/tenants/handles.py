@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.conformance.driver import BLOCK, MIB, NON_BLOCKING
 from tests.hardware.tenant import absent, say
-from tests.hardware.tenants.cuda import HEAD, Gpu, Parameters, counting
+from tests.hardware.tenants.cuda import HEAD, Gpu, counting, counting_parameters
 
 POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 HANDLES, EXPORTS_OF_EACH = 4, 2
@@ -110,7 +110,7 @@ def green(library: str, kernel_us: int, rounds: int, run_s: float) -> None:
         gpu.ok("cuStreamSynchronize", stream)
     codes["time between contexts"] = gpu.code("cuEventElapsedTime", byref(ctypes.c_float()), base, later)
     function = gpu.kernel(*counting(kernel_us))
-    parameters = Parameters(gpu.counter(), rounds)
+    parameters = counting_parameters(gpu.counter(), rounds)
     refused: dict[str, int] = {}
     launched, end = 0, time.monotonic() + run_s
     shape = [c_uint(n) for n in (processors * 4, 1, 1, 256, 1, 1, 0)]

@@ -6,8 +6,8 @@ import time
 from collections import deque
 from ctypes import byref, c_int, c_uint
 
-from tests.hardware.tenant import listen, say
-from tests.hardware.tenants.cuda import THREADS, Gpu, Parameters, counting
+from tests.hardware.tenant import begin_at, listen, say
+from tests.hardware.tenants.cuda import THREADS, Gpu, counting, counting_parameters
 from tests.hardware.tenants.work import NON_BLOCKING
 
 PACE_NS = 200_000  # SOON in the rate limiter
@@ -50,14 +50,16 @@ class Events:
 
 
 def looks(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
-    """For each line {run_s, works, looks}: report the events of the kernels and of the probes, as in Events.
+    """For each line {at, run_s, works, looks} begin at that time.
+
+    Report the events of the kernels and of the probes, as in Events.
 
     With `works` it runs short kernels back to back with an event after each; with `looks` it records an event in a
     stream of its own every 200 us.
     """
     gpu = Gpu(library)
     function = gpu.kernel(*counting(kernel_us))
-    parameters = Parameters(gpu.counter(), rounds)
+    parameters = counting_parameters(gpu.counter(), rounds)
     own, empty = gpu.stream(NON_BLOCKING), gpu.stream(NON_BLOCKING)
     base = gpu.event()
     kernels, looked = Events(gpu, own, DEPTH, base), Events(gpu, empty, 1, base)
@@ -66,7 +68,7 @@ def looks(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
         asked = listen()
         gpu.ok("cuEventRecord", base, own)
         gpu.synchronize()
-        end = time.monotonic_ns() + int(asked["run_s"] * 1e9)
+        end = int((begin_at(asked) + asked["run_s"]) * 1e9)
         while time.monotonic_ns() < end:
             moved = False
             while asked["works"] and kernels.free:
@@ -88,7 +90,7 @@ def looks(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
 def queues(library: str, kernel_us: int, rounds: int, blocks: int) -> None:
     """Count the streams whose work delays an event in an empty stream of their priority, and of the highest one."""
     gpu = Gpu(library)
-    function, parameters = gpu.kernel(*counting(kernel_us)), Parameters(gpu.counter(), rounds)
+    function, parameters = gpu.kernel(*counting(kernel_us)), counting_parameters(gpu.counter(), rounds)
     least, highest = c_int(), c_int()
     gpu.ok("cuCtxGetStreamPriorityRange", byref(least), byref(highest))
     empty = {

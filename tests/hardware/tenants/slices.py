@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from ctypes import c_uint
 
-from tests.hardware.tenant import listen, say
+from tests.hardware.tenant import begin_at, listen, say
 from tests.hardware.tenants.cuda import GAPS, HEAD, MULTIPROCESSORS, Gpu, Parameters
 
 ROOM = 4000  # pauses
 HEADER, PAUSE = 24, 24  # bytes
 NEVER_NS = 1 << 62
 WIDE_BLOCKS, WIDE_THREADS = 2, 1024  # per multiprocessor: all the threads that it can hold
-PORTABLE_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 MOST_BURSTS = 400
 
 
@@ -37,7 +35,7 @@ def slices(library: str, run_ms: int, least_us: int, wide: bool = False) -> None
     gpu.start(function, Parameters(out, ROOM, 1000, NEVER_NS), 0, blocks, threads)
     gpu.synchronize()
     say(ready=True)
-    listen()
+    begin_at(listen())
     gpu.start(function, Parameters(out, ROOM, run_ms * 1_000_000, least_us * 1000), 0, blocks, threads)
     gpu.synchronize()
     count, begin, end, *pauses = struct.unpack(f"<{3 + 3 * ROOM}Q", gpu.read(out, size))
@@ -52,12 +50,11 @@ def bursts(library: str, kernel_us: int, pause_ms: float, run_s: float) -> None:
     gpu = Gpu(library)
     function = load(gpu)
     size = HEADER * MOST_BURSTS
-    out = gpu.out("cuMemHostAlloc", size, c_uint(PORTABLE_MAPPED))
-    ctypes.memset(out, 0, size)
+    out = gpu.host_counter(size)
     gpu.start(function, Parameters(out, 0, 1000, NEVER_NS))
     gpu.synchronize()
     say(ready=True)
-    listen()
+    begin_at(listen())
     until, count = time.monotonic() + run_s, 0
     while time.monotonic() < until and count < MOST_BURSTS:
         gpu.start(function, Parameters(out + HEADER * count, 0, kernel_us * 1000, NEVER_NS))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from ctypes import byref, c_int, c_uint, c_uint64
+from typing import NamedTuple
 
-from tests.hardware.tenant import listen, say
-from tests.hardware.tenants.cuda import MULTIPROCESSORS, THREADS, Gpu, Parameters, counting
+from tests.hardware.tenant import begin_at, listen, say
+from tests.hardware.tenants.cuda import MULTIPROCESSORS, THREADS, Gpu, counting, counting_parameters
 
 BLOCKS_PER_MULTIPROCESSOR = 4
 DEPTH = 64  # launches in flight
@@ -26,13 +27,19 @@ def calibrate(library: str, kernel_us: int) -> None:
     until = time.monotonic() + WARM_UP_S
     while time.monotonic() < until or not ms:
         gpu.ok("cuEventRecord", start, 0)
-        gpu.start(function, Parameters(counter, rounds), 0, blocks, THREADS)
+        gpu.start(function, counting_parameters(counter, rounds), 0, blocks, THREADS)
         gpu.ok("cuEventRecord", end, 0)
         gpu.ok("cuEventSynchronize", end)
         ms = gpu.milliseconds(start, end)
         if ms < 0.5 * kernel_us / 1000:
             rounds *= 2
     say(rounds=max(1, round(rounds * kernel_us / 1000 / ms)), blocks=blocks)
+
+
+class Sample(NamedTuple):
+    at: float  # time.monotonic()
+    done: int  # kernels
+    device_ns: int  # as the kernels counted it on the device's clock
 
 
 class Worker:
@@ -42,7 +49,8 @@ class Worker:
         self.gpu = gpu = Gpu(library)
         self.function = gpu.kernel(*counting(kernel_us))
         self.counter = gpu.counter()
-        self.parameters = Parameters(self.counter, rounds)
+        self.clock = gpu.host_counter()
+        self.parameters = counting_parameters(self.counter, rounds, self.clock)
         self.blocks, self.per_launch = blocks, rounds * blocks
         self.stream = gpu.stream(NON_BLOCKING)
         self.idle = [gpu.event() for _ in range(DEPTH)]
@@ -81,13 +89,13 @@ class Worker:
             self.idle.append(self.going.popleft())
             self.done += self.unit
 
-    def until(self, end: float) -> tuple[int, float]:
-        """Work until `end`; return (kernels done so far, time of the last check)."""
+    def until(self, end: float) -> Sample:
+        """Work until `end`, and return what was done so far."""
         while time.monotonic() < end:
             if self.idle:
                 self.launch()
             self.look()
-        return self.done, time.monotonic()
+        return Sample(time.monotonic(), self.done, c_uint64.from_address(self.clock).value)
 
     def drain(self) -> None:
         self.gpu.ok("cuStreamSynchronize", self.stream)
@@ -95,21 +103,24 @@ class Worker:
 
 
 def work(library: str, kernel_us: int, rounds: int, blocks: int, graph: bool = False) -> None:
-    """For each line {settle_s, run_s}: report kernels per second in the run, after the settling time.
+    """For each line {at, settle_s, run_s} begin at that time; report on the run after the settling time.
 
-    It is idle between lines. `counted`: the fraction of the launched work that the device counted; 0 on a simulator,
-    which runs no code.
+    `per_s`: kernels per second; `device`: device time per elapsed time; `from_s`, `to_s`: time.monotonic().
+    It is idle between lines. `counted`: the fraction of the launched work that the device counted. A simulator, which
+    runs no code, counts neither work nor time.
     """
     worker = Worker(library, kernel_us, rounds, blocks, graph)
     say(ready=True)
     while True:
         asked = listen()
-        begin = time.monotonic() + asked["settle_s"]
-        first, at_first = worker.until(begin)
-        last, at_last = worker.until(begin + asked["run_s"])
+        begin = begin_at(asked) + asked["settle_s"]
+        first = worker.until(begin)
+        last = worker.until(begin + asked["run_s"])
         worker.drain()
         counted = worker.gpu.count(worker.counter) / (worker.launched * worker.per_launch)
-        say(per_s=(last - first) / (at_last - at_first), done=last - first, counted=counted)
+        took, done = last.at - first.at, last.done - first.done
+        device = (last.device_ns - first.device_ns) / 1e9 / took
+        say(per_s=done / took, done=done, device=device, counted=counted, from_s=first.at, to_s=last.at)
 
 
 def pair(library: str, kernel_us: int, rounds: int, blocks: int, turns: int) -> None:
