@@ -226,6 +226,7 @@ enum sim_result sim_join(struct sim_device *device) {
                                  .mntns = mntns,
                                  .generation = ++s->generation,
                                  .started_ns = sim_now_ns(),
+                                 .host_pid = pidns == s->config.host_pidns ? (uint32_t)getpid() : 0,
                                  .group = group};
         c->state = SIM_CLIENT_LIVE;
         if (i >= s->clients_high)
@@ -239,29 +240,63 @@ enum sim_result sim_join(struct sim_device *device) {
     return result;
 }
 
-uint32_t sim_client_pid(struct sim_device *device, uint32_t index) {
-    const struct sim_client *c = &device->state->client[index];
-    if (c->state != SIM_CLIENT_LIVE)
-        return 0;
-    struct flock l = {.l_type = F_WRLCK,
-                      .l_whence = SEEK_SET,
-                      .l_start = (off_t)(SIM_LIFE_OFFSET + index),
-                      .l_len = 1};
-    if (fcntl(device->fd, F_GETLK, &l))
-        return c->pid;
-    if (l.l_type != F_UNLCK)
-        return l.l_pid > 0 ? (uint32_t)l.l_pid : c->pid;
-    /* F_GETLK does not report the caller's own locks, so an own client would look dead. The
-     * namespace is identified by its inode number and its init's start time, because the kernel
-     * reuses the number and the first process of every container has pid 1. */
+/* The caller's pid namespace. The kernel reuses inode numbers, and the first process of every
+ * container has pid 1, so the start time of the namespace's init identifies it, too. */
+static uint64_t own_pidns(uint64_t *ticks) {
     static uint64_t pidns, init_ticks;
     if (!pidns) {
         pidns = namespace_inode("pid");
         init_ticks = init_start_ticks();
     }
-    bool same_namespace =
-        c->pidns == pidns && device->state->group[c->group].init_ticks == init_ticks;
-    return same_namespace && c->pid == (uint32_t)getpid() ? c->pid : 0;
+    *ticks = init_ticks;
+    return pidns;
+}
+
+bool sim_on_host(const struct sim_device *device) {
+    uint64_t ticks;
+    return own_pidns(&ticks) == device->state->config.host_pidns;
+}
+
+/* Stores the client's pid as the caller sees it, 0 if it does not. False: the client is dead. */
+static bool find_process(struct sim_device *device, uint32_t index, uint32_t *pid) {
+    struct sim_client *c = &device->state->client[index];
+    struct flock l = {.l_type = F_WRLCK,
+                      .l_whence = SEEK_SET,
+                      .l_start = (off_t)(SIM_LIFE_OFFSET + index),
+                      .l_len = 1};
+    uint64_t ticks;
+    *pid = 0;
+    if (c->state != SIM_CLIENT_LIVE)
+        return false;
+    if (fcntl(device->fd, F_GETLK, &l))
+        return true;
+    if (l.l_type != F_UNLCK) {
+        *pid = l.l_pid > 0 ? (uint32_t)l.l_pid : 0;
+    } else {
+        /* F_GETLK does not report the caller's own locks, so an own client would look dead. */
+        if (c->pid != (uint32_t)getpid() || c->pidns != own_pidns(&ticks) ||
+            device->state->group[c->group].init_ticks != ticks)
+            return false;
+        *pid = c->pid;
+    }
+    if (sim_on_host(device))
+        c->host_pid = *pid;
+    return true;
+}
+
+bool sim_client_lives(struct sim_device *device, uint32_t index) {
+    uint32_t pid;
+    return find_process(device, index, &pid);
+}
+
+uint32_t sim_client_pid(struct sim_device *device, uint32_t index) {
+    uint32_t pid;
+    return find_process(device, index, &pid) ? pid : 0;
+}
+
+uint32_t sim_host_pid(const struct sim_device *device, uint32_t index) {
+    uint32_t pid = device->state->client[index].host_pid;
+    return pid ? pid : SIM_UNSEEN_PID + index;
 }
 
 static void bury(struct sim_device *device, uint32_t index, uint64_t now_ns) {
@@ -284,7 +319,7 @@ void sim_reap(struct sim_device *device) {
     s->last_reap_ns = now_ns;
     for (unsigned i = 0; i < s->clients_high; i++) {
         struct sim_client *c = &s->client[i];
-        if (c->state == SIM_CLIENT_LIVE && !sim_client_pid(device, i))
+        if (c->state == SIM_CLIENT_LIVE && !sim_client_lives(device, i))
             bury(device, i, now_ns);
         if (c->state == SIM_CLIENT_DEAD && now_ns >= c->return_ns) {
             s->used_bytes -= c->bytes;

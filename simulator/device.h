@@ -27,6 +27,9 @@
 /* A live process holds a POSIX record lock on byte SIM_LIFE_OFFSET + i for its client i. */
 #define SIM_LIFE_OFFSET (1ull << 40)
 #define SIM_INIT_OFFSET (SIM_LIFE_OFFSET - 1)
+/* Above each pid that Linux gives. Plus the client's index it stands for a host pid that no process
+ * of the host has seen yet. */
+#define SIM_UNSEEN_PID (1u << 22)
 
 /* `index` of a device file. A GPU divided by MIG has the highest bit set; a MIG device has its
  * own numbers above its GPU's. The file of a MIG device is the capability node of its compute
@@ -41,6 +44,8 @@
 struct sim_costs {
     uint64_t init_bytes;     /* taken by cuInit of each device; NVML lists it for no process */
     uint64_t unlisted_bytes; /* part of each context that NVML lists for no process */
+    uint64_t duplicates;     /* NVML in a container lists each process twice */
+    uint64_t host_pids;      /* NVML lists host pids, in a container too */
 };
 
 /* Written once by simhost.py before any client starts. */
@@ -84,6 +89,7 @@ struct sim_config {
     uint32_t threads_per_sm;
     uint32_t compute_mode; /* nvmlComputeMode_t */
     uint32_t xid;          /* the last Xid error; its number above bit 16 */
+    uint64_t host_pidns;   /* inode of the host's pid namespace, where simhost.py ran */
     struct sim_costs costs;
 };
 
@@ -112,6 +118,8 @@ struct sim_client {
     uint64_t evicted_bytes; /* evicted by other clients, not yet noticed by this one */
     /* part of `bytes`, apart from managed memory: what NVML lists for no process */
     uint64_t unlisted_bytes;
+    uint32_t host_pid; /* 0 until a process of the host sees it */
+    uint32_t pad;
 };
 
 /* All clients of one pid namespace, that is, of one container. */
@@ -209,13 +217,13 @@ _Static_assert(offsetof(struct sim_config, cuda_version) == 256, "cuda_version")
 _Static_assert(offsetof(struct sim_state, sequence) == 1152, "sequence");
 _Static_assert(offsetof(struct sim_state, group) == 4096, "group");
 _Static_assert(sizeof(struct sim_group) == 64, "sim_group");
-_Static_assert(sizeof(struct sim_client) == 136, "sim_client");
+_Static_assert(sizeof(struct sim_client) == 144, "sim_client");
 _Static_assert(offsetof(struct sim_state, client) == 20480, "client");
 _Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
 _Static_assert(offsetof(struct sim_config, switch_high_ns) == 304, "switch_high_ns");
 _Static_assert(offsetof(struct sim_config, reserved_bytes) == 352, "reserved_bytes");
-_Static_assert(offsetof(struct sim_config, costs) == 376, "costs");
-_Static_assert(offsetof(struct sim_state, history) == 221184, "history");
+_Static_assert(offsetof(struct sim_config, costs) == 384, "costs");
+_Static_assert(offsetof(struct sim_state, history) == 225280, "history");
 _Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
 
@@ -257,9 +265,14 @@ void sim_unlist(struct sim_device *device, int64_t bytes);
 uint64_t sim_listed_bytes(const struct sim_client *client);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);
-/* The host pid of the client if F_GETLK reports it, otherwise the pid in its namespace; 0: dead.
- * Call locked. */
+/* True if the client's process exists. Call locked. */
+bool sim_client_lives(struct sim_device *device, uint32_t index);
+/* The client's pid in the caller's pid namespace; 0: dead, or not visible there. Call locked. */
 uint32_t sim_client_pid(struct sim_device *device, uint32_t index);
+/* The client's pid in the host's pid namespace, as far as it is known. Call locked. */
+uint32_t sim_host_pid(const struct sim_device *device, uint32_t index);
+/* True if the caller's pid namespace is the host's. */
+bool sim_on_host(const struct sim_device *device);
 
 uint64_t sim_share(struct sim_device *device, uint64_t bytes, uint64_t *offset);
 struct sim_shared *sim_find_shared(struct sim_device *device, uint64_t id);

@@ -45,7 +45,7 @@ static void raise_peak(struct sim_device *device, struct sim_group *group) {
         const struct sim_client *c = &s->client[i];
         if (c->state != SIM_CLIENT_LIVE || &s->group[c->group] != group)
             continue;
-        if (i + 1 == device->client || (sim_client_pid(device, i) && !is_exiting(c->pid)))
+        if (i + 1 == device->client || (sim_client_lives(device, i) && !is_exiting(c->pid)))
             bytes += c->bytes;
     }
     if (bytes > group->peak_bytes)

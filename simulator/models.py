@@ -16,6 +16,8 @@ class Costs(NamedTuple):
 
     init_bytes: int = 0  # taken by cuInit of each device; NVML lists it for no process
     unlisted_bytes: int = 0  # part of each context that NVML lists for no process
+    duplicates: bool = False  # NVML in a container lists each process twice
+    host_pids: bool = False  # NVML lists host pids, in a container too
 
 
 class Model(NamedTuple):

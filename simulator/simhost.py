@@ -107,6 +107,7 @@ def write_device(
         *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
         *(int(t.bubble_us * 1e3), t.seed),
         *(gpu.reserved_bytes, like.cores, like.threads, gpu.compute_mode, 0),
+        os.stat("/proc/self/ns/pid").st_ino,
         *map(int, like.costs if costs is None else costs),
     )
     temporary = path.with_name(path.name + ".new")

@@ -1,9 +1,10 @@
-/* Memory, processes, utilisation. Processes are reported by host pid where it is visible. */
+/* Memory, processes, utilisation. */
 #include "simnvml.h"
 
 #include <string.h>
 
 #define NO_INSTANCE 0xffffffffu
+#define MAX_LISTED (2 * SIM_MAX_CLIENTS)
 #define SAMPLE_NS 166666667u /* documented: between 1/6 and 1 second, by product */
 
 EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory) {
@@ -35,9 +36,16 @@ EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Mem
     return NVML_SUCCESS;
 }
 
-/* Lists clients with a context: fills up to *count entries, then sets *count to the total. */
+/* Lists clients with a context: fills up to *count entries, then sets *count to the total.
+ *
+ * As in NVIDIA's open kernel modules (gpuGetProcWithObject), a process has the pid of the caller's
+ * pid namespace, and is not listed if it has none there. The driver keeps a process from being
+ * listed again by comparing its host pid with the pids listed so far, which fails in a container.
+ * Drivers before 535.113 list host pids. */
 static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *infos) {
     struct sim_device *d = &device->sim;
+    const struct sim_costs *costs = &d->state->config.costs;
+    unsigned times = costs->duplicates && !costs->host_pids && !sim_on_host(d) ? 2 : 1;
     unsigned n = 0, room = infos ? *count : 0;
     sim_lock(d);
     sim_reap(d);
@@ -45,12 +53,13 @@ static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessI
         const struct sim_client *c = &d->state->client[i];
         if (c->state != SIM_CLIENT_LIVE || !c->contexts)
             continue;
-        if (n < room)
-            infos[n] = (nvmlProcessInfo_t){.pid = sim_client_pid(d, i),
-                                           .usedGpuMemory = sim_listed_bytes(c),
-                                           .gpuInstanceId = NO_INSTANCE,
-                                           .computeInstanceId = NO_INSTANCE};
-        n++;
+        uint32_t pid = costs->host_pids ? sim_host_pid(d, i) : sim_client_pid(d, i);
+        for (unsigned k = 0; pid && k < times; k++, n++)
+            if (n < room)
+                infos[n] = (nvmlProcessInfo_t){.pid = pid,
+                                               .usedGpuMemory = sim_listed_bytes(c),
+                                               .gpuInstanceId = NO_INSTANCE,
+                                               .computeInstanceId = NO_INSTANCE};
     }
     sim_unlock(d);
     *count = n;
@@ -73,9 +82,9 @@ EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v2(nvmlDevice_t device,
 
 EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses(nvmlDevice_t device, unsigned int *count,
                                                          nvmlProcessInfo_v1_t *infos) {
-    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
+    nvmlProcessInfo_t full[MAX_LISTED];
     ENTER_DEVICE(device, count && (infos || !*count));
-    unsigned room = *count < SIM_MAX_CLIENTS ? *count : SIM_MAX_CLIENTS;
+    unsigned room = *count < MAX_LISTED ? *count : MAX_LISTED;
     *count = room;
     nvmlReturn_t result = processes(device, count, full);
     for (unsigned i = 0; i < room && i < *count; i++)
@@ -100,11 +109,11 @@ NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t)
 
 EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
                                                           nvmlProcessDetailList_t *list) {
-    nvmlProcessInfo_t full[SIM_MAX_CLIENTS];
+    nvmlProcessInfo_t full[MAX_LISTED];
     ENTER_DEVICE(device, list);
     if (list->version != nvmlProcessDetailList_v1)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-    unsigned room = list->numProcArrayEntries, n = SIM_MAX_CLIENTS;
+    unsigned room = list->numProcArrayEntries, n = MAX_LISTED;
     if (room && !list->procArray)
         return NVML_ERROR_INVALID_ARGUMENT;
     processes(device, &n, full);
@@ -179,6 +188,8 @@ static void sample_clients(nvmlDevice_t device, uint64_t now_ns) {
     remember_clients(device, now_ns);
 }
 
+/* Newer drivers translate a pid if the caller's pid namespace has the process, and leave the host
+ * pid otherwise (kern_perf_ctrl.c). */
 EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
                                                     nvmlProcessUtilizationSample_t *samples,
                                                     unsigned int *count,
@@ -195,9 +206,10 @@ EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
         const struct sim_client *c = &d->state->client[i];
         if (c->state != SIM_CLIENT_LIVE || !c->contexts)
             continue;
+        uint32_t pid = sim_client_pid(d, i);
         if (n < room)
             samples[n] =
-                (nvmlProcessUtilizationSample_t){.pid = sim_client_pid(d, i),
+                (nvmlProcessUtilizationSample_t){.pid = pid ? pid : sim_host_pid(d, i),
                                                  .timeStamp = device->client_sample_ns / 1000,
                                                  .smUtil = device->client[i].percent};
         n++;

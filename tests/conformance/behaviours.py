@@ -59,6 +59,11 @@ BEHAVIOURS = (
         "assumed",
         "in NVIDIA's open kernel modules a client of the kernel's holds it, not the process",
     ),
+    Behaviour(
+        memory.nvml_lists_no_process_that_the_caller_cannot_see,
+        "assumed",
+        "NVIDIA's open kernel modules since 535.113: gpuGetProcWithObject, os_find_ns_pid",
+    ),
     Behaviour(memory.pinned_memory_takes_nothing, "documented", "page-locked memory is host memory"),
     Behaviour(memory.array_takes_what_it_says, "assumed", "arrays own whole blocks"),
     Behaviour(memory.mipmap_takes_more_than_its_first_level, "assumed", "all levels are allocated at once"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64
 
 from gpushare.gpu import contextprobe, contexts
@@ -258,6 +260,26 @@ def nvml_lists_managed_memory_for_no_process(cuda: Driver) -> None:
     cuda.synchronize()
     assert before - cuda.free_bytes() >= 64 * MIB
     assert contextprobe.processes(pynvml, device)[os.getpid()] == listed
+
+
+LIST = """
+import sys
+from gpushare.gpu.contextprobe import processes
+from gpushare.gpu.nvml import initialised
+n = initialised(sys.argv[1])
+print([sorted(processes(n, n.nvmlDeviceGetHandleByIndex(i))) for i in range(n.nvmlDeviceGetCount())])
+"""
+
+
+def nvml_lists_no_process_that_the_caller_cannot_see(cuda: Driver) -> None:
+    """In a pid namespace of its own a caller sees none of the other processes of the device."""
+    cuda.context()
+    nvml = os.path.join(os.path.dirname(cuda.library._name), "libnvidia-ml.so.1")
+    apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        return  # only root can make a pid namespace
+    done = subprocess.run([*apart, sys.executable, "-c", LIST, nvml], capture_output=True, text=True, check=True)
+    assert not any(eval(done.stdout)), done.stdout
 
 
 def module_takes_memory_on_first_use(cuda: Driver) -> None:

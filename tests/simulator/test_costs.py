@@ -97,3 +97,57 @@ def test_command_sets_single_costs(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
     with opened(tmp_path / "h") as ledger:
         assert ledger.costs == models.MODELS[H100].costs._replace(init_bytes=5)
+
+
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+HERE = """
+import subprocess, sys
+def listed(script):
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return sorted(eval(done.stdout))
+"""
+
+
+def tenant(start: Start, root: Path) -> Remote:
+    """A process with a context in its own pid namespace, where its pid is 1."""
+    p = start(root, wrapper=CONTAINER, env={"LD_LIBRARY_PATH": str(root / LIBDIR)})
+    p.do(HERE)
+    p.do("cuda.context()")
+    return p
+
+
+def host_pid(ledger: Ledger) -> int:
+    """Return the host pid of the only tenant."""
+    (pid,) = (c.host_pid for c in ledger.clients() if c.pid == 1)
+    return pid
+
+
+def test_processes_have_the_pids_of_the_caller(start: Start, simhost: Path) -> None:
+    a, outside = tenant(start, simhost), start()
+    outside.do("cuda.context()")
+    with opened(simhost) as ledger:
+        assert listed(simhost) == sorted([(host_pid(ledger), CONTEXT), (outside.pid, CONTEXT)])
+    assert a.get(f"listed({LIST!r})") == [(1, CONTEXT)]
+
+
+def test_process_that_the_caller_cannot_see_is_not_listed(start: Start, simhost: Path) -> None:
+    tenant(start, simhost)
+    assert listed(simhost, *CONTAINER) == []
+
+
+def test_process_is_listed_twice_in_a_container(start: Start, make_host: MakeHost) -> None:
+    root = make_host(costs=Costs(duplicates=True))
+    p = tenant(start, root)
+    assert p.get(f"listed({LIST!r})") == [(1, CONTEXT)] * 2
+    assert len(listed(root)) == 1
+
+
+def test_old_driver_lists_host_pids_in_a_container(start: Start, make_host: MakeHost) -> None:
+    root = make_host(costs=Costs(host_pids=True, duplicates=True))
+    p = tenant(start, root)
+    ((unseen, size),) = p.get(f"listed({LIST!r})")
+    assert unseen >= 1 << 22 and size == CONTEXT  # no process of the host has seen it yet
+    with opened(root) as ledger:
+        expected = [(host_pid(ledger), CONTEXT)]
+    assert listed(root) == expected and p.get(f"listed({LIST!r})") == expected
+    assert listed(root, *CONTAINER) == expected
