@@ -42,10 +42,16 @@
 
 /* Costs beyond a program's own allocations: `Costs` in models.py has the same fields. */
 struct sim_costs {
-    uint64_t init_bytes;     /* taken by cuInit of each device; NVML lists it for no process */
-    uint64_t unlisted_bytes; /* part of each context that NVML lists for no process */
-    uint64_t duplicates;     /* NVML in a container lists each process twice */
-    uint64_t host_pids;      /* NVML lists host pids, in a container too */
+    uint64_t init_bytes;       /* taken by cuInit of each device; NVML lists it for no process */
+    uint64_t unlisted_bytes;   /* part of each context that NVML lists for no process */
+    uint64_t duplicates;       /* NVML in a container lists each process twice */
+    uint64_t host_pids;        /* NVML lists host pids, in a container too */
+    uint64_t stream_bytes;     /* of each stream that a program creates, until it is destroyed */
+    uint64_t graph_bytes;      /* of each kernel node of an executable graph; see graphexec.c */
+    uint64_t graph_late;       /* taken when the graph is first uploaded or launched */
+    uint64_t library_bytes;    /* of each library in a context, from its first kernel on */
+    uint64_t module_bytes;     /* the same for a module that was loaded without a library */
+    uint64_t event_pool_bytes; /* of each 512 events in a context, until the context ends */
 };
 
 /* Written once by simhost.py before any client starts. */

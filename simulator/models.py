@@ -18,6 +18,12 @@ class Costs(NamedTuple):
     unlisted_bytes: int = 0  # part of each context that NVML lists for no process
     duplicates: bool = False  # NVML in a container lists each process twice
     host_pids: bool = False  # NVML lists host pids, in a container too
+    stream_bytes: int = 0  # of each stream that a program creates, until it is destroyed
+    graph_bytes: int = 0  # of each kernel node of an executable graph, together in whole blocks, until it is destroyed
+    graph_late: bool = False  # taken when the graph is first uploaded or launched, not when it is instantiated
+    library_bytes: int = 0  # of each library in a context, from its first kernel on, beyond its image
+    module_bytes: int = 0  # the same for a module that was loaded without a library
+    event_pool_bytes: int = 0  # of each 512 events in a context, until the context ends
 
 
 class Model(NamedTuple):
@@ -53,6 +59,17 @@ class Model(NamedTuple):
 
 DEFAULT = "NVIDIA Simulated A16"
 H100_MIG = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+# PyTorch 2.11 on that card took 90 MiB more than its context, images and allocations, and 160 MiB more with its 32
+# streams. A stream's size follows from that. Events and libraries are assumed to make up the 90 MiB; 100 small modules
+# took 2 MiB, so modules cost nothing more.
+H100_COSTS = Costs(
+    init_bytes=3407872,
+    unlisted_bytes=5832704,  # with init_bytes: the first context takes 526.8 MiB, of which NVML lists 518
+    stream_bytes=70 * MIB // 32,
+    graph_bytes=4096,  # assumed
+    library_bytes=2 * MIB,  # assumed
+    event_pool_bytes=2 * MIB,  # assumed
+)
 # The context sizes marked as assumed follow the reported ones: 2 KiB for each resident thread, and 8 MiB.
 MODELS = {
     DEFAULT: Model(16 * 1024 + 384, 384, 300, 48, (8, 6), 128, 2048, "no real card; reserved memory as on the A16"),
@@ -67,7 +84,7 @@ MODELS = {
     "NVIDIA H100 80GB HBM3": Model(
         *(81559, 469, 523.5625, 132, (9, 0), 128, 2048),
         "nvidia-smi: 81559 MiB, PyTorch: 79.19 GiB; context and costs measured on 2026-11-27, driver 580.159.04",
-        Costs(init_bytes=3407872, unlisted_bytes=5832704),  # the first context takes 526.8 MiB, NVML lists 518
+        H100_COSTS,
     ),
     "NVIDIA H200": Model(
         *(143771, 606, 536, 132, (9, 0), 128, 2048),

@@ -63,7 +63,7 @@ static CUresult open_context(int device, unsigned flags, struct context **out) {
                             .overhead = overhead,
                             .next = sim.contexts};
     limits_open(ctx);
-    sim_unlist(&sim.device[device].sim, (int64_t)config->costs.unlisted_bytes);
+    sim_unlist(&sim.device[device].sim, (int64_t)costs_of(device)->unlisted_bytes);
     sim.contexts = ctx;
     result = engine_open(ctx);
     sim_count_context(&sim.device[device].sim, 1);
@@ -79,8 +79,8 @@ static void close_context(struct context *ctx) {
     mem_give_all(ctx);
     struct sim_device *d = &sim.device[ctx->device].sim;
     sim_count_context(d, -1);
-    sim_unlist(d, -(int64_t)d->state->config.costs.unlisted_bytes);
-    uncharge(ctx->device, ctx->overhead);
+    sim_unlist(d, -(int64_t)costs_of(ctx->device)->unlisted_bytes);
+    uncharge(ctx->device, ctx->overhead + round_up(ctx->graph_bytes, SIM_BLOCK));
     engine_close(ctx);
     for (struct context **p = &sim.contexts; *p; p = &(*p)->next) {
         if (*p != ctx)

@@ -3,14 +3,32 @@
 
 #include <stdlib.h>
 
+#define POOL_EVENTS 512u
+
+/* Takes another pool of events when the context has more than its pools hold. */
+static CUresult take_pool(struct context *ctx) {
+    uint64_t bytes = costs_of(ctx->device)->event_pool_bytes;
+    if (!bytes || ctx->n_events < ctx->event_pools * POOL_EVENTS)
+        return CUDA_SUCCESS;
+    CUresult result = charge(ctx->device, bytes);
+    if (result == CUDA_SUCCESS) {
+        ctx->overhead += bytes;
+        ctx->event_pools++;
+    }
+    return result;
+}
+
 EXPORT CUresult cuEventCreate(CUevent *phEvent, unsigned int flags) {
     ENTER_CONTEXT(ctx);
     CHECK_VALUE(phEvent && !(flags & ~7u));
     CHECK_VALUE(!(flags & CU_EVENT_INTERPROCESS) || (flags & CU_EVENT_DISABLE_TIMING));
+    CUresult result = take_pool(ctx);
+    CHECK(result == CUDA_SUCCESS, result);
     struct event *e = calloc(1, sizeof *e);
     CHECK(e, CUDA_ERROR_OUT_OF_MEMORY);
     *e = (struct event){.magic = OBJ_EVENT, .ctx = ctx, .next = ctx->events, .flags = flags};
     ctx->events = e;
+    ctx->n_events++;
     *phEvent = (CUevent)e;
     return CUDA_SUCCESS;
 }
@@ -26,6 +44,7 @@ static void event_drop(struct event *e) {
         at = &(*at)->next;
     if (*at)
         *at = e->next;
+    e->ctx->n_events--;
     mark_drop(e->mark);
     capture_forget_event(e);
     sim_bury(e, true);

@@ -38,6 +38,8 @@ struct exec {
     uint32_t magic;
     struct graph *graph;
     unsigned long long flags;
+    uint64_t context_id; /* the context that holds memory for its nodes; 0: none yet */
+    uint64_t bytes;      /* its part of the context's graph_bytes */
 };
 
 struct graph *graph_open(void);

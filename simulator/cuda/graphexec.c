@@ -3,6 +3,34 @@
 
 #include <stdlib.h>
 
+static uint64_t kernel_nodes(const struct graph *g) {
+    uint64_t n = 0;
+    for (const struct node *at = g->first; at; at = at->next)
+        n += at->work.kind == WORK_CHILD ? kernel_nodes(at->work.child)
+                                         : at->work.kind == WORK_KERNEL;
+    return n;
+}
+
+/* Takes the memory of the graph's kernel nodes, once. An update does not change it. */
+static CUresult take_nodes(struct exec *x, struct context *ctx) {
+    uint64_t each = ctx ? costs_of(ctx->device)->graph_bytes : 0;
+    if (x->context_id || !each)
+        return CUDA_SUCCESS;
+    uint64_t bytes = kernel_nodes(x->graph) * each;
+    CUresult result = share_blocks(ctx, &ctx->graph_bytes, bytes);
+    if (result == CUDA_SUCCESS) {
+        x->context_id = ctx->id;
+        x->bytes = bytes;
+    }
+    return result;
+}
+
+static void give_nodes(const struct exec *x) {
+    for (struct context *ctx = sim.contexts; ctx; ctx = ctx->next)
+        if (ctx->id == x->context_id)
+            unshare_blocks(ctx, &ctx->graph_bytes, x->bytes);
+}
+
 static CUresult instantiate(CUgraphExec *out, CUgraph hGraph, unsigned long long flags) {
     struct graph *g = (struct graph *)hGraph;
     CHECK_VALUE(out && sim_is(g, OBJ_GRAPH));
@@ -14,8 +42,19 @@ static CUresult instantiate(CUgraphExec *out, CUgraph hGraph, unsigned long long
     if (!copy)
         return free(x), CUDA_ERROR_OUT_OF_MEMORY;
     *x = (struct exec){.magic = OBJ_EXEC, .graph = copy, .flags = flags};
+    struct context *ctx = current_context();
+    if (ctx && !costs_of(ctx->device)->graph_late) {
+        CUresult result = take_nodes(x, ctx);
+        if (result != CUDA_SUCCESS)
+            return graph_close(copy), free(x), result;
+    }
     *out = (CUgraphExec)x;
     return CUDA_SUCCESS;
+}
+
+static CUresult upload(struct exec *x, struct context *ctx) {
+    CUresult result = take_nodes(x, ctx);
+    return result == CUDA_SUCCESS ? graph_mem_reserve(x->graph) : result;
 }
 
 EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph hGraph,
@@ -48,7 +87,7 @@ EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph hGraph,
     params->result_out =
         result == CUDA_SUCCESS ? CUDA_GRAPH_INSTANTIATE_SUCCESS : CUDA_GRAPH_INSTANTIATE_ERROR;
     if (result == CUDA_SUCCESS && (params->flags & CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD))
-        result = graph_mem_reserve(((struct exec *)*out)->graph);
+        result = upload((struct exec *)*out, current_context());
     return result;
 }
 
@@ -59,6 +98,7 @@ EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *out, CUgraph hGraph,
 
 EXPORT CUresult cuGraphExecDestroy(CUgraphExec hExec) {
     ENTER_EXEC(x, hExec);
+    give_nodes(x);
     graph_close(x->graph);
     sim_bury(x, true);
     return CUDA_SUCCESS;
@@ -73,8 +113,9 @@ EXPORT CUresult cuGraphExecGetFlags(CUgraphExec hExec, cuuint64_t *flags) {
 
 EXPORT CUresult cuGraphUpload(CUgraphExec hExec, CUstream hStream) {
     ENTER_EXEC(x, hExec);
-    CHECK_HANDLE(stream_of(current_context(), hStream));
-    return graph_mem_reserve(x->graph);
+    struct stream *s = stream_of(current_context(), hStream);
+    CHECK_HANDLE(s);
+    return upload(x, s->ctx);
 }
 
 static CUresult launch(CUgraphExec hExec, CUstream hStream, uint64_t *cost_ns) {
@@ -90,7 +131,7 @@ static CUresult launch(CUgraphExec hExec, CUstream hStream, uint64_t *cost_ns) {
         work.child->owned = true;
         return capture_work(s, &work, NULL);
     }
-    CUresult result = graph_mem_reserve(x->graph);
+    CUresult result = upload(x, s->ctx);
     return result == CUDA_SUCCESS ? graph_run(x->graph, s, x->flags) : result;
 }
 

@@ -57,6 +57,20 @@ void mem_give(struct mem *m) {
     space_give(m);
 }
 
+CUresult share_blocks(struct context *ctx, uint64_t *sum, uint64_t bytes) {
+    uint64_t before = round_up(*sum, SIM_BLOCK), after = round_up(*sum + bytes, SIM_BLOCK);
+    CUresult result = after > before ? charge(ctx->device, after - before) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        *sum += bytes;
+    return result;
+}
+
+void unshare_blocks(struct context *ctx, uint64_t *sum, uint64_t bytes) {
+    uint64_t before = round_up(*sum, SIM_BLOCK);
+    *sum -= bytes;
+    uncharge(ctx->device, before - round_up(*sum, SIM_BLOCK));
+}
+
 void mem_give_all(struct context *ctx) {
     small_drop_all(ctx);
     while (ctx->mems) {

@@ -47,20 +47,16 @@ bool image_read_file(const char *path, struct image *image) {
     return ok;
 }
 
-/* Code and global data of all modules of a context share blocks. */
-static CUresult code_take(struct context *ctx, uint64_t bytes) {
-    uint64_t before = round_up(ctx->code_bytes, SIM_BLOCK);
-    uint64_t after = round_up(ctx->code_bytes + bytes, SIM_BLOCK);
-    CUresult result = after > before ? charge(ctx->device, after - before) : CUDA_SUCCESS;
+/* Takes the memory of a module's first kernel that its image does not have. */
+static CUresult load_first_kernel(struct module *m) {
+    const struct sim_costs *costs = costs_of(m->ctx->device);
+    uint64_t bytes = m->library ? costs->library_bytes : costs->module_bytes;
+    if (m->kernel_bytes || !bytes)
+        return CUDA_SUCCESS;
+    CUresult result = charge(m->ctx->device, bytes);
     if (result == CUDA_SUCCESS)
-        ctx->code_bytes += bytes;
+        m->kernel_bytes = bytes;
     return result;
-}
-
-static void code_give(struct context *ctx, uint64_t bytes) {
-    uint64_t before = round_up(ctx->code_bytes, SIM_BLOCK);
-    ctx->code_bytes -= bytes;
-    uncharge(ctx->device, before - round_up(ctx->code_bytes, SIM_BLOCK));
 }
 
 /* Load the parts that any use of the module needs. */
@@ -69,7 +65,7 @@ CUresult module_load(struct module *m) {
     uint64_t bytes = m->image.code_bytes + m->image.global_bytes;
     if (m->loaded)
         return CUDA_SUCCESS;
-    error = code_take(m->ctx, bytes);
+    error = share_blocks(m->ctx, &m->ctx->code_bytes, bytes);
     if (error != CUDA_SUCCESS)
         return error;
     m->code_bytes = bytes;
@@ -85,7 +81,7 @@ CUresult module_load(struct module *m) {
 static CUresult function_load(struct module *m, unsigned i) {
     if (m->function_loaded[i])
         return CUDA_SUCCESS;
-    CUresult result = code_take(m->ctx, m->image.function[i].bytes);
+    CUresult result = share_blocks(m->ctx, &m->ctx->code_bytes, m->image.function[i].bytes);
     if (result == CUDA_SUCCESS) {
         m->code_bytes += m->image.function[i].bytes;
         m->function_loaded[i] = true;
@@ -95,6 +91,8 @@ static CUresult function_load(struct module *m, unsigned i) {
 
 static CUresult load_all(struct module *m) {
     CUresult result = module_load(m);
+    if (result == CUDA_SUCCESS && m->image.n_functions)
+        result = load_first_kernel(m);
     for (unsigned i = 0; result == CUDA_SUCCESS && i < m->image.n_functions; i++)
         result = function_load(m, i);
     return result;
@@ -133,7 +131,9 @@ void module_close(struct module *m) {
     }
     if (m->mem)
         mem_give(m->mem);
-    code_give(m->ctx, m->code_bytes);
+    unshare_blocks(m->ctx, &m->ctx->code_bytes, m->code_bytes);
+    if (m->kernel_bytes)
+        uncharge(m->ctx->device, m->kernel_bytes);
     if (!m->library)
         image_free(&m->image);
     m->magic = 0;
@@ -161,6 +161,8 @@ CUresult module_function(struct module *m, const char *name, struct function **o
         i++;
     CHECK(!m->image.named || i < m->image.n_functions, CUDA_ERROR_NOT_FOUND);
     CUresult result = module_load(m);
+    if (result == CUDA_SUCCESS)
+        result = load_first_kernel(m);
     if (result == CUDA_SUCCESS && i < m->image.n_functions)
         result = function_load(m, i);
     if (result != CUDA_SUCCESS)

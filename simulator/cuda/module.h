@@ -22,7 +22,8 @@ struct module {
     struct image image;
     bool loaded; /* code and globals; functions are loaded one by one */
     bool function_loaded[IMAGE_NAMES];
-    uint64_t code_bytes; /* this module's part of ctx->code_bytes */
+    uint64_t code_bytes;   /* this module's part of ctx->code_bytes */
+    uint64_t kernel_bytes; /* taken with its first kernel, beyond the image */
     struct mem *mem;
     struct function *functions;
     struct module *next;

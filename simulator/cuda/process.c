@@ -55,17 +55,20 @@ static unsigned open_devices(struct sim_device *found) {
     return n;
 }
 
+const struct sim_costs *costs_of(int device) {
+    return &sim.device[device].sim.state->config.costs;
+}
+
 /* Takes the memory that cuInit takes of each device, before any context. */
 static CUresult take_init(int device) {
-    struct sim_device *d = &sim.device[device].sim;
-    uint64_t bytes = d->state->config.costs.init_bytes;
+    uint64_t bytes = costs_of(device)->init_bytes;
     if (!bytes)
         return CUDA_SUCCESS;
     CUresult result = join_device(device);
     if (result == CUDA_SUCCESS)
         result = charge(device, bytes);
     if (result == CUDA_SUCCESS)
-        sim_unlist(d, (int64_t)bytes);
+        sim_unlist(&sim.device[device].sim, (int64_t)bytes);
     return result;
 }
 

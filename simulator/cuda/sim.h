@@ -99,6 +99,8 @@ struct context {
     uint64_t code_bytes;  /* of all modules, in shared blocks */
     uint64_t local_bytes; /* of each thread, above the default */
     uint64_t overhead;    /* bytes charged beyond allocations and modules */
+    uint64_t graph_bytes; /* of all executable graphs, in shared blocks */
+    unsigned n_events, event_pools;
     size_t limit[CU_LIMIT_MAX];
     unsigned cache_config, shared_config;
     struct mem *mems;
@@ -172,6 +174,7 @@ bool sim_is(const void *object, enum object_kind kind);
  * driver. */
 void sim_bury(void *object, bool by_program);
 struct context *context_of(CUcontext handle);
+const struct sim_costs *costs_of(int device);
 CUresult join_device(int device);
 CUresult charge(int device, uint64_t bytes);
 void uncharge(int device, uint64_t bytes);
@@ -200,6 +203,9 @@ void mem_give(struct mem *mem);
 void mem_give_all(struct context *ctx);
 /* The device allocation that holds va: its start and size. False: none. */
 bool mem_range(uint64_t va, uint64_t *start, uint64_t *size, struct mem **mem);
+/* Add to, and take from, a sum of small amounts that share blocks of a context. */
+CUresult share_blocks(struct context *ctx, uint64_t *sum, uint64_t bytes);
+void unshare_blocks(struct context *ctx, uint64_t *sum, uint64_t bytes);
 CUresult mem_alloc(struct context *ctx, uint64_t bytes, CUdeviceptr *va);
 CUresult mem_free(uint64_t va);
 

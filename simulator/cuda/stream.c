@@ -77,6 +77,8 @@ static void stream_drop(struct stream *s) {
         free(op);
     }
     free(s->deps);
+    if (s->bytes)
+        uncharge(s->ctx->device, s->bytes);
     sim_bury(s, s->closed);
 }
 
@@ -98,8 +100,12 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flag
     ENTER_CONTEXT(ctx);
     CHECK_VALUE(phStream && !(flags & ~(unsigned)CU_STREAM_NON_BLOCKING));
     priority = priority > 0 ? 0 : priority < -5 ? -5 : priority;
+    uint64_t bytes = costs_of(ctx->device)->stream_bytes;
+    CUresult result = bytes ? charge(ctx->device, bytes) : CUDA_SUCCESS;
+    CHECK(result == CUDA_SUCCESS, result);
     struct stream *s = open_stream(ctx, flags, priority);
     CHECK(s, CUDA_ERROR_OUT_OF_MEMORY);
+    s->bytes = bytes;
     *phStream = (CUstream)s;
     return CUDA_SUCCESS;
 }

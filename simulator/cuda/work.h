@@ -97,6 +97,7 @@ struct stream {
     unsigned flags;
     int priority;
     uint64_t id;
+    uint64_t bytes; /* of the device; 0: a default stream, or no cost */
     bool legacy, per_thread;
     bool closed;              /* destroyed, with work on its way */
     enum work_kind last_kind; /* kind of the last added op */

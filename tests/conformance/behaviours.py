@@ -82,6 +82,11 @@ BEHAVIOURS = (
         "recorded",
         "H100 80GB HBM3, driver 580.159.04, 2026-11-27: 518 MiB of 526.8 taken; other models: simulator/models.py",
     ),
+    Behaviour(
+        memory.destroyed_streams_give_back_their_memory,
+        "assumed",
+        "PyTorch's 32 streams took 70 MiB of an H100; how much of it a destroyed stream gives back is not known",
+    ),
     Behaviour(memory.module_takes_memory_on_first_use, "documented", "lazy loading, the default since CUDA 12.2"),
     Behaviour(pools.pool_reserves_more_than_it_hands_out, "assumed", "pools grow by 32 MiB"),
     Behaviour(

@@ -282,6 +282,17 @@ def nvml_lists_no_process_that_the_caller_cannot_see(cuda: Driver) -> None:
     assert not any(eval(done.stdout)), done.stdout
 
 
+def destroyed_streams_give_back_their_memory(cuda: Driver) -> None:
+    cuda.context()
+    cuda.ok("cuStreamDestroy_v2", cuda.stream(1))
+    before = cuda.free_bytes()
+    streams = [cuda.stream(1) for _ in range(32)]
+    assert 0 <= before - cuda.free_bytes() <= 128 * MIB
+    for stream in streams:
+        cuda.ok("cuStreamDestroy_v2", stream)
+    assert cuda.free_bytes() == before
+
+
 def module_takes_memory_on_first_use(cuda: Driver) -> None:
     cuda.context()
     before = cuda.free_bytes()

@@ -1,4 +1,4 @@
-"""What the driver takes beyond a program's allocations: each cost alone, and the measured ones of the H100."""
+"""The driver's costs beyond a program's allocations: each one alone, and those measured on an H100."""
 
 from __future__ import annotations
 
@@ -151,3 +151,145 @@ def test_old_driver_lists_host_pids_in_a_container(start: Start, make_host: Make
         expected = [(host_pid(ledger), CONTEXT)]
     assert listed(root) == expected and p.get(f"listed({LIST!r})") == expected
     assert listed(root, *CONTAINER) == expected
+
+
+IMAGE = "b'SIMMOD globals=0 code=1 functions=spin_us_1,spin_us_2\\n\\0'"
+LIBRARY = f"""
+from ctypes import byref, c_char_p, c_uint, c_uint64
+def library(image={IMAGE}):
+    return cuda.out("cuLibraryLoadData", c_char_p(image), None, None, c_uint(0), None, None, c_uint(0))
+def kernel(of, name=b"spin_us_1"):
+    return cuda.out("cuLibraryGetKernel", of, c_char_p(name))
+def graph(kernels):
+    s = cuda.stream(1)
+    cuda.ok("cuStreamBeginCapture_v2", s, c_uint(1))
+    for _ in range(kernels):
+        cuda.launch(f, s)
+    g = c_uint64()
+    cuda.ok("cuStreamEndCapture", s, byref(g))
+    cuda.ok("cuStreamDestroy_v2", s)
+    return g.value
+def instantiate(g):
+    return cuda.out("cuGraphInstantiateWithFlags", g, 0)
+"""
+
+
+class Costly:
+    """A process with a context on a host with these costs; `taken` is what it takes beyond the context."""
+
+    def __init__(self, start: Start, root: Path) -> None:
+        self.root, self.process = root, start(root)
+        self.do = self.process.do
+        self.do(LIBRARY)
+        self.do(f"cuda.context(); f = cuda.function(cuda.load({IMAGE}), 'spin_us_1')")
+        self.base = self.used()
+
+    def used(self) -> int:
+        with opened(self.root) as ledger:
+            return ledger.used_bytes
+
+    @property
+    def taken(self) -> int:
+        taken = self.used() - self.base
+        ((_, size),) = listed(self.root)
+        with opened(self.root) as ledger:
+            assert size == ledger.used_bytes - sum(c.unlisted_bytes for c in ledger.clients())  # all of it is listed
+        return taken
+
+
+@pytest.fixture
+def costly(start: Start, make_host: MakeHost) -> Callable[..., Costly]:
+    """costly(stream_bytes=1 << 20, ...) -> a process on a host with only these costs."""
+    return lambda **costs: Costly(start, make_host(costs=Costs(**costs)))
+
+
+def test_stream_takes_memory_until_it_is_destroyed(costly: Callable[..., Costly]) -> None:
+    p = costly(stream_bytes=3 * MIB)
+    p.do("cuda.launch(f); cuda.launch(f, 2); cuda.synchronize()")
+    assert p.taken == 0  # default streams cost nothing
+    p.do("a, b = cuda.stream(), cuda.stream(1)")
+    assert p.taken == 6 * MIB
+    p.do("cuda.launch(f, a); cuda.ok('cuStreamDestroy_v2', a); cuda.synchronize()")
+    assert p.taken == 3 * MIB
+    p.do("cuda.ok('cuStreamDestroy_v2', b)")
+    assert p.taken == 0
+
+
+def test_stream_is_refused_on_a_full_device(costly: Callable[..., Costly]) -> None:
+    p = costly(stream_bytes=3 * MIB)
+    p.do("cuda.alloc(cuda.free_bytes() - (2 << 20))")
+    with pytest.raises(Exception, match="cuStreamCreate gave 2"):
+        p.do("cuda.stream()")
+
+
+def test_graph_nodes_share_blocks_until_the_executable_graph_is_destroyed(costly: Callable[..., Costly]) -> None:
+    p = costly(graph_bytes=4096)
+    p.do("g = graph(300); x = instantiate(g)")
+    assert p.taken == 2 * MIB
+    p.do("y = instantiate(g); cuda.ok('cuGraphUpload', x, 0); cuda.ok('cuGraphLaunch', x, 0); cuda.synchronize()")
+    assert p.taken == 4 * MIB  # 600 nodes of 4 KiB
+    p.do("cuda.ok('cuGraphExecDestroy', x)")
+    assert p.taken == 2 * MIB
+    p.do("cuda.ok('cuGraphExecDestroy', y); cuda.ok('cuGraphDestroy', g)")
+    assert p.taken == 0
+
+
+@pytest.mark.parametrize("call", ["cuGraphUpload", "cuGraphLaunch"])
+def test_late_graph_takes_memory_at_its_first_use(costly: Callable[..., Costly], call: str) -> None:
+    p = costly(graph_bytes=4096, graph_late=True)
+    p.do("x = instantiate(graph(3))")
+    assert p.taken == 0
+    p.do(f"cuda.ok({call!r}, x, 0); cuda.synchronize()")
+    assert p.taken == 2 * MIB
+    p.do("cuda.ok('cuGraphLaunch', x, 0); cuda.ok('cuDevicePrimaryCtxReset_v2', 0)")
+    assert p.used() == 0
+    p.do("cuda.ok('cuGraphExecDestroy', x)")  # its context has ended
+    assert p.used() == 0
+
+
+def test_library_takes_memory_with_its_first_kernel(costly: Callable[..., Costly]) -> None:
+    p = costly(library_bytes=5 * MIB)
+    p.do("one, two = library(), library(); kernels = [kernel(one), kernel(one, b'spin_us_2'), kernel(two)]")
+    assert p.taken == 0
+    p.do("cuda.launch(kernels[0])")
+    assert p.taken == 5 * MIB
+    p.do("cuda.launch(kernels[1]); cuda.launch(kernels[2]); cuda.synchronize()")
+    assert p.taken == 10 * MIB
+    p.do("m = cuda.load(); cuda.function(m); cuda.ok('cuModuleUnload', m)")
+    assert p.taken == 10 * MIB  # a module is not a library
+    p.do("cuda.ok('cuLibraryUnload', one)")
+    assert p.taken == 5 * MIB
+
+
+def test_module_takes_memory_with_its_first_kernel(start: Start, make_host: MakeHost) -> None:
+    p = Costly(start, make_host(costs=Costs(module_bytes=5 * MIB)))
+    assert p.used() == CONTEXT + 2 * MIB + 5 * MIB
+    p.do(f"m = cuda.load({IMAGE})")
+    assert p.taken == 0
+    p.do("cuda.function(m, 'spin_us_1'); cuda.function(m, 'spin_us_2')")
+    assert p.taken == 5 * MIB
+    p.do("cuda.ok('cuModuleUnload', m)")
+    assert p.taken == 0
+
+
+def test_events_take_memory_in_pools(costly: Callable[..., Costly]) -> None:
+    p = costly(event_pool_bytes=2 * MIB)
+    p.do("e = [cuda.event() for _ in range(512)]")
+    assert p.taken == 2 * MIB
+    p.do("e.append(cuda.event())")
+    assert p.taken == 4 * MIB
+    p.do("[cuda.ok('cuEventDestroy_v2', one) for one in e]; e = [cuda.event() for _ in range(600)]")
+    assert p.taken == 4 * MIB
+    p.do("cuda.ok('cuDevicePrimaryCtxReset_v2', 0)")
+    assert p.used() == 0
+
+
+def test_program_like_pytorch_takes_what_the_h100_showed(start: Start, make_host: MakeHost) -> None:
+    """44 libraries in use and a few events take 90 MiB beyond the images, and 32 streams 70 MiB more."""
+    p = Costly(start, make_host(model=H100))
+    p.do(
+        "[cuda.launch(kernel(library())) for _ in range(44)]; e = [cuda.event() for _ in range(20)]; cuda.synchronize()"
+    )
+    assert p.taken == 90 * MIB
+    p.do("s = [cuda.stream(1) for _ in range(32)]")
+    assert p.taken == 160 * MIB
