@@ -16,13 +16,14 @@ SIM_NVML_OBJECTS := $(SIM_NVML:%=$(SIM_OUT)/obj/%.o)
 SIM_HEADERS := $(wildcard $(SIM_DIR)/*.h $(SIM_DIR)/*/*.h)
 SIM_LIBCUDA := $(SIM_OUT)/libcuda.so.$(SIM_VERSION)
 SIM_LIBNVML := $(SIM_OUT)/libnvidia-ml.so.$(SIM_VERSION)
+SIM_PROGRAMS := $(SIM_OUT)/nvidia-smi $(SIM_OUT)/nvidia-cuda-mps-control
 
 .PHONY: sim simhost
-sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_OUT)/nvidia-smi $(SIM_OUT)/libempty.so ## build the simulated driver
+sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_PROGRAMS) $(SIM_OUT)/libempty.so ## build the simulated driver
 
 simhost: $(BUILD)/simhost/.gpushare-sim ## build a simulated host root with one 16 GiB GPU
 
-$(BUILD)/simhost/.gpushare-sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_OUT)/nvidia-smi $(SIM_OUT)/libempty.so \
+$(BUILD)/simhost/.gpushare-sim: $(SIM_LIBCUDA) $(SIM_LIBNVML) $(SIM_PROGRAMS) $(SIM_OUT)/libempty.so \
 		$(SIM_DIR)/simhost.py $(SIM_DIR)/layout.py $(SIM_DIR)/hostfiles.py $(SIM_DIR)/models.py
 	@$(SIM_PYTHON) $(SIM_DIR)/simhost.py $(BUILD)/simhost
 
@@ -59,6 +60,10 @@ $(SIM_LIBNVML): $(SIM_NVML_OBJECTS) $(SIM_OUT)/nvml_stubs.o
 $(SIM_OUT)/nvidia-smi: $(SIM_DIR)/nvidia-smi.c $(SIM_HEADERS)
 	@mkdir -p $(@D)
 	@$(CC) -std=c11 -O2 -Wall -Wextra -Werror -isystem $(NVML_INCLUDE) -o $@ $< -ldl
+
+$(SIM_OUT)/nvidia-cuda-mps-control: $(SIM_DIR)/mps-control.c
+	@mkdir -p $(@D)
+	@$(CC) -std=c11 -O2 -Wall -Wextra -Werror -o $@ $<
 
 # Driver libraries that are only carried along: simhost.py gives each its own soname.
 $(SIM_OUT)/libempty.so:

@@ -51,22 +51,6 @@ class Timing(NamedTuple):
     seed: int = 1
 
 
-MPS_CONTROL = """\
-#!/bin/sh
-# Stand-in for nvidia-cuda-mps-control: creates its directories and answers the commands that gpushare sends.
-case "${1:-}" in
--d) mkdir -p "${CUDA_MPS_PIPE_DIRECTORY:-/tmp/nvidia-mps}" "${CUDA_MPS_LOG_DIRECTORY:-/var/log/nvidia-mps}" ;;
-*) while read -r command rest; do
-       case "$command" in
-       get_default_active_thread_percentage) echo 100.0 ;;
-       get_server_list | quit | set_default_*) ;;
-       *) echo "Unrecognized command: $command" ;;
-       esac
-   done ;;
-esac
-"""
-
-
 def parse_size(text: str) -> int:
     """Parse "16GiB" or "512MiB" into bytes; a bare number is bytes."""
     number, unit = (text[:-3], text[-3:]) if text[-3:] in UNITS else (text, "")
@@ -166,7 +150,7 @@ def write_libraries(root: Path, built: Path) -> None:
         if suffix:
             _link(libdir / soname, library.name)
     _install(built / "nvidia-smi", root / "usr/bin/nvidia-smi", 0o755)
-    _write(root / "usr/bin/nvidia-cuda-mps-control", MPS_CONTROL, 0o755)
+    _install(built / "nvidia-cuda-mps-control", root / "usr/bin/nvidia-cuda-mps-control", 0o755)
 
 
 def write_proc(root: Path, gpus: Sequence[hostfiles.Gpu]) -> None:
