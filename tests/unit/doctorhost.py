@@ -12,6 +12,7 @@ from gpushare.engines.base import Settings
 from gpushare.engines.host import Host
 from gpushare.state import storage
 
+from tests.support.driverhost import elf_header
 from tests.unit import pure
 
 
@@ -41,6 +42,13 @@ def put(root: Path, name: str, text: str = "") -> Path:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    return path
+
+
+def put_elf(root: Path, name: str) -> Path:
+    """A program or library for this machine."""
+    path = put(root, name)
+    path.write_bytes(elf_header())
     return path
 
 

@@ -12,7 +12,7 @@ from gpushare.doctor import FAIL, OK, SKIP, WARN, Machine, Result
 from gpushare.gpu import charlinks, contexts
 
 from tests.unit import pure
-from tests.unit.doctorhost import ask, machine, put, root
+from tests.unit.doctorhost import ask, machine, put, put_elf, root
 
 __all__ = ["machine", "root"]  # fixtures
 
@@ -51,13 +51,13 @@ def test_missing_driver_files_are_reported(machine: Machine, root: Path) -> None
     assert ask("driver files", machine).result == FAIL  # the root has none
     libdir = "usr/lib/x86_64-linux-gnu"
     for stem in ("libcuda", "libnvidia-ml"):
-        put(root, f"{libdir}/{stem}.so.{pure.VERSION}")
+        put_elf(root, f"{libdir}/{stem}.so.{pure.VERSION}")
     result = ask("driver files", machine)
     assert result.result == WARN and "no nvidia-smi" in result.detail
-    put(root, "usr/bin/nvidia-smi").chmod(0o755)
+    put_elf(root, "usr/bin/nvidia-smi").chmod(0o755)
     result = ask("driver files", machine)
     assert result.result == WARN and "libnvidia-ptxjitcompiler" in result.detail
-    put(root, f"{libdir}/libnvidia-ptxjitcompiler.so.{pure.VERSION}")
+    put_elf(root, f"{libdir}/libnvidia-ptxjitcompiler.so.{pure.VERSION}")
     assert ask("driver files", machine).result == OK
     newer = machine.inventory._replace(driver_version="550.1") if machine.inventory else None
     result = ask("driver files", machine._replace(inventory=newer))

@@ -13,7 +13,7 @@ from gpushare.gpu import driverfiles, driverroot, drivertable
 from gpushare.request.dialects import CAPABILITIES
 from gpushare.system import elf
 
-from tests.support.driverhost import add_mig, elf32
+from tests.support.driverhost import add_mig, elf32, elf_header
 from tests.unit import pure
 from tools.nvidia_userland import Userland
 
@@ -22,7 +22,7 @@ BOTH = ("compute", "utility")
 
 
 def tree(root: Path, *paths: str) -> str:
-    """Empty files; `a -> b` makes a link."""
+    """Files that begin like libraries of this machine; `a -> b` makes a link."""
     for path in paths:
         name, arrow, text = path.partition(" -> ")
         target = root / name
@@ -30,7 +30,7 @@ def tree(root: Path, *paths: str) -> str:
         if arrow:
             target.symlink_to(text)
         else:
-            target.touch()
+            target.write_bytes(elf_header())
     return str(root)
 
 

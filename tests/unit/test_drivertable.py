@@ -10,6 +10,8 @@ import pytest
 from gpushare.core.model import Inventory, Request, Selection
 from gpushare.gpu import driverfiles
 
+from tests.support.driverhost import elf_header
+
 V = "535.261.03"
 LIBDIR = "usr/lib64"
 # capability -> libraries that libnvidia-container and nvidia-container-toolkit list, the name a loader requests,
@@ -71,7 +73,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     def touch(name: str) -> None:
         (base / name).parent.mkdir(parents=True, exist_ok=True)
-        (base / name).touch()
+        (base / name).write_bytes(elf_header())
 
     for stem in (*(stem for row in LIBRARIES.values() for stem in row), "libnvidia-unheard-of"):
         touch(f"{LIBDIR}/{stem}.so.{V}")

@@ -29,7 +29,7 @@ from ..gpu import inventory
 from ..system import filelock
 from . import oci_runtime
 
-SCHEMA = 6  # increment when the meaning of node.json changes
+SCHEMA = 7  # increment when the meaning of node.json changes
 FILE = "node.json"
 _LOCK = "compile"  # a file next to it; the process that holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
@@ -84,6 +84,7 @@ def node_of(value: dict[str, Any]) -> Node:
                 **host,
                 **{key: tuple(Device(**device) for device in host[key]) for key in _DEVICES},
                 "contexts": measured,
+                "stale_programs": tuple(host["stale_programs"]),
             }
         ),
     )

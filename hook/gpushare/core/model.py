@@ -56,6 +56,7 @@ class Inventory(NamedTuple):
     cuda_version: str = ""  # the highest that the driver supports, "12.2"; "" when not known
     host_memory_bytes: int = 0  # MemTotal; 0 = not known
     contexts: tuple[Context, ...] = ()  # of the kinds of devices that were measured or tried
+    stale_programs: tuple[str, ...] = ()  # paths: programs of another driver version than another file of their name
 
 
 class Quota(NamedTuple):

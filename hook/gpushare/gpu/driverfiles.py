@@ -3,10 +3,12 @@
     for_request(inventory, request, shares)        -> DriverFiles  all files and nodes for a container's request
     find(root, version, capabilities, simulated)   -> DriverFiles  only those of the capabilities
     nvml_library(root, version), cuda_library(...) -> str          host path, "" when missing
+    host_program(inventory, name)                  -> str          path of a program to execute on the host, "" ...
+    stale_programs(root, version)                  -> paths        programs of another version (for the inventory)
 
-drivertable.py lists the names of each capability. Raises DeviceError.
-Effects: reads directories and stats files of the driver root, which the host's administrator owns.
-Runs on the start path, so it imports only the standard library.
+drivertable.py lists the names of each capability; driverchoice.py chooses among several files of a name. Raises
+DeviceError. Effects: reads directories and headers of files of the driver root, which the host's administrator owns.
+Runs on the start path.
 """
 
 import os
@@ -15,7 +17,8 @@ from typing import NamedTuple, Optional
 
 from ..core.errors import DeviceError
 from ..core.model import Inventory, Request, Share
-from . import drivernodes, mig
+from . import driverchoice, drivernodes, mig
+from .driverchoice import LIBRARY, LIBRARY_32, PROGRAM, Kind, Search, Skipped
 from .driverroot import HostNode, in_root, listing, short_read
 from .drivertable import (
     ALWAYS,
@@ -24,8 +27,10 @@ from .drivertable import (
     EXTRA_LINKS,
     FEATURES,
     FIRMWARE_DIRS,
+    LAST_LIBRARY_DIR,
     LIBRARY_DIRS,
     LIBRARY_DIRS_32,
+    OTHER_MACHINES,
     PROGRAM_DIRS,
     SUBDIRECTORIES,
 )
@@ -68,6 +73,7 @@ class DriverFiles(NamedTuple):
     libraries32: tuple[Library, ...] = ()  # all requested ones, including cuda and nvml
     data: tuple[DataFile, ...] = ()
     proc_capabilities: tuple[str, ...] = ()  # below /proc/driver/nvidia/capabilities
+    skipped: tuple[Skipped, ...] = ()  # files of the same names that are not used
 
 
 def _versions(names: frozenset[str]) -> set[str]:
@@ -80,20 +86,54 @@ def _listed(root: str, directories: tuple[str, ...]) -> _Listed:
     return [(path, listing(path)) for path in (os.path.join(root, directory) for directory in directories)]
 
 
-def _directories(root: str, version: str) -> _Listed:
-    """Library directories for this version and the names in them; the directory of libcuda is first."""
-    listed = _listed(root, LIBRARY_DIRS)
-    found = [item for item in listed if f"libcuda.so.{version}" in item[1]]
-    if not found:
-        others = sorted(set().union(*(_versions(names) for _, names in listed)))
-        if others:
-            raise DeviceError(
-                f"the loaded driver is {version}, the libraries below {root} are {', '.join(others)}",
-                "finish the driver upgrade (reboot, or reload the modules)",
-            )
-        raise DeviceError(f"no libcuda.so.{version} below {root}", "install the driver's libraries, or set driver.root")
-    rest = [item for item in listed if item not in found and item[0] != os.path.join(root, "usr/lib")]
-    return _with_subdirectories(found[:1] + rest)
+def _library_directories(search: Search) -> tuple[str, ...]:
+    """LIBRARY_DIRS without those of another machine, and without second names: on most hosts /lib is a link to
+    /usr/lib, whose directory of libraries has thousands of names."""
+    useless = [*OTHER_MACHINES.get(search.machine, ())]
+    for name in ("lib", "lib64"):
+        try:
+            if os.readlink(os.path.join(search.root, name)).strip("/") == f"usr/{name}":
+                useless.append(name)
+        except OSError:
+            pass
+    return tuple(path for path in LIBRARY_DIRS if not f"{path}/".startswith(tuple(f"{one}/" for one in useless)))
+
+
+def _directories(search: Search) -> _Listed:
+    """Library directories for this version and the names in them; the directory of libcuda is first. usr/lib has the
+    32-bit libraries of many hosts, so it counts only if no other directory has libcuda."""
+    name = f"libcuda.so.{search.version}"
+    listed = _listed(search.root, _library_directories(search))
+    cuda = driverchoice.first(search, _in(listed, name), LIBRARY, "libcuda")
+    if not cuda:
+        last = _listed(search.root, (LAST_LIBRARY_DIR,))
+        cuda = driverchoice.first(search, _in(last, name), LIBRARY, "libcuda")
+        listed += last
+    if not cuda:
+        _refuse(search, name, listed)
+    home = next(item for item in listed if search.known.get(f"{item[0]}/{name}") == cuda)
+    return _with_subdirectories([home, *(item for item in listed if item is not home)])
+
+
+def _refuse(search: Search, name: str, listed: _Listed) -> None:
+    """Raise DeviceError: there is no libcuda of the loaded version."""
+    root, version = search.root, search.version
+    bad = driverchoice.why_not(search, name)
+    if bad:
+        raise DeviceError(
+            f"no usable libcuda.so.{version} below {root}{bad}", f"install the libraries of driver {version} again"
+        )
+    others = sorted(set().union(*(_versions(names) for _, names in listed)))
+    if others:
+        raise DeviceError(
+            f"the loaded driver is {version}, the libraries below {root} are {', '.join(others)}",
+            "finish the driver upgrade (reboot, or reload the modules)",
+        )
+    raise DeviceError(f"no libcuda.so.{version} below {root}", "install the driver's libraries, or set driver.root")
+
+
+def _in(dirs: _Listed, name: str) -> list[str]:
+    return [f"{path}/{name}" for path, names in dirs if name in names]
 
 
 def _with_subdirectories(dirs: _Listed) -> _Listed:
@@ -101,36 +141,32 @@ def _with_subdirectories(dirs: _Listed) -> _Listed:
     return dirs + [(path, listing(path)) for path, _ in present]
 
 
-def _real(root: str, path: str) -> str:
-    """The real path of a file: a bind mount would follow a link out of the root."""
-    return (in_root(root, os.path.relpath(path, root)) or path) if os.path.islink(path) else path
-
-
-def _library(root: str, stem: str, endings: tuple[str, ...], version: str, dirs: _Listed) -> Optional[Library]:
-    name = f"{stem}.so.{version}"
-    directory = next((path for path, names in dirs if name in names), None)
-    if directory is None:
+def _library(
+    search: Search, stem: str, endings: tuple[str, ...], dirs: _Listed, kind: Kind = LIBRARY
+) -> Optional[Library]:
+    name = f"{stem}.so.{search.version}"
+    source = driverchoice.first(search, _in(dirs, name), kind, stem)
+    if not source:
         return None
     chain = (name, *(f"{stem}.{ending}" for ending in endings))
     links = tuple((chain[i + 1], chain[i]) for i in range(len(endings)))
-    return Library(stem, name, _real(root, os.path.join(directory, name)), links)
+    return Library(stem, name, source, links)
 
 
-def _plugin(root: str, name: str, dirs: _Listed) -> Optional[Library]:
+def _plugin(search: Search, name: str, dirs: _Listed, kind: Kind) -> Optional[Library]:
     """A library with its own version number, found by the link that names it."""
-    directory = next((path for path, names in dirs if name in names), None)
-    source = in_root(root, os.path.relpath(os.path.join(directory, name), root)) if directory else None
-    if source is None:
+    source = driverchoice.first(search, _in(dirs, name), kind)
+    if not source:
         return None
     real = os.path.basename(source)
     return Library(name.partition(".so")[0], real, source, () if real == name else ((name, real),))
 
 
-def _libraries(root: str, version: str, capabilities: tuple[str, ...], dirs: _Listed) -> list[Library]:
+def _libraries(search: Search, capabilities: tuple[str, ...], dirs: _Listed, kind: Kind = LIBRARY) -> list[Library]:
     """The libraries of the capabilities, each once, with its extra links."""
     stems = {stem: links for key in capabilities for stem, links in CAPABILITIES[key].libraries.items()}
-    found = [_library(root, stem, links, version, dirs) for stem, links in stems.items()]
-    found += [_plugin(root, name, dirs) for key in capabilities for name in CAPABILITIES[key].plugins]
+    found = [_library(search, stem, links, dirs, kind) for stem, links in stems.items()]
+    found += [_plugin(search, name, dirs, kind) for key in capabilities for name in CAPABILITIES[key].plugins]
     extra = {stem: links for key in capabilities for stem, links in EXTRA_LINKS.get(key, {}).items()}
     return [
         library._replace(
@@ -142,71 +178,59 @@ def _libraries(root: str, version: str, capabilities: tuple[str, ...], dirs: _Li
     ]
 
 
-def _required(root: str, stem: str, version: str, dirs: _Listed) -> Library:
+def _required(search: Search, stem: str, dirs: _Listed) -> Library:
     endings = next(row.libraries[stem] for row in CAPABILITIES.values() if stem in row.libraries)
-    library = _library(root, stem, endings, version, dirs)
-    if library is None:
-        raise DeviceError(f"no {stem}.so.{version} beside libcuda in {dirs[0][0]}", "install the whole driver")
-    return library
+    library = _library(search, stem, endings, dirs)
+    if library is not None:
+        return library
+    version = search.version
+    bad = driverchoice.why_not(search, f"{stem}.so.{version}")
+    if bad:
+        raise DeviceError(
+            f"no usable {stem}.so.{version} below {search.root}{bad}",
+            f"install the libraries of driver {version} again",
+        )
+    raise DeviceError(f"no {stem}.so.{version} beside libcuda in {dirs[0][0]}", "install the whole driver")
 
 
-def _libraries32(root: str, version: str, capabilities: tuple[str, ...], dirs: _Listed) -> tuple[Library, ...]:
-    """The 32-bit libraries. Some distributions use the same directory name for 64-bit ones, so check the machine."""
+def _libraries32(search: Search, capabilities: tuple[str, ...], dirs: _Listed) -> tuple[Library, ...]:
+    """The 32-bit libraries. Some distributions use the same directory name for 64-bit ones."""
     taken = {path for path, _ in dirs}
-    others = [item for item in _listed(root, LIBRARY_DIRS_32) if item[0] not in taken]
-    found = _libraries(root, version, capabilities, _with_subdirectories(others))
-    return tuple(library for library in found if _machine(library.source) == "i386")
+    others = [item for item in _listed(search.root, LIBRARY_DIRS_32) if item[0] not in taken]
+    return tuple(_libraries(search, capabilities, _with_subdirectories(others), LIBRARY_32))
 
 
-def _machine(path: str) -> str:
-    from ..system import elf
-
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        library = elf.read_library(fd)
-        return library.machine if library else ""
-    finally:
-        os.close(fd)
+def _program_directories(search: Search, libdir: str = "") -> list[str]:
+    """Real paths of the program directories. Those of the installation of the library directory `libdir` are first:
+    usr/local/nvidia/bin for usr/local/nvidia/lib64. Most programs are missing, so the directories are resolved once."""
+    below = libdir[len(search.root) :].strip("/")
+    home = "usr/lib/nvidia" if below.endswith("/nvidia/current") else f"/{below}".partition("/lib")[0][1:] or "usr"
+    ordered = sorted(PROGRAM_DIRS, key=lambda directory: directory.rpartition("/")[0] != home)
+    paths = [in_root(search.root, directory, search.plain) for directory in ordered]
+    return [path for path in dict.fromkeys(paths) if path]
 
 
-def _programs(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Each program's path in the first directory that has it. Most programs are missing, so the directories are
-    resolved once."""
-    directories = [(directory, in_root(root, directory)) for directory in PROGRAM_DIRS]
-    present = [(directory, path) for directory, path in directories if path]
+def _programs(search: Search, capabilities: tuple[str, ...], libdir: str) -> tuple[tuple[str, str], ...]:
+    """The path of each program in the first directory that has it for this driver."""
+    directories = _program_directories(search, libdir)
     found = []
     for name in (name for key in capabilities for name in CAPABILITIES[key].programs):
-        sources = (_program(root, directory, path, name) for directory, path in present)
-        source = next((source for source in sources if source), None)
+        source = driverchoice.first(search, [f"{path}/{name}" for path in directories], PROGRAM)
         if source:
             found.append((name, source))
     return tuple(found)
 
 
-def _program(root: str, directory: str, path: str, name: str) -> Optional[str]:
-    """The regular file `name` of the program directory `directory`, whose real path is `path`."""
-    try:
-        mode = os.lstat(f"{path}/{name}").st_mode
-    except OSError:
-        return None
-    if stat.S_ISREG(mode):
-        return f"{path}/{name}"
-    source = in_root(root, f"{directory}/{name}") if stat.S_ISLNK(mode) else None
-    return source if source and os.path.isfile(source) else None
-
-
-def _firmware(root: str, version: str) -> tuple[str, ...]:
+def _firmware(search: Search) -> tuple[str, ...]:
     """GSP firmware, whose version tools read, from the first directory that has it; the kernel's own one is first."""
-    configured = short_read(os.path.join(root, "sys/module/firmware_class/parameters/path")) or ""
+    configured = short_read(os.path.join(search.root, "sys/module/firmware_class/parameters/path")) or ""
     directories = (f"{configured.strip().strip('/')}/nvidia", *FIRMWARE_DIRS)
     for directory in directories[0 if configured.strip() else 1 :]:
-        path = os.path.join(root, directory, version)
-        files = sorted(n for n in listing(path) if n.startswith("gsp") and n.endswith(".bin"))
-        if files:
-            return tuple(_real(root, os.path.join(path, name)) for name in files)
+        path = os.path.join(search.root, directory, search.version)
+        names = sorted(n for n in listing(path) if n.startswith("gsp") and n.endswith(".bin"))
+        files = [driverchoice.plain_file(search, f"{path}/{name}") for name in names]
+        if any(files):
+            return tuple(file for file in files if file)
     return ()
 
 
@@ -222,16 +246,23 @@ def _sockets(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str],
     return tuple(found)
 
 
-def _data(root: str, version: str, capabilities: tuple[str, ...]) -> tuple[DataFile, ...]:
+def _data(search: Search, capabilities: tuple[str, ...]) -> tuple[DataFile, ...]:
     """Vendor files in all directories where the host has them; a file in two directories is needed in both."""
     found: dict[str, DataFile] = {}
-    places = [(source, target or source) for source, target in DATA_DIRS if os.path.isdir(os.path.join(root, source))]
-    for name in (name.format(version=version) for key in capabilities for name in CAPABILITIES[key].data):
+    places = [(source, target or source) for source, target in DATA_DIRS]
+    for name in (name.format(version=search.version) for key in capabilities for name in CAPABILITIES[key].data):
         for source, target in places:
-            path = in_root(root, f"{source}/{name}")
-            if path and os.path.isfile(path):
+            path = _data_file(search, f"{source}/{name}")
+            if path:
                 found.setdefault(f"/{target}/{name}", DataFile(f"/{target}/{name}", path))
     return tuple(found.values())
+
+
+def _data_file(search: Search, path: str) -> str:
+    real = in_root(search.root, path, search.plain)
+    if real and ".so" in path:
+        return driverchoice.first(search, (real,), LIBRARY)
+    return driverchoice.plain_file(search, real) if real else ""
 
 
 def _feature_data(root: str, features: tuple[str, ...]) -> tuple[DataFile, ...]:
@@ -241,34 +272,45 @@ def _feature_data(root: str, features: tuple[str, ...]) -> tuple[DataFile, ...]:
     return tuple(DataFile(target, path, kind) for target, path, kind in found if path and exists[kind](path))
 
 
-def find(root: str, version: str, capabilities: tuple[str, ...], simulated: bool = False) -> DriverFiles:
+def find(
+    root: str,
+    version: str,
+    capabilities: tuple[str, ...],
+    simulated: bool = False,
+    stale: tuple[str, ...] = (),
+    thorough: bool = False,
+) -> DriverFiles:
     """The files for `capabilities`. Libraries that a driver version does not have are left out; libcuda and
-    libnvidia-ml are required."""
-    dirs = _directories(root, version)
-    libraries = _libraries(root, version, capabilities, dirs)
+    libnvidia-ml are required. `stale`: programs of another version. `thorough`: also examine the files after the used
+    one, to report all skipped files."""
+    search = driverchoice.new(root, version, stale, thorough)
+    dirs = _directories(search)
+    libraries = _libraries(search, capabilities, dirs)
     requested = {stem for key in capabilities for stem in CAPABILITIES[key].libraries}
     nodes, missing = drivernodes.of_capabilities(root, capabilities, simulated)
-    return DriverFiles(
+    cuda = _required(search, "libcuda", dirs)
+    found = DriverFiles(
         version=version,
-        cuda=_required(root, "libcuda", version, dirs),
-        nvml=_required(root, "libnvidia-ml", version, dirs),
+        cuda=cuda,
+        nvml=_required(search, "libnvidia-ml", dirs),
         asked_cuda="libcuda" in requested,
         asked_nvml="libnvidia-ml" in requested,
         libraries=tuple(library for library in libraries if library.stem not in ALWAYS),
-        programs=_programs(root, capabilities),
-        firmware=_firmware(root, version),
+        programs=_programs(search, capabilities, os.path.dirname(cuda.source)),
+        firmware=_firmware(search),
         sockets=_sockets(root, capabilities),
         nodes=nodes,
         missing_nodes=missing,
-        libraries32=_libraries32(root, version, capabilities, dirs) if "compat32" in capabilities else (),
-        data=_data(root, version, capabilities),
+        libraries32=_libraries32(search, capabilities, dirs) if "compat32" in capabilities else (),
+        data=_data(search, capabilities),
     )
+    return found._replace(skipped=tuple(search.skipped))
 
 
 def for_request(inventory: Inventory, request: Request, shares: tuple[Share, ...]) -> DriverFiles:
     """Everything for `request` besides the GPUs of `shares`: files, control and feature nodes, IMEX, MIG."""
     root, simulated = inventory.root, inventory.simulated
-    files = find(root, inventory.driver_version, request.capabilities, simulated)
+    files = find(root, inventory.driver_version, request.capabilities, simulated, inventory.stale_programs)
     nodes, missing = drivernodes.of_features(root, request.features, simulated)
     paths = mig.capability_paths(shares, request.mig_access)
     more = (
@@ -285,16 +327,43 @@ def for_request(inventory: Inventory, request: Request, shares: tuple[Share, ...
     )
 
 
-def _in_library_dirs(root: str, name: str) -> str:
-    paths = (os.path.join(root, directory, name) for directory in LIBRARY_DIRS)
-    return next((path for path in paths if os.path.isfile(path)), "")
+def _in_library_dirs(root: str, version: str, stem: str) -> str:
+    paths = [os.path.join(root, directory, f"{stem}.so.{version}") for directory in (*LIBRARY_DIRS, LAST_LIBRARY_DIR)]
+    return driverchoice.first(driverchoice.new(root, version), paths, LIBRARY, stem)
 
 
 def nvml_library(root: str, version: str) -> str:
     """Host path of this version's libnvidia-ml, "" when there is none."""
-    return _in_library_dirs(root, f"libnvidia-ml.so.{version}")
+    return _in_library_dirs(root, version, "libnvidia-ml")
 
 
 def cuda_library(root: str, version: str) -> str:
     """Host path of this version's libcuda, "" when there is none."""
-    return _in_library_dirs(root, f"libcuda.so.{version}")
+    return _in_library_dirs(root, version, "libcuda")
+
+
+def host_program(inventory: Inventory, name: str) -> str:
+    """Host path of a driver program that gpushare executes on the host, "" when there is none. If no directory has the
+    driver's own program, an executable script is used: on the host it finds its program."""
+    root, version = inventory.root, inventory.driver_version
+    search = driverchoice.new(root, version, inventory.stale_programs)
+    paths = [f"{one}/{name}" for one in _program_directories(search, os.path.dirname(cuda_library(root, version)))]
+    own = driverchoice.first(search, paths, PROGRAM)
+    candidates = [own] if own else [driverchoice.plain_file(search, path) for path in paths]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), "")
+
+
+def stale_programs(root: str, version: str) -> tuple[str, ...]:
+    """Programs that lack the string of the driver's version, where another file of the same name has it. Not every
+    program has this string: nvidia-smi and nvidia-cuda-mps-control have, nvidia-cuda-mps-server has not. Not on the
+    start path, because it reads whole files."""
+    search = driverchoice.new(root, version)
+    directories = _program_directories(search)
+    stale: list[str] = []
+    for name in (name for row in CAPABILITIES.values() for name in row.programs):
+        paths = [driverchoice.first(search, (f"{one}/{name}",), PROGRAM) for one in directories]
+        several = [path for path in dict.fromkeys(paths) if path]
+        if len(several) > 1:
+            named = [path for path in several if driverchoice.has_version(path, version)]
+            stale += [path for path in several if named and path not in named]
+    return tuple(stale)

@@ -31,9 +31,10 @@ def listing(path: str) -> frozenset[str]:
         return frozenset()
 
 
-def in_root(root: str, path: str) -> Optional[str]:
+def in_root(root: str, path: str, plain: Optional[set[str]] = None) -> Optional[str]:
     """Return `path` (relative to `root`) with its links followed as if `root` were "/"; None if it does not exist.
-    Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`."""
+    Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`. `plain`:
+    paths that are no links, which several calls collect and do not query again."""
     parts, here, hops = path.strip("/").split("/"), "", 0
     while parts:
         part = parts.pop(0)
@@ -43,12 +44,17 @@ def in_root(root: str, path: str) -> Optional[str]:
             here = here.rpartition("/")[0]
             continue
         full = os.path.join(root, here.lstrip("/"), part)
+        if plain is not None and full in plain:
+            here = f"{here}/{part}"
+            continue
         try:
             mode = os.lstat(full).st_mode
         except OSError:
             return None
         if not stat.S_ISLNK(mode):
             here = f"{here}/{part}"
+            if plain is not None:
+                plain.add(full)
             continue
         hops += 1
         if hops > 40:

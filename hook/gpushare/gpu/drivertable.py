@@ -151,8 +151,13 @@ LIBRARY_DIRS = (
     "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/nvidia/current",
     "usr/lib/aarch64-linux-gnu", "usr/lib/aarch64-linux-gnu/nvidia/current",
     "usr/lib64", "usr/lib64/nvidia", "lib/x86_64-linux-gnu", "lib64",
-    "run/opengl-driver/lib", "usr/local/nvidia/lib64", "usr/lib",
+    "run/opengl-driver/lib", "usr/local/nvidia/lib64",
 )  # fmt: skip
+LAST_LIBRARY_DIR = "usr/lib"  # of 64-bit libraries on Arch, of 32-bit ones on Fedora
+OTHER_MACHINES = {
+    "x86_64": ("usr/lib/aarch64-linux-gnu",),
+    "aarch64": ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"),
+}
 LIBRARY_DIRS_32 = (
     "usr/lib/i386-linux-gnu", "usr/lib/i386-linux-gnu/nvidia/current",
     "usr/lib32", "run/opengl-driver-32/lib", "usr/local/nvidia/lib", "usr/lib",

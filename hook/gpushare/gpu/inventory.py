@@ -180,6 +180,8 @@ def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float
 
 def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused."""
+    from . import driverfiles
+
     _refuse_share(root)
     version = driver_version(root)
     marker = _marker(root)
@@ -196,7 +198,8 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     )
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
     mig = _mig_devices(root, devices, answer, context_bytes)
-    return Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
+    found = Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
+    return found._replace(stale_programs=driverfiles.stale_programs(root, version))
 
 
 def _refuse_share(root: str) -> None:

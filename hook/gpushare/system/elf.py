@@ -1,5 +1,9 @@
 """Read the machine and the DT_SONAME of an ELF file. The file is untrusted: every read is bounded, and a malformed
-file counts as "not a library" (None), never as an error. Layout: System V gABI, elf(5)."""
+file counts as "not a library" (None), never as an error. Layout: System V gABI, elf(5).
+
+    header_of(head)    -> Header | None     class, type and machine, from the first HEADER_BYTES bytes of a file
+    read_library(fd)   -> Library | None    machine and soname of a shared object
+"""
 
 import os
 import struct
@@ -12,6 +16,16 @@ _MAX_DYNAMIC = 64 << 10  # bytes of PT_DYNAMIC that are read
 _MAX_NAME = 256
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_STRTAB, _DT_SONAME = 0, 5, 14
+
+HEADER_BYTES = 20  # up to e_machine
+
+
+class Header(NamedTuple):
+    """The begin of an ELF header."""
+
+    bits: int  # 32 or 64
+    type: int  # e_type: 2 is an executable, 3 a shared object or a position-independent executable
+    machine: str  # "" when it is not in MACHINES
 
 
 class Library(NamedTuple):
@@ -31,6 +45,14 @@ class _Layout(NamedTuple):
 _CLASS32 = _Layout(struct.Struct("<HHIIIIIHHH"), struct.Struct("<8I"), (0, 1, 2, 4), struct.Struct("<iI"))
 _CLASS64 = _Layout(struct.Struct("<HHIQQQIHHH"), struct.Struct("<IIQQQQQQ"), (0, 2, 3, 5), struct.Struct("<qQ"))
 _LAYOUTS = {b"\x7fELF\x01\x01": _CLASS32, b"\x7fELF\x02\x01": _CLASS64}  # little-endian, as every GPU driver is
+
+
+def header_of(head: bytes) -> Optional[Header]:
+    """Return the header of the file that begins with `head`; None when it is no little-endian ELF file."""
+    if len(head) < HEADER_BYTES or head[:6] not in _LAYOUTS:
+        return None
+    machine = MACHINES.get(head[18] | head[19] << 8, "")
+    return Header(32 * head[4], head[16] | head[17] << 8, machine)
 
 
 def read_library(fd: int) -> Optional[Library]:
