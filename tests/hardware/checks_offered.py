@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 
 from gpushare.allocation.backends.mps import control as mps_control
 from gpushare.allocation.backends.mps import daemon as mps_daemon
-from gpushare.core.model import Device
+from gpushare.core.model import Device, Inventory
 from gpushare.system import mountns
 
 from tests.hardware import processes
@@ -156,7 +156,7 @@ def mps_words(session: Session) -> Result:
         from simulator import mpscontrol as played
 
         played.install(session.machine.simhost)
-    program = mps_control.program(root)
+    program = mps_control.program(Inventory(root, session.machine.driver_version, ()))
     if program is None:
         raise processes.Absent("this driver has no nvidia-cuda-mps-control")
     env = {"PATH": f"{os.path.dirname(program)}:/usr/sbin:/usr/bin:/sbin:/bin"}

@@ -31,7 +31,7 @@ ROOTS = mps_control.Daemon(PID, 0)
 def allowed(machine: Machine, root: Path) -> Machine:
     """A host whose policy and driver allow MPS."""
     program = root / "usr/bin/nvidia-cuda-mps-control"
-    program.write_text("")
+    program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     assert machine.config
     return machine._replace(config=machine.config._replace(policy=Policy(allowed_backends=("mps", "shim"))))

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gpushare.allocation.backends.mps import control
 from gpushare.config import node
 from gpushare.core.errors import DeviceError
-from gpushare.core.model import Config, Node
+from gpushare.core.model import Config, Inventory, Node
 from gpushare.gpu import driverchoice, driverfiles, driverroot, drivertable, inventory
 from gpushare.system import elf
 
@@ -250,6 +251,34 @@ def test_inventory_has_programs_of_another_version(root: Path, tmp_path: Path) -
     assert found.stale_programs == (str(old),)
     host = Node(Config(), found)
     assert node.node_of(node.node_json(host, [], [])) == host
+
+
+# Programs that gpushare executes
+
+
+def test_mps_uses_the_driver_s_programs_before_scripts(root: Path) -> None:
+    """On the host a script finds its program, so it is used if there is no other."""
+    host = Inventory(str(root), V, ())
+    assert control.program(host) is None
+    put(root, "usr/bin/nvidia-cuda-mps-control", b"#!/bin/sh\n").chmod(0o644)
+    assert control.program(host) is None
+    (root / "usr/bin/nvidia-cuda-mps-control").chmod(0o755)
+    assert control.program(host) == f"{root}/usr/bin/nvidia-cuda-mps-control"
+    put(root, "usr/bin/nvidia-cuda-mps-server", b"#!/bin/sh\n")
+    for name in ("control", "server"):
+        put(root, f"{OWN}/bin/nvidia-cuda-mps-{name}")
+    program = control.program(host)
+    assert program == f"{root}/{OWN}/bin/nvidia-cuda-mps-control"
+    path = control.environment(Node(Config(), host), program)["PATH"]
+    assert path.split(":")[0] == f"{root}/{OWN}/bin"
+
+
+def test_mps_gets_the_library_directory_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader does not search every directory in which a driver can be."""
+    host = Node(Config(), Inventory("/", V, ()))
+    for directory, given in (("/usr/lib64", None), (f"/{OWN}/lib64", f"/{OWN}/lib64")):
+        monkeypatch.setattr(driverfiles, "cuda_library", lambda *_, at=directory: f"{at}/libcuda.so.{V}")
+        assert control.environment(host, "/usr/bin/x").get("LD_LIBRARY_PATH") == given
 
 
 @pytest.mark.parametrize(

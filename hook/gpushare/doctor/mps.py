@@ -171,7 +171,7 @@ def _joined(found: Sequence[Result]) -> Result:
 def _unused(host: Node) -> Result:
     if not backends.allows(host.config.policy, mps.NAME):
         return Result(OK, "not in use")
-    if mps_control.program(host.inventory.root) is None:
+    if mps_control.program(host.inventory) is None:
         return Result(
             WARN,
             f"policy.allowed_backends has mps, and the driver in {host.inventory.root} has no {mps_control.NAME}",

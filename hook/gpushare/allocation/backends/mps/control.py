@@ -1,6 +1,6 @@
 """Send commands to a running nvidia-cuda-mps-control, in either of its protocols. Not on the start path.
 
-    program(root)                -> str | None     path of the control program of a driver
+    program(inventory)           -> str | None     path of the control program of the driver
     listening(pipe)              -> Daemon | None  pid and uid of the process that listens at a pipe directory
     Control(program, pipe, ...).ask(command) -> str     run one command and return its output
     put_limits(control, percent, memory_bytes)     set the limits that no client can exceed, and read them back
@@ -26,15 +26,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from ....core.errors import DeviceError, KernelError
-from ....core.model import Node
+from ....core.model import Inventory, Node
 from ....core.quoting import shown
-from ....gpu import driverroot
+from ....gpu import driverfiles
 from ....gpu.drivertable import PROGRAM_DIRS
 
 NAME, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 DEADLINE_S = 10.0
 GIB, MIB = 1 << 30, 1 << 20
 _PEERCRED = struct.Struct("3i")
+# Where the loader of the host searches libraries: with LD_LIBRARY_PATH as well, the server would find nothing more
+_SEARCHED = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 _NAME_OF_OURS = "gpushare"  # protocol 3 gives servers names; this one serves all clients of its directory
 DEVICE = "0"  # as the daemon counts: it sees only this device
 PROTOCOL_VARIABLE = "CUDA_MPS_PROTOCOL_VERSION"
@@ -170,25 +172,22 @@ class Control(NamedTuple):
         return pids_in(self.ask(command))
 
 
-def program(root: str) -> Optional[str]:
-    """Return the host path of the control program of the driver in `root`; None if it has none."""
-    for directory in PROGRAM_DIRS:
-        found = driverroot.in_root(root, f"{directory}/{NAME}")
-        if found is not None and os.access(found, os.X_OK):
-            return found
-    return None
+def program(inventory: Inventory) -> Optional[str]:
+    """Return the host path of the driver's control program; None if it has none."""
+    return driverfiles.host_program(inventory, NAME) or None
 
 
 def environment(host: Node, program: str) -> dict[str, str]:
     """Return an environment with nothing of gpushare's. PATH leads to the server, and LD_LIBRARY_PATH to its libcuda
     if the driver is not in the usual place."""
     root = host.inventory.root.rstrip("/")
-    env = {"PATH": ":".join([os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)])}
-    if root:
-        from ....gpu import driverfiles
-
-        library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
+    server = driverfiles.host_program(host.inventory, SERVER) or program
+    folders = [os.path.dirname(server), os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)]
+    env = {"PATH": ":".join(folders)}
+    library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
+    if root or os.path.dirname(library) not in _SEARCHED:
         env["LD_LIBRARY_PATH"] = os.path.dirname(library)
+    if root:
         env["PATH"] += ":/usr/sbin:/usr/bin:/sbin:/bin"  # the program may be a script
     return env
 

@@ -55,7 +55,7 @@ def start(host: Node, device: Device, settings: DaemonSettings) -> Started:
     require_root()
     if device.parent:
         raise RequestError(f"{device.uuid} is a MIG device: MPS is started for whole GPUs here", "name the GPU")
-    program = mps_control.program(host.inventory.root)
+    program = mps_control.program(host.inventory)
     if program is None:
         raise DeviceError(
             f"no {mps_control.NAME} in {shown(host.inventory.root)}", "install it: it is part of the driver"
@@ -306,7 +306,7 @@ def stop(host: Node, uuid: str, force: bool) -> bool:
                 using = ", ".join(one.id for one in holders)
                 raise CapacityError(f"containers still use MPS on {uuid}: {using}", "stop them, or add --force")
             _forget(folder)
-        program = mps_control.program(host.inventory.root)
+        program = mps_control.program(host.inventory)
         if pid:
             env = mps_control.environment(host, program) if program else {}
             control = Control(program or mps_control.NAME, f"{folder}/pipe", env, mps_control.protocol_of(pid))

@@ -68,7 +68,7 @@ def query(host: Node, device: Device, live: Sequence[Lease]) -> DaemonStatus:
 
 def control_of(host: Node, folder: str, pid: int) -> Control:
     """Return the Control of the daemon with files in `folder`."""
-    program = mps_control.program(host.inventory.root) or mps_control.NAME
+    program = mps_control.program(host.inventory) or mps_control.NAME
     env = mps_control.environment(host, program)
     return Control(program, f"{folder}/pipe", env, mps_control.protocol_of(pid))
 
