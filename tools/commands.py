@@ -432,6 +432,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "checks.result": "`ok`, `warn`, `fail`, `skip`",
             "checks.detail": "",
             "checks.hint": "what to do; empty if nothing",
+            "checks.more": "further lines of the detail",
             "failures": "number of such checks",
             "warnings": "number of such checks",
         },

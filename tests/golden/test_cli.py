@@ -241,6 +241,7 @@ ROWS = (
         "driver",
         Result(FAIL, "no NVIDIA driver is loaded (no version in /proc/driver/nvidia)", "load it, or set driver.root"),
     ),
+    ("driver files", Result(OK, "9 libraries", more=("not used: /usr/bin/nvidia-smi is a script",))),
     ("devices", Result(SKIP, "needs a driver")),
     (
         "engines",

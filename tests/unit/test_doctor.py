@@ -38,9 +38,9 @@ def test_ordinary_user_skips_files_of_root(machine: Machine, monkeypatch: pytest
         raise PermissionError(errno.EACCES, "Permission denied", "/var/lib/x")
 
     check = doctor.Check("x", "", closed)
-    assert doctor.answer(check, machine) == (FAIL, "/var/lib/x: Permission denied", "run as root")
+    assert doctor.answer(check, machine) == Result(FAIL, "/var/lib/x: Permission denied", "run as root")
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
-    assert doctor.answer(check, machine) == (SKIP, "needs root: /var/lib/x: Permission denied", "")
+    assert doctor.answer(check, machine) == Result(SKIP, "needs root: /var/lib/x: Permission denied")
 
 
 @pytest.fixture
@@ -58,22 +58,25 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_results_set_exit_code_table_and_json(cli: Callable[..., Any], answers: Callable[..., None]) -> None:
-    answers(Result(OK, "well"), Result(WARN, "odd", "look"))
+    answers(Result(OK, "well", more=("first", "second")), Result(WARN, "odd", "look"))
     code, text, error = cli("doctor")
     assert (code, error) == (0, "")
     assert text.splitlines() == [
         "CHECK    RESULT  DETAIL  WHAT TO DO",
         "check 0  ok      well",
+        "                 first",
+        "                 second",
         "check 1  warn    odd     look",
         "",
         "no failures, 1 warning, 2 checks",
     ]
-    answers(Result(FAIL, "broken", "mend"), Result(SKIP, "not here"), Result(FAIL, "too", ""))
+    answers(Result(FAIL, "broken", "mend", ("one",)), Result(SKIP, "not here"), Result(FAIL, "too", ""))
     code, text, error = cli("doctor", "--format", "json")
     assert (code, error) == (1, "")
     value = json.loads(text)
     assert (value["failures"], value["warnings"]) == (2, 0)
-    assert value["checks"][0] == {"name": "check 0", "result": "fail", "detail": "broken", "hint": "mend"}
+    first = {"name": "check 0", "result": "fail", "detail": "broken", "hint": "mend", "more": ["one"]}
+    assert value["checks"][0] == first
 
 
 def test_broken_configuration_is_one_failed_row(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -59,9 +59,26 @@ def test_missing_driver_files_are_reported(machine: Machine, root: Path) -> None
     assert result.result == WARN and "libnvidia-ptxjitcompiler" in result.detail
     put_elf(root, f"{libdir}/libnvidia-ptxjitcompiler.so.{pure.VERSION}")
     assert ask("driver files", machine).result == OK
+    assert ask("driver files", machine).more == ()
     newer = machine.inventory._replace(driver_version="550.1") if machine.inventory else None
     result = ask("driver files", machine._replace(inventory=newer))
     assert result.result == FAIL and pure.VERSION in result.detail and "550.1" in result.detail
+
+
+def test_files_that_are_not_used_are_named(machine: Machine, root: Path) -> None:
+    """Also files of other capabilities, and those after the used file."""
+    for name in ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"):
+        put_elf(root, f"usr/lib64/{name}.so.{pure.VERSION}")
+    put(root, "usr/bin/nvidia-smi", "#!/bin/sh\n")
+    put(root, f"usr/lib64/libnvidia-encode.so.{pure.VERSION}")
+    encoder = f"not used: {root}/usr/lib64/libnvidia-encode.so.{pure.VERSION} is an empty file"
+    script = f"not used: {root}/usr/bin/nvidia-smi is a script"
+    result = ask("driver files", machine)
+    assert (result.result, set(result.more)) == (WARN, {encoder, script}) and "no nvidia-smi" in result.detail
+    put_elf(root, "usr/local/nvidia/bin/nvidia-smi")
+    put(root, f"usr/local/nvidia/lib64/libcuda.so.{pure.VERSION}", "/* GNU ld script */")
+    result = ask("driver files", machine)
+    assert result.result == OK and len(result.more) == 3 and {encoder, script} < set(result.more)
 
 
 def test_missing_links_for_systemd_are_reported(machine: Machine, root: Path) -> None:

@@ -37,7 +37,7 @@ def doctor(paths: Paths, output: str) -> int:
     if is_tty():
         write_table(_COLUMNS[:3], [row for check, result in found for row in _rows(check, result)])
     else:
-        write_table(_COLUMNS, [(check.name, *result) for check, result in found])
+        write_table(_COLUMNS, [line for check, result in found for line in _lines(check, result)])
     write_line()
     write_line(f"{_count(failures, 'failure')}, {_count(warnings, 'warning')}, {len(found)} checks")
     return int(failures > 0)
@@ -46,8 +46,13 @@ def doctor(paths: Paths, output: str) -> int:
 def _rows(check: checks.Check, result: checks.Result) -> list[tuple[str, str, str]]:
     """The rows of one check on a terminal. The hint has a row of its own, because a terminal lacks room for a
     column."""
-    rows = [(check.name, result.result, result.detail)]
+    rows = [line[:3] for line in _lines(check, result)]
     return [*rows, ("", "", f"what to do: {result.hint}")] if result.hint else rows
+
+
+def _lines(check: checks.Check, result: checks.Result) -> list[tuple[str, str, str, str]]:
+    """The lines of one check in a pipe."""
+    return [(check.name, *result[:3]), *(("", "", line, "") for line in result.more)]
 
 
 def _examined(paths: Paths) -> list[tuple[checks.Check, checks.Result]]:

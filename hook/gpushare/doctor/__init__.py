@@ -35,7 +35,11 @@ CHECKS = (
     Check("cgroups", "a cgroup hierarchy controls device access; shows its version and systemd", kernel.cgroups),
     Check("runtime", "runc or crun is installed and runs", engines.runtime),
     Check("driver", "an NVIDIA driver is loaded", driver.driver),
-    Check("driver files", "the libraries of the loaded driver version exist", driver.files),
+    Check(
+        "driver files",
+        "the libraries of the loaded driver version exist; lists files with their names that are not used, and why",
+        driver.files,
+    ),
     Check("devices", "there are GPUs, and NVML reports them", driver.devices),
     Check(
         "contexts", "shows the size of a CUDA context on each device, and whether it is measured", driver.context_sizes

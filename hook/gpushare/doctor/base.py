@@ -13,12 +13,13 @@ OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 
 
 class Result(NamedTuple):
-    """The result of a check. `hint`: what the user can do if it is not ok. SKIP: the check cannot run here, for which
-    `detail` gives the reason."""
+    """The result of a check. `hint`: what the user can do if it is not ok. `more`: further lines below `detail`. SKIP:
+    the check cannot run here, for which `detail` gives the reason."""
 
     result: str
     detail: str
     hint: str = ""
+    more: tuple[str, ...] = ()
 
 
 class Machine(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..core.model import Inventory
 from ..core.quantity import human
 from ..gpu import charlinks, contexts, driverfiles, driverroot
 from ..gpu.drivertable import CAPABILITIES
@@ -11,6 +12,7 @@ from ..gpu.selectors import device_name, usable_devices
 from .base import FAIL, OK, SKIP, WARN, Machine, Result, failed, no_driver
 
 _USUAL = ("compute", "utility")  # capabilities of a container whose request names none
+_EVERY = tuple(CAPABILITIES)
 _LOAD_UVM = "load them with `nvidia-modprobe -u -c 0`, or install nvidia-persistenced"
 
 
@@ -28,18 +30,25 @@ def files(machine: Machine) -> Result:
     if machine.inventory is None:
         return no_driver(machine)
     one = machine.inventory
-    found = driverfiles.find(one.root, one.driver_version, _USUAL, one.simulated)
+    found = driverfiles.find(one.root, one.driver_version, _USUAL, one.simulated, one.stale_programs)
     count = 2 + len(found.libraries)
     nvml_tool = [name for name, _ in found.programs if name == "nvidia-smi"]
     detail = f"{count} libraries in {os.path.dirname(found.cuda.source)}, {len(found.programs)} programs"
+    skipped = _skipped(one)
     if not nvml_tool:
-        return Result(
-            WARN, f"{detail}; no nvidia-smi", "install the driver's utilities: images have no nvidia-smi of their own"
-        )
+        what = "install the driver's utilities: images have no nvidia-smi of their own"
+        return Result(WARN, f"{detail}; no nvidia-smi", what, skipped)
     jit = "libnvidia-ptxjitcompiler"
     if jit in CAPABILITIES["compute"].libraries and jit not in {library.stem for library in found.libraries}:
-        return Result(WARN, f"{detail}; no {jit}", "install the whole driver: programs with PTX code will not run")
-    return Result(OK, detail)
+        what = "install the whole driver: programs with PTX code will not run"
+        return Result(WARN, f"{detail}; no {jit}", what, skipped)
+    return Result(OK, detail, more=skipped)
+
+
+def _skipped(one: Inventory) -> tuple[str, ...]:
+    """Files of all capabilities that have a driver file's name and are not used, one line each."""
+    found = driverfiles.find(one.root, one.driver_version, _EVERY, one.simulated, one.stale_programs, thorough=True)
+    return tuple(f"not used: {file.path} is {file.why}" for file in found.skipped)
 
 
 def devices(machine: Machine) -> Result:
