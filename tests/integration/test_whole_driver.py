@@ -219,6 +219,31 @@ def test_unmet_image_requirement_is_refused(
     output(container, node, "true", {**env, "NVIDIA_DISABLE_REQUIRE": "1"})
 
 
+def test_driver_s_own_files_are_used_before_others_of_their_names(
+    container: MakeContainer, simhost: Path, node: Node, way: str
+) -> None:
+    """As on a real host: /usr/bin/nvidia-smi is a script that executes the program elsewhere."""
+    own = simhost / "usr/local/nvidia/bin/nvidia-smi"
+    own.parent.mkdir(parents=True)
+    (simhost / "usr/bin/nvidia-smi").rename(own)
+    driverhost.write(simhost / "usr/bin/nvidia-smi", '#!/bin/sh\nexec /usr/local/nvidia/bin/nvidia-smi "$@"\n').chmod(
+        0o755
+    )
+    for name in ("libcuda", "libnvidia-ml"):
+        library = simhost / driverhost.LIBDIR / f"{name}.so.{V}"
+        moved = simhost / f"usr/local/nvidia/lib64/{library.name}"
+        moved.parent.mkdir(exist_ok=True)
+        library.rename(moved)
+        driverhost.write(library, "/* GNU ld script */ INPUT(-lcuda)\n")
+    assert "2048MiB" in "".join(output(container, node, "nvidia-smi", SHARE, way))
+    (moved.parent / f"libcuda.so.{V}").unlink()
+    line = refused(container, node, SHARE, way)
+    assert (
+        f"no usable libcuda.so.{V} below {simhost}: " in line and "is no ELF file (a linker script or damaged)" in line
+    )
+    assert f"install the libraries of driver {V} again" in line
+
+
 def test_driver_upgrade_is_detected_at_the_next_start(container: MakeContainer, simhost: Path, node: Node) -> None:
     """Without refresh: first the module is new, then its libraries as well."""
     look = "ls -l /usr/lib/*/libcuda.so.1"
