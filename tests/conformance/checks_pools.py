@@ -85,9 +85,9 @@ def captured_allocation(cuda: Driver) -> int:
 
 def graph_memory_comes_with_the_launch(cuda: Driver) -> None:
     cuda.context()
-    before = cuda.free_bytes()
     graph = captured_allocation(cuda)
-    assert cuda.graph_attribute(d.GRAPH_RESERVED) == 0 and cuda.free_bytes() == before
+    before = cuda.free_bytes()  # the stream and the executable graph may have taken memory
+    assert cuda.graph_attribute(d.GRAPH_RESERVED) == 0
     cuda.ok("cuGraphLaunch", graph, 0)
     cuda.synchronize()
     assert cuda.graph_attribute(d.GRAPH_RESERVED) >= 8 * MIB
@@ -96,11 +96,11 @@ def graph_memory_comes_with_the_launch(cuda: Driver) -> None:
 
 def graph_memory_leaves_with_the_trim(cuda: Driver) -> None:
     cuda.context()
-    before = cuda.free_bytes()
     graph = captured_allocation(cuda)
+    before = cuda.free_bytes()
     cuda.ok("cuGraphLaunch", graph, 0)
     cuda.synchronize()
     assert cuda.graph_attribute(d.GRAPH_USED) == 0
     cuda.ok("cuGraphExecDestroy", graph)
     cuda.ok("cuDeviceGraphMemTrim", c_int(0))
-    assert cuda.graph_attribute(d.GRAPH_RESERVED) == 0 and cuda.free_bytes() == before
+    assert cuda.graph_attribute(d.GRAPH_RESERVED) == 0 and cuda.free_bytes() >= before
