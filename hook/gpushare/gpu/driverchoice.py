@@ -41,7 +41,7 @@ _TYPES = {
 
 
 class Kind(NamedTuple):
-    """What the header of a file must show."""
+    """A kind of ELF file, as its header shows it."""
 
     name: str
     types: tuple[int, ...]
