@@ -24,6 +24,7 @@ class Costs(NamedTuple):
     library_bytes: int = 0  # of each library in a context, from its first kernel on, beyond its image
     module_bytes: int = 0  # the same for a module that was loaded without a library
     event_pool_bytes: int = 0  # of each 512 events in a context, until the context ends
+    one_descriptor: bool = False  # exported pools and host memory have nvidiactl's descriptor, as device memory always
 
 
 class Model(NamedTuple):
@@ -69,6 +70,7 @@ H100_COSTS = Costs(
     graph_bytes=4096,  # assumed
     library_bytes=2 * MIB,  # assumed
     event_pool_bytes=2 * MIB,  # assumed
+    one_descriptor=True,  # measured for memory of cuMemCreate, assumed for pools
 )
 # The context sizes marked as assumed follow the reported ones: 2 KiB for each resident thread, and 8 MiB.
 MODELS = {

@@ -40,12 +40,12 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHa
 /* Finds the memory that a descriptor stands for (see vmm.c), and copies its entry. Returns its
  * device, -1 when there is none. */
 static int find_described(int fd, struct sim_shared *copy) {
-    off_t position = lseek(fd, 0, SEEK_CUR);
-    int d = position > 0 ? (int)(position >> 39) - 1 : -1;
-    if (d < 0 || d >= sim.n_devices || join_device(d) != CUDA_SUCCESS)
+    uint64_t id;
+    int d = described(fd, &id);
+    if (d < 0 || join_device(d) != CUDA_SUCCESS)
         return -1;
     sim_lock(&sim.device[d].sim);
-    struct sim_shared *m = sim_find_shared(&sim.device[d].sim, position & ((1ll << 39) - 1));
+    struct sim_shared *m = sim_find_shared(&sim.device[d].sim, id);
     if (m)
         *copy = *m;
     sim_unlock(&sim.device[d].sim);
@@ -206,24 +206,36 @@ EXPORT CUresult cuMemPoolExportToShareableHandle(void *out, CUmemoryPool handle,
     struct pool *p = pool_of(handle);
     CHECK_VALUE(out && p && !flags && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     CHECK_VALUE(p->props.handleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    int fd = memfd_create("sim-pool", MFD_CLOEXEC);
+    bool one = costs_of(p->device)->one_descriptor;
+    int fd = one ? describe(p->device, DESCRIBED_POOL) : memfd_create("sim-pool", MFD_CLOEXEC);
     CHECK(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
     const uint8_t *uuid = sim.device[p->device].sim.state->config.uuid;
-    CHECK(write(fd, uuid, 16) == 16, CUDA_ERROR_OPERATING_SYSTEM);
+    CHECK(one || pwrite(fd, uuid, 16, 0) == 16, CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)out = fd;
     return CUDA_SUCCESS;
+}
+
+/* Returns the device of an exported pool, -1 if the descriptor stands for none. */
+static CUdevice device_of_pool(int fd) {
+    uint8_t uuid[16];
+    uint64_t what;
+    CUdevice device = described(fd, &what);
+    if (device >= 0 && what == DESCRIBED_POOL)
+        return device;
+    if (pread(fd, uuid, sizeof uuid, 0) != (ssize_t)sizeof uuid)
+        return -1;
+    for (device = 0; device < sim.n_devices; device++)
+        if (memcmp(sim.device[device].sim.state->config.uuid, uuid, sizeof uuid) == 0)
+            break;
+    return device;
 }
 
 EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *os_handle,
                                                    CUmemAllocationHandleType type,
                                                    unsigned long long flags) {
-    uint8_t uuid[16];
     CHECK_VALUE(out && !flags && type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    CHECK_VALUE(pread((int)(intptr_t)os_handle, uuid, sizeof uuid, 0) == (ssize_t)sizeof uuid);
-    CUdevice device;
-    for (device = 0; device < sim.n_devices; device++)
-        if (memcmp(sim.device[device].sim.state->config.uuid, uuid, sizeof uuid) == 0)
-            break;
+    CUdevice device = device_of_pool((int)(intptr_t)os_handle);
+    CHECK_VALUE(device >= 0);
     CUmemPoolProps props = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED,
                             .handleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
                             .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};

@@ -92,7 +92,7 @@ static void close_if_unused(struct physical *p) {
         uncharge(p->device, p->bytes);
     if (p->fd >= 0)
         close(p->fd);
-    else if (p->placed)
+    if (p->placed)
         fallocate(content_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)p->place,
                   (off_t)p->bytes);
     for (struct physical **at = &physicals; *at; at = &(*at)->next) {
@@ -109,7 +109,7 @@ static int content_of(struct physical *p, uint64_t *offset) {
     *offset = p->place;
     if (p->shared_id)
         return sim.device[p->device].sim.fd;
-    if (p->fd >= 0)
+    if (p->fd_is_content)
         return p->fd;
     if (content_fd < 0)
         content_fd = memfd_create("sim-device-memory", MFD_CLOEXEC);
@@ -180,18 +180,30 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
 
 /* As the real driver's, all descriptors of exported memory are the control device, and look alike.
  * The file position, which every copy of a descriptor shares, tells what it stands for. */
-static int describe(int device, uint64_t shared_id) {
+int describe(int device, uint64_t what) {
     char path[PATH_MAX + 16];
     snprintf(path, sizeof path, "%s/nvidiactl", sim_device_dir());
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd >= 0)
-        lseek(fd, (off_t)((uint64_t)(device + 1) << 39 | shared_id), SEEK_SET);
+        lseek(fd, (off_t)((uint64_t)(device + 1) << DEVICE_SHIFT | what), SEEK_SET);
     return fd;
+}
+
+int described(int fd, uint64_t *what) {
+    off_t position = lseek(fd, 0, SEEK_CUR);
+    int device = position > 0 ? (int)(position >> DEVICE_SHIFT) - 1 : -1;
+    *what = (uint64_t)position & ((1ull << DEVICE_SHIFT) - 1);
+    return device < sim.n_devices ? device : -1;
 }
 
 /* The content of exportable memory is in the device file. */
 static CUresult make_exportable(struct physical *p) {
+    if (p->on_host && costs_of(p->device)->one_descriptor) {
+        p->fd = describe(p->device, DESCRIBED_HOST);
+        return p->fd < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+    }
     if (p->on_host) { /* not registered: importing host memory is not simulated */
+        p->fd_is_content = true;
         p->fd = memfd_create("sim-host-memory", MFD_CLOEXEC);
         return p->fd < 0 || ftruncate(p->fd, (off_t)p->bytes) ? CUDA_ERROR_OPERATING_SYSTEM
                                                               : CUDA_SUCCESS;

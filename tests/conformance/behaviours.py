@@ -70,6 +70,11 @@ BEHAVIOURS = (
     Behaviour(memory.physical_memory_outlives_its_handle, "documented", "cuMemRelease: until mappings are gone"),
     Behaviour(memory.retained_handle_keeps_memory, "documented", "each retain needs a release"),
     Behaviour(memory.two_mappings_are_one_memory, "documented", "cuMemMap of one handle at two addresses"),
+    Behaviour(
+        memory.exported_memory_has_one_descriptor,
+        "recorded",
+        "H100 80GB HBM3, driver 580.159.04, 2026-11-27: device and inode of /dev/nvidiactl for each block",
+    ),
     Behaviour(memory.granularity_is_one_block, "assumed", "cuMemGetAllocationGranularity: 2 MiB on every GPU so far"),
     Behaviour(memory.context_takes_memory_and_gives_it_back, "assumed", "every context has an overhead"),
     Behaviour(

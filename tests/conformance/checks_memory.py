@@ -209,6 +209,18 @@ def two_mappings_are_one_memory(cuda: Driver) -> None:
     assert cuda.read(b + 100, 6) == b"shared"
 
 
+def exported_memory_has_one_descriptor(cuda: Driver) -> None:
+    """Device and inode of a descriptor do not tell blocks of memory apart."""
+    cuda.context()
+    found = set()
+    for size in (BLOCK, 2 * BLOCK):
+        fd = c_int()
+        cuda.ok("cuMemExportToShareableHandle", byref(fd), cuda.create(size, 1), c_int(1), 0)
+        status = os.fstat(fd.value)
+        found.add((status.st_dev, status.st_ino, os.path.basename(os.readlink(f"/proc/self/fd/{fd.value}"))))
+    assert len(found) == 1 and found.pop()[2] == "nvidiactl"
+
+
 def granularity_is_one_block(cuda: Driver) -> None:
     cuda.context()
     granularity = cuda.out("cuMemGetAllocationGranularity", byref(cuda.properties()), c_int(0))

@@ -14,6 +14,7 @@ from simulator import models, simhost
 from simulator.ledger import Ledger
 from simulator.simhost import LIBDIR, Costs
 from tests.simulator.test_ledger import CONTEXT, MIB
+from tests.simulator.test_sharing import pass_descriptor
 from tests.support.remote import Remote
 
 Start = Callable[..., Remote]
@@ -293,3 +294,57 @@ def test_program_like_pytorch_takes_what_the_h100_showed(start: Start, make_host
     assert p.taken == 90 * MIB
     p.do("s = [cuda.stream(1) for _ in range(32)]")
     assert p.taken == 160 * MIB
+
+
+EXPORT = """
+from ctypes import byref, c_int, c_void_p
+from tests.conformance.driver import Properties, Location
+def exported(name, handle):
+    fd = c_int()
+    cuda.ok(name, byref(fd), handle, c_int(1), 0)
+    status = os.fstat(fd.value)
+    return fd.value, (status.st_dev, status.st_ino, os.readlink(f"/proc/self/fd/{fd.value}"))
+def memory(handle):
+    return exported("cuMemExportToShareableHandle", handle)
+def pool(handle):
+    return exported("cuMemPoolExportToShareableHandle", handle)
+def on_host():
+    where = Properties(type=1, handle_types=1, location=Location(3, 0))
+    return cuda.out("cuMemCreate", 2 << 20, byref(where), 0)
+cuda.context()
+a, b, c, d = cuda.create(2 << 20, 1), cuda.create(4 << 20, 1), cuda.pool(1), on_host()
+descriptors = [memory(a), memory(a), memory(b), pool(c), memory(d)]
+"""
+
+
+def test_exported_memory_has_one_descriptor(start: Start, make_host: MakeHost, tmp_path: Path) -> None:
+    root = make_host(costs=Costs(one_descriptor=True))
+    p, other = start(root), start(root)
+    p.do(EXPORT)
+    identities = p.get("[identity for _, identity in descriptors]")
+    assert len(set(identities)) == 1 and identities[0][2].endswith("/nvidiactl")
+    p.do("v = cuda.reserve(4 << 20); cuda.map(v, 4 << 20, b); cuda.write(v, b'second')")
+    p.do("w = cuda.reserve(2 << 20); cuda.map(w, 2 << 20, d); cuda.write(w, b'host')")
+    assert p.get("cuda.read(w, 4)") == b"host"
+    numbers = [pass_descriptor(p, other, f"descriptors[{i}][0]", tmp_path / f"s{i}") for i in (2, 3)]
+    other.do("from ctypes import c_int, c_void_p; cuda.context()")
+    other.do(f"h = cuda.out('cuMemImportFromShareableHandle', c_void_p({numbers[0]}), c_int(1))")
+    other.do("v = cuda.reserve(4 << 20); cuda.map(v, 4 << 20, h)")
+    assert other.get("cuda.read(v, 6)") == b"second"
+    import_pool = "cuda.out('cuMemPoolImportFromShareableHandle', c_void_p({}), c_int(1), 0)"
+    with pytest.raises(Exception, match="gave 1"):  # it stands for memory
+        other.do(import_pool.format(numbers[0]))
+    other.do("pool = " + import_pool.format(numbers[1]))
+    p.do(
+        "q = cuda.alloc_from(c, 5000); cuda.write(q, b'pooled'); import ctypes; data = ctypes.create_string_buffer(64)"
+    )
+    p.do("cuda.ok('cuMemPoolExportPointer', data, q)")
+    raw = p.get("data.raw")
+    other.do(f"import ctypes; q = cuda.out('cuMemPoolImportPointer', pool, ctypes.create_string_buffer({raw!r}, 64))")
+    assert other.get("cuda.read(q, 6)") == b"pooled"
+
+
+def test_exported_pool_has_a_descriptor_of_its_own_by_default(start: Start, simhost: Path) -> None:
+    p = start()
+    p.do(EXPORT)
+    assert len(set(p.get("[identity for _, identity in descriptors]"))) == 3
