@@ -197,6 +197,8 @@ void engine_forget(struct op *op, struct context *ctx) {
     queue_of(ctx)->spinning -= op->spinning;
     sim_unlock(d);
     ctx->effects -= has_effect(&op->work);
+    if (op->work.kind == WORK_FREE)
+        late_forget(op->work.free);
 }
 
 static bool pump_stream(struct stream *s, struct sim_queue *q, uint64_t now_ns) {
@@ -223,6 +225,8 @@ static bool retire(struct stream *s, const struct sim_queue *q, uint64_t now_ns)
             s->ctx->effects--;
             wrote = true;
         }
+        if (op->work.kind == WORK_FREE)
+            late_due(op->work.free);
         mark_drop(op->mark);
         graph_run_drop(op->run);
         s->first = op->next;
@@ -275,6 +279,7 @@ void engine_progress(struct context *ctx) {
         }
     }
     sim_unlock(d);
+    late_free_due();
     if (closed)
         streams_drop_closed(ctx);
 }

@@ -171,6 +171,8 @@ EXPORT CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {
         return graph_free_address(m, dptr);
     if (m->kind == MEM_FOREIGN)
         return foreign_drop(dptr);
+    if (m->kind == MEM_DEVICE || m->kind == MEM_SMALL)
+        return late_free(s, dptr);
     CHECK_VALUE(m->kind == MEM_POOL && pool_free(m, dptr));
     return CUDA_SUCCESS;
 }

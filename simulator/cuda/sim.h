@@ -6,6 +6,7 @@
  *   vmm.c        reserve, create, map
  *   memory.c     plain, pitched, managed memory
  *   pool.c       stream-ordered pools
+ *   late.c       plain memory that is freed in the order of a stream
  *
  * Lock order: sim_enter's process lock, then a device's lock (device.h).
  */

@@ -160,6 +160,12 @@ void graph_run_drop(struct graph_run *run);
 /* service.c: the thread for work that needs a processor: host functions and values in memory */
 void service_need(void);
 
+/* late.c: memory that is freed in the order of a stream */
+CUresult late_free(struct stream *stream, uint64_t va);
+void late_forget(uint64_t va); /* its work is dropped */
+void late_due(uint64_t va);    /* the earlier work has ended; may be called with a device locked */
+void late_free_due(void);
+
 /* stream.c */
 struct stream *stream_of(struct context *ctx, CUstream handle);
 void streams_drop_closed(struct context *ctx); /* frees destroyed streams whose work is done */

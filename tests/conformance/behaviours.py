@@ -99,6 +99,11 @@ BEHAVIOURS = (
     ),
     Behaviour(pools.release_threshold_keeps_memory, "documented", "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, cuMemPoolTrimTo"),
     Behaviour(pools.pool_memory_can_be_freed_plainly, "documented", "cuMemFree of stream-ordered memory"),
+    Behaviour(
+        pools.plain_memory_can_be_freed_in_a_stream,
+        "recorded",
+        "H100 80GB HBM3, driver 580.159.04, 2026-11-27: cuMemFreeAsync gives 0; when the memory returns is assumed",
+    ),
     Behaviour(pools.default_pool_serves_alloc_async, "documented", "cuMemAllocAsync uses the current pool"),
     Behaviour(pools.destroyed_pool_gives_memory_back, "documented", "cuMemPoolDestroy: when the last memory is freed"),
     Behaviour(pools.graph_memory_comes_with_the_launch, "documented", "memory nodes: mapped at upload or launch"),

@@ -52,6 +52,21 @@ def pool_memory_can_be_freed_plainly(cuda: Driver) -> None:
     assert cuda.pool_attribute(pool, d.USED_CURRENT) == 0
 
 
+def plain_memory_can_be_freed_in_a_stream(cuda: Driver) -> None:
+    cuda.context()
+    function, stream = cuda.function(cuda.load()), cuda.stream(d.NON_BLOCKING)
+    cuda.launch(function, stream)
+    cuda.synchronize()
+    before = cuda.free_bytes()
+    addresses = [cuda.alloc(64 * MIB), cuda.alloc(1000)]
+    cuda.launch(function, stream)
+    for address in addresses:
+        cuda.ok("cuMemFreeAsync", address, stream)
+    cuda.ok("cuStreamSynchronize", stream)
+    assert cuda.free_bytes() == before
+    assert cuda.code("cuMemFree_v2", addresses[0]) == d.INVALID_VALUE
+
+
 def default_pool_serves_alloc_async(cuda: Driver) -> None:
     cuda.context()
     pool = cuda.out("cuDeviceGetDefaultMemPool", c_int(0))
