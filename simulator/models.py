@@ -84,8 +84,8 @@ MODELS = {
         "context reported in llama.cpp pull request 23604; reserved memory assumed, as on the RTX A4000",
     ),
     "NVIDIA H100 80GB HBM3": Model(
-        *(81559, 469, 523.5625, 132, (9, 0), 128, 2048),
-        "nvidia-smi: 81559 MiB, PyTorch: 79.19 GiB; context and costs measured on 2026-11-27, driver 580.159.04",
+        *(81559, 480, 523.5625, 132, (9, 0), 128, 2048),
+        "measured on 2026-11-27, driver 580.159.04: total, reserved, context; costs as above",
         H100_COSTS,
     ),
     "NVIDIA H200": Model(

@@ -79,8 +79,8 @@ BEHAVIOURS = (
     Behaviour(memory.context_takes_memory_and_gives_it_back, "assumed", "every context has an overhead"),
     Behaviour(
         memory.nvml_total_has_reserved_memory,
-        "documented",
-        "nvmlMemory_t: used is reserved and allocated memory; nvmlMemory_v2_t.reserved. Sizes: simulator/models.py",
+        "recorded",
+        "H100 80GB HBM3, driver 580.159.04, 2026-11-27: 480 MiB reserved; other sizes: simulator/models.py",
     ),
     Behaviour(
         memory.nvml_counts_the_context_of_the_process,

@@ -63,6 +63,12 @@ def test_nvidia_ml_py_reads_the_devices(make_host: Callable[..., Path]) -> None:
     assert first["v2"] == [(8 << 30) + RESERVED, RESERVED, 8 << 30, 0] and first["gpu"] == 0
 
 
+def test_totals_of_the_h100_are_the_measured_ones(make_host: Callable[..., Path]) -> None:
+    (device,) = report(make_host(model="NVIDIA H100 80GB HBM3"))["devices"]
+    assert device["v1"] == [85520809984, 85017493504, 503316480]
+    assert device["v2"] == [85520809984, 503316480, 85017493504, 0]
+
+
 def test_memory_and_processes_are_reported(start: Start, simhost: Path) -> None:
     a, b, idle = start(), start(), start()
     a.do("cuda.context(); cuda.alloc(100 << 20)")
