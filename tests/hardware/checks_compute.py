@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from tests.hardware import processes
-from tests.hardware.place import Place
 from tests.hardware.session import Result, Session, interval, verdict
 
 ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percentage points
@@ -44,7 +43,7 @@ def times(session: Session, run_s: float = 1.0) -> dict[str, float]:
 
 
 def need_overlap(answers: Sequence[dict[str, Any]], least: float = LEAST_OVERLAP) -> None:
-    """Raise Failed unless programs ran at the same time, by their `from_s` and `to_s`; otherwise no figure has meaning."""
+    """Raise Failed unless programs ran at the same time, by their `from_s` and `to_s`."""
     common = min(one["to_s"] for one in answers) - max(one["from_s"] for one in answers)
     longest = max(one["to_s"] - one["from_s"] for one in answers)
     if common < least * longest:
@@ -63,7 +62,7 @@ class Bench:
             self.shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US), **shape}
         self.counted: list[float] = []
 
-    def add(self, *places: Optional[Place]) -> list[processes.Tenant]:
+    def add(self, *places: Optional[processes.Inside]) -> list[processes.Tenant]:
         """Start a program in each place (None: natively), and wait until all are ready to work."""
         started = []
         for place in places:
@@ -159,7 +158,7 @@ def company(session: Session, percents: tuple[int, ...], torch: str = "", told: 
         return side_by_side(Bench(session, stack, torch), percents, places)
 
 
-def side_by_side(bench: Bench, percents: tuple[int, ...], places: Sequence[Any]) -> Result:
+def side_by_side(bench: Bench, percents: tuple[int, ...], places: Sequence[processes.Inside]) -> Result:
     """Measure native speed, and a program in each place at the same time; judge the shares."""
     native, *tenants = bench.add(None, *places)
     before = bench.rates(native, run_s=0.7)
@@ -230,7 +229,7 @@ def shared_told(session: Session) -> Result:
 
 def waiting(session: Session) -> Result:
     """Check that streams that wait for each other on the device come to an end soon at 5 %."""
-    turns = 4 if session.short else 15
+    turns = 4 if session.short else 10
     shape = {"kernel_us": KERNEL_US, **session.ask("calibrate", kernel_us=KERNEL_US)}
     with session.place(compute_percent=5) as place:
         answer = session.ask("pair", place, turns=turns, **shape)

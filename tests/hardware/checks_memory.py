@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
 from gpushare.gpu.contexts import estimated_bytes
 
+from tests.hardware.processes import Inside
 from tests.hardware.processes import ask as run_tenant
 from tests.hardware.session import Result, Session, size, verdict
 
@@ -55,14 +56,25 @@ def context(session: Session) -> Result:
 def fill(session: Session, way: str) -> Result:
     """Fill a share from one process."""
     limit = limit_of(session)
-    before = session.idle_bytes()
     with session.place(limit) as place:
-        with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
-            seen = tenant.receive()
-            tenant.go()
-            seen.update(tenant.receive())
-            taken = session.used_bytes() - before
-        refused = place.refused()
+        return fill_in(session, place, way, limit)
+
+
+class Counting(Inside, Protocol):
+    """A Place or a container that knows how many allocations were refused."""
+
+    def refused(self) -> int: ...
+
+
+def fill_in(session: Session, place: Counting, way: str, limit: int) -> Result:
+    """Fill a place, or a container, whose limit is known."""
+    before = session.idle_bytes()
+    with session.tenant("fill", place, way=way, most_bytes=limit + limit // 4) as tenant:
+        seen = tenant.receive()
+        tenant.go()
+        seen.update(tenant.receive())
+        taken = session.used_bytes() - before
+    refused = place.refused()
     wrong = []
     if seen["total_bytes"] != limit:
         wrong.append(f"cuMemGetInfo shows {size(seen['total_bytes'])}, not the limit of {size(limit)}")

@@ -15,14 +15,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
-from tests.hardware.place import CANNOT, TREE, Place
+from tests.hardware.place import CANNOT, TREE
 
 KILLED_WAIT_S = 5.0  # do not wait longer for a killed process: the driver may keep it in the kernel
 
 
-CRASHED_IN = re.compile(r'  File ".*", line \d+ in ')  # as faulthandler writes it; the first is the innermost call
+# As faulthandler writes them: the first line, and then the innermost call first
+CRASHED = "Fatal Python error: "
+CRASHED_IN = re.compile(r'  File ".*?([^/]*)", line (\d+) in ')
 MOST_STDERR = 4000  # characters of a failed program's stderr that are kept
 
 
@@ -38,15 +40,28 @@ class Absent(Exception):
     """This machine lacks what a check needs."""
 
 
+class Inside(Protocol):
+    """Where a program runs: a Place, or a container."""
+
+    def command(self, args: list[str]) -> list[str]: ...
+
+
 class Tenant:
     """A program of tests/hardware/tenants in its own session, which reads lines and prints lines of JSON.
 
     `place` None: it runs natively.
     """
 
-    def __init__(self, what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> None:
-        """`deadline`: the value of time.monotonic() at which it is killed."""
-        args = [sys.executable, "-m", "tests.hardware.tenant", what, json.dumps(arguments)]
+    def __init__(
+        self,
+        what: str,
+        deadline: float,
+        place: Optional[Inside] = None,
+        before: Sequence[str] = (),
+        **arguments: Any,
+    ) -> None:
+        """`deadline`: the value of time.monotonic() at which it is killed. `before`: a command that executes it."""
+        args = [*before, sys.executable, "-m", "tests.hardware.tenant", what, json.dumps(arguments)]
         self.what, self.deadline = what, deadline
         self._rest = b""
         self._errors = tempfile.TemporaryFile()
@@ -115,8 +130,10 @@ class Tenant:
 
     def _said(self) -> str:
         lines = self._stderr().splitlines()
-        crashed = next((line.strip() for line in lines if CRASHED_IN.match(line)), "")
-        return crashed or (lines[-1][:200] if lines else "")
+        crash = next((at for at, line in enumerate(lines) if line.startswith(CRASHED)), len(lines))
+        where = next((match for match in map(CRASHED_IN.match, lines[crash:]) if match), None)
+        said = lines[crash - 1][:200] if crash else ""
+        return f"{said} (in {where[1]}, line {where[2]})".strip() if where else said
 
     def _failed(self) -> Exception:
         try:
@@ -152,7 +169,7 @@ def time_limit(deadline: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def ask(what: str, deadline: float, place: Optional[Place] = None, **arguments: Any) -> Any:
+def ask(what: str, deadline: float, place: Optional[Inside] = None, **arguments: Any) -> Any:
     """Run a tenant and return its only answer."""
     with Tenant(what, deadline, place, **arguments) as tenant:
         return tenant.receive()

@@ -58,12 +58,12 @@ class Session(NamedTuple):
         self.need_shim()
         return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
 
-    def tenant(self, what: str, place: Optional[Place] = None, **arguments: Any) -> processes.Tenant:
+    def tenant(self, what: str, place: Optional[processes.Inside] = None, **arguments: Any) -> processes.Tenant:
         """Start a program with the driver, natively or in a place."""
         library = IN_PLACE if place else self.machine.libcuda
         return processes.Tenant(what, self.deadline, place, library=library, **arguments)
 
-    def ask(self, what: str, place: Optional[Place] = None, **arguments: Any) -> Any:
+    def ask(self, what: str, place: Optional[processes.Inside] = None, **arguments: Any) -> Any:
         with self.tenant(what, place, **arguments) as tenant:
             return tenant.receive()
 
