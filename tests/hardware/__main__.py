@@ -1,6 +1,9 @@
 """Check what holds on this machine's GPU, and measure what it costs.
 
-    python3 -m tests.hardware [--short] [--simulated] [--only NAME,...] [--out FILE] [--list]
+    python3 -m tests.hardware [--all] [--resume FILE] [--short] [--simulated] [--only NAME,...] [--out FILE] [--list]
+
+Without --all only the quick checks run, which show in two minutes whether gpushare works here. The results are saved
+after each check, and --resume goes on from such a file.
 
 Exit code 0 when every promise held, 1 when one did not, 2 when nothing could be checked.
 """
@@ -11,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import json
 import os
 import signal
 import sys
@@ -18,7 +22,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hook"))
 
@@ -28,8 +32,9 @@ from tests.hardware.checks_product import has_torch
 from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session
 
-FORMAT = 2  # version of the JSON
-BUDGET_S = 350.0
+FORMAT = 3  # version of the JSON; 2 lacks `all` and `costs`, and judges compute by throughput
+BUDGET_S, QUICK_BUDGET_S = 350.0, 150.0
+NO_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # removed by whoever published the file
 ALWAYS = "context"  # runs first: the limits of other checks depend on its result
 REST_S, STAY_S = 3.0, 0.3
 LEAST_S = 5.0  # do not start a check with less time left
@@ -64,36 +69,85 @@ def perform(check: Check, session: Session) -> Result:
     return result._replace(seconds=round(time.monotonic() - began, 2))
 
 
-def content(
-    found: machine.Machine, first: dict[str, Any], rows: list[tuple[str, str, Result]], took_s: float, short: bool
-) -> dict[str, Any]:
-    """Return the content of the JSON file."""
-    limits = {check.name: check.limit_s for check in CHECKS}
-    checks = {
-        name: {
-            "what": what,
-            "verdict": result.verdict,
-            "note": result.note,
-            "seconds": result.seconds,
-            "limit_s": limits[name],
-            "values": result.values,
-            **({"stderr": result.stderr} if result.stderr else {}),
+class Run(NamedTuple):
+    """What one run knows of the machine and of the results so far. `rows`: check -> result."""
+
+    options: argparse.Namespace
+    found: machine.Machine
+    first: dict[str, Any]
+    began: float
+    rows: dict[str, Result]
+    took_before_s: float
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of the JSON file."""
+        checks: dict[str, Any] = {
+            check.name: {
+                "what": check.what,
+                "verdict": result.verdict,
+                "note": result.note,
+                "seconds": result.seconds,
+                "limit_s": check.limit_s,
+                "values": result.values,
+                **({"stderr": result.stderr} if result.stderr else {}),
+            }
+            for check, result in ((check, self.rows.get(check.name)) for check in CHECKS)
+            if result
         }
-        for name, what, result in rows
+        found = self.found
+        return {
+            "format": FORMAT,
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "simulated": found.simhost is not None,
+            "short": self.options.short,
+            "all": self.options.all,
+            "driver": found.driver_version,
+            "cuda": f"{found.cuda_version // 1000}.{found.cuda_version % 1000 // 10}",
+            "gpu": {
+                **found.facts(),
+                "used_before_bytes": self.first["used_bytes"],
+                "used_source": self.first["source"],
+            },
+            "host": machine.host_facts(found),
+            "took_s": round(self.took_before_s + time.monotonic() - self.began, 1),
+            "checks": checks,
+            "costs": checks.get("costs", {}).get("values", {}).get("rows", []),
+            "assumptions": {finding.assumption.id: finding.facts() for finding in assumptions.findings(checks)},
+        }
+
+
+def earlier(path: Path, found: machine.Machine) -> tuple[dict[str, Result], float]:
+    """Return the results of an interrupted run, and the seconds that it took. Raises Failed."""
+    try:
+        content = json.loads(path.read_text())
+        of = f"{content['gpu']['model']} with driver {content['driver']}"
+        uuid, version, simulated = content["gpu"]["uuid"], content["format"], content["simulated"]
+        checks = content["checks"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise processes.Failed(f"{path} is no result of gpu-check that can be resumed: {error!r}") from None
+    if version != FORMAT:
+        raise processes.Failed(f"{path} has format {version}, and this gpu-check writes {FORMAT}: run without --resume")
+    here = f"{found.model} with driver {found.driver_version}"
+    other = uuid not in (found.uuid, NO_UUID) and not found.simhost  # each simulator has another uuid
+    if of != here or other or simulated != bool(found.simhost):
+        which = f"{of} ({uuid}), this is {here} ({found.uuid})" if of == here else f"{of}, this is {here}"
+        raise processes.Failed(f"{path} is of {which}: run without --resume")
+    rows = {
+        name: Result(one["verdict"], one["note"], one["values"], one["seconds"], one.get("stderr", ""))
+        for name, one in checks
+        if one["verdict"] != "not run"
     }
-    return {
-        "format": FORMAT,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "simulated": found.simhost is not None,
-        "short": short,
-        "driver": found.driver_version,
-        "cuda": f"{found.cuda_version // 1000}.{found.cuda_version % 1000 // 10}",
-        "gpu": {**found.facts(), "used_before_bytes": first["used_bytes"], "used_source": first["source"]},
-        "host": machine.host_facts(found),
-        "took_s": round(took_s, 1),
-        "checks": checks,
-        "assumptions": {finding.assumption.id: finding.facts() for finding in assumptions.findings(checks)},
-    }
+    return rows, content["took_s"]
+
+
+def learned(found: machine.Machine, name: str, result: Result) -> machine.Machine:
+    """Return the machine with what the result of a check adds, for later checks."""
+    if name == ALWAYS and result.values:
+        found = found._replace(context_bytes=max(0, result.values["first_bytes"]))
+    if name == "slices" and "slice_ns" in result.values:
+        slice_ns, switch_ns = result.values["slice_ns"]["median"], result.values["switch_ns"]
+        found = found._replace(slices_ns=(int(slice_ns), max(0, int(switch_ns))))
+    return found
 
 
 def names(text: str) -> list[str]:
@@ -149,41 +203,54 @@ def _each(
     meter: processes.Tenant,
     first: dict[str, Any],
 ) -> int:
+    rows, took_s = earlier(options.resume, found) if options.resume else ({}, 0.0)
     if os.geteuid() != 0:
         print("gpu-check: as an ordinary user: shares are in user namespaces, where the host allows them")
-    rows: list[tuple[str, str, Result]] = []
+    run = Run(options, found, first, began, rows, took_s)
+    report.write(options.out, run.content())
     for check in CHECKS:
-        if options.only and check.name not in (ALWAYS, *options.only):
+        if check.name in rows and check.name not in options.only:
+            run = run._replace(found=learned(run.found, check.name, rows[check.name]))
             continue
-        now = time.monotonic()
-        deadline = min(now + check.limit_s, began + options.budget)
-        result = perform(check, Session(found, deadline, options.short, work, meter, first["used_bytes"]))
-        rows.append((check.name, check.what, result))
-        if check.name == "context" and result.values:
-            found = found._replace(context_bytes=max(0, result.values["first_bytes"]))
-        if check.name == "slices" and "slice_ns" in result.values:
-            slice_ns, switch_ns = result.values["slice_ns"]["median"], result.values["switch_ns"]
-            found = found._replace(slices_ns=(int(slice_ns), max(0, int(switch_ns))))
-        said = content(found, first, rows, time.monotonic() - began, options.short)
+        if not wanted(check, options):
+            continue
+        deadline = min(time.monotonic() + check.limit_s, began + options.budget)
+        result = perform(check, Session(run.found, deadline, options.short, work, meter, first["used_bytes"]))
+        rows[check.name] = result
+        run = run._replace(found=learned(run.found, check.name, result))
+        said = run.content()
         report.write(options.out, said)
         print(f"  {check.name}: {result.verdict}", flush=True)
         report.tell([one for one in assumptions.findings(said["checks"]) if one.assumption.check == check.name])
-    report.show(rows)
-    tally = collections.Counter(result.verdict for _, _, result in rows)
+    shown = [(check.name, check.what, rows[check.name]) for check in CHECKS if check.name in rows]
+    report.show(shown)
+    tally = collections.Counter(result.verdict for _, _, result in shown)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(tally.items()))
     print(f"gpu-check: {counts}, in {time.monotonic() - began:.0f} s; all figures are in {options.out}")
+    more = sum(wanted(check, argparse.Namespace(all=True, only=())) and check.name not in rows for check in CHECKS)
+    if more and not options.only:
+        print(f"gpu-check: GPU_ARGS='--all --resume {options.out}' runs the {more} other checks")
     verdicts = set(tally)
     return 2 if verdicts <= {"absent", "not run"} else 1 if verdicts & {"missed", "failed"} else 0
 
 
+def wanted(check: Check, options: argparse.Namespace) -> bool:
+    """Return whether a check without a result runs."""
+    if options.only:
+        return check.name in (ALWAYS, *options.only)
+    return bool(options.all or check.quick)
+
+
 def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description="What holds on this machine's GPU.")
+    parser.add_argument("--all", action="store_true", help="every check, within 6 minutes; otherwise the quick ones")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep the results in this file, and add the others")
     parser.add_argument("--short", action="store_true", help="short stretches: to see that it works")
     parser.add_argument("--simulated", action="store_true", help="on the simulator, also where there is a GPU")
-    parser.add_argument("--only", type=names, help="names of checks, with commas")
+    parser.add_argument("--only", type=names, default=(), help="names of checks, with commas")
     parser.add_argument("--list", action="store_true", help="list the checks and their time limits")
     parser.add_argument(
-        *("--out", "--json"), type=Path, default=TREE / "build" / "gpu-check.json", help="the file for all figures"
+        *("--out", "--json"), type=Path, help="the file for all figures (build/gpu-check.json, or that of --resume)"
     )
     parser.add_argument(
         "--shim",
@@ -191,11 +258,17 @@ def main(arguments: Optional[list[str]] = None) -> int:
         default=TREE / "build" / "shim",
         help="directory of the two libraries",
     )
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (%(default)s)")
+    parser.add_argument(
+        "--budget", type=float, help=f"seconds in all ({QUICK_BUDGET_S:.0f}, with --all {BUDGET_S:.0f})"
+    )
     options = parser.parse_args(arguments)
+    options.out = options.out or options.resume or TREE / "build" / "gpu-check.json"
+    if options.budget is None:
+        options.budget = BUDGET_S if options.all or options.only else QUICK_BUDGET_S
     if options.list:
-        rows = ((check, f" ({check.needs})" if check.needs else "") for check in CHECKS)
-        print("\n".join(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{needs}" for check, needs in rows))
+        for check in CHECKS:
+            notes = ", ".join(filter(None, ("quick" if check.quick else "", check.needs)))
+            print(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{f' ({notes})' if notes else ''}")
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)

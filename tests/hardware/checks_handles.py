@@ -44,7 +44,7 @@ def descriptors(session: Session) -> Result:
 
 def green(session: Session) -> Result:
     """Check whether events of the primary context work in a green context's stream, and whether launches go at 30 %."""
-    kernel_us, run_s = 100, 0.3 if session.short else 1.5
+    kernel_us, run_s = 100, 0.3 if session.short else 0.6
     arguments: dict[str, Any] = {"kernel_us": kernel_us, "rounds": 1, "run_s": run_s}
     if not session.machine.simhost:
         arguments["rounds"] = session.ask("calibrate", kernel_us=kernel_us)["rounds"]

@@ -153,7 +153,7 @@ def looks(session: Session) -> Result:
         pair = Pair(session, stack)
         alone, _ = pair.run(neighbour=False)
         idle, beside_idle = pair.run(works=False)
-        runs = [(pair.run(looks=False)[1], *pair.run()) for _ in range(1 if session.short else 3)]
+        runs = [(pair.run(looks=False)[1], *pair.run()) for _ in range(1 if session.short else 2)]
         _, before = pair.run(works=False, looks=False)
     said = [one for _, one, _ in runs]
     if not all(one["looks"] for one in (alone, idle, *said)) or not all(speed for speed, _, _ in runs):

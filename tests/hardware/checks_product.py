@@ -71,7 +71,7 @@ def run(session: Session) -> Result:
 def run_compute(session: Session) -> Result:
     """The same check with a compute limit."""
     program = busy.program(session)
-    options = ["--kernel", "1000", "--seconds", "1" if session.short else "3"]
+    options = ["--kernel", "1000", "--seconds", "1" if session.short else "2"]
     said = under_run(session, ["--compute", str(busy.LIMIT)], [program, *options])
     got = 100 * busy.share_of(said)
     note = f"limit {busy.LIMIT} %: got {got:.2f} %"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.hardware import __main__ as program
 from tests.hardware import docs, machine, processes
 from tests.hardware.assumptions import ASSUMPTIONS
 from tests.hardware.checks import CHECKS
@@ -39,7 +41,7 @@ def gpu_check(tmp_path: Path, *options: str, env: dict[str, str] | None = None) 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Any], str]]:
-    yield gpu_check(tmp_path_factory.mktemp("whole"))
+    yield gpu_check(tmp_path_factory.mktemp("whole"), "--all")
 
 
 def test_every_check_has_a_result(whole: tuple[int, dict[str, Any], str]) -> None:
@@ -52,11 +54,12 @@ def test_every_check_has_a_result(whole: tuple[int, dict[str, Any], str]) -> Non
         assert name in printed
     absent = {name for name, check in content["checks"].items() if check["verdict"] == "absent"}
     assert absent == ABSENT
+    assert content["all"] and content["costs"] == content["checks"]["costs"]["values"]["rows"]
 
 
 def test_promises_hold_on_the_simulator(whole: tuple[int, dict[str, Any], str]) -> None:
     checks = whole[1]["checks"]
-    for name in (*MEMORY, "loader", "run", "mps", "compute.uncapped", "compute.waiting"):
+    for name in (*MEMORY, "loader", "run", "mps", "containers", "compute.uncapped", "compute.waiting"):
         assert checks[name]["verdict"] == "held", checks[name]["note"]
     assert checks["context"]["values"]["first_bytes"] == 300 << 20, "what the simulator takes for a context"
     assert checks["memory.plain"]["values"]["device_bytes"] == checks["memory.plain"]["values"]["limit_bytes"]
@@ -69,6 +72,13 @@ def test_promises_hold_on_the_simulator(whole: tuple[int, dict[str, Any], str]) 
     queues = checks["queues"]["values"]
     assert queues["itself"] and queues["delayed"] == {"same": 0, "highest": 0}, "each stream has its own queue"
     assert "12 of 12 answers as assumed" in checks["mps.words"]["note"]
+    own, inside = checks["count"]["values"]["own"], checks["count"]["values"]["in_pid_namespace"]
+    assert (own["times_by_own_pid"], inside["pid"], inside["times_by_own_pid"]) == (1, 1, 1)
+    assert own["bytes"] >= checks["context"]["values"]["first_bytes"]
+    assert set(checks["count"]["values"]["query"]) == {"idle", "a kernel runs", "contexts are created"}
+    costs = {row["item"]: row for row in checks["costs"]["values"]["rows"]}
+    assert costs["a second context"]["device_bytes"] == checks["context"]["values"]["first_bytes"]
+    assert not [row for row in costs.values() if "failed" in row]
     lazy = checks["modules"]["values"]["lazy"]
     assert lazy["native"] == lazy["shim"] and lazy["native"]["left_bytes"] == 0, "charged what the driver took"
     assert lazy["native"]["steps"][-1]["used_bytes"] > 0
@@ -138,6 +148,92 @@ def test_shim_without_a_limit_fails(tmp_path: Path) -> None:
     assert verdicts == {**dict.fromkeys(("loader", *MEMORY, "compute.30"), "missed"), "context": "measured"}
 
 
+def test_quick_checks_come_first_and_take_at_most_their_budget() -> None:
+    quick = [check for check in CHECKS if check.quick]
+    assert CHECKS[0].name == "context" and {"mps", "containers", "limit.torch", "compute.30_70"} <= {
+        c.name for c in quick
+    }
+    assert all(check.limit_s <= program.QUICK_BUDGET_S for check in CHECKS)
+
+
+def verdicts(content: dict[str, Any]) -> dict[str, str]:
+    return {name: check["verdict"] for name, check in content["checks"].items()}
+
+
+def test_resumed_run_keeps_results_and_adds_the_others(tmp_path: Path) -> None:
+    code, first, _ = gpu_check(tmp_path, "--only", "context,pool")
+    path = tmp_path / "gpu-check.json"
+    before = {**first, "took_s": 100.0}
+    before["checks"]["pool"].update(verdict="missed", note="as it was")
+    before["checks"]["local"] = {**first["checks"]["pool"], "verdict": "not run", "note": "no time was left"}
+    path.write_text(json.dumps(before))
+    code, content, printed = gpu_check(tmp_path, "--resume", str(path), "--only", "local,dmem")
+    assert verdicts(content) == {"context": "measured", "dmem": "measured", "local": "measured", "pool": "missed"}
+    assert content["checks"]["pool"]["note"] == "as it was" and content["took_s"] > 100 and code == 1
+    assert content["checks"]["context"] == before["checks"]["context"]
+    assert "  context:" not in printed and "  dmem: measured" in printed
+    again = gpu_check(tmp_path, "--resume", str(path), "--only", "pool")[1]
+    assert again["checks"]["pool"]["verdict"] == "measured", "a check that is named runs again"
+    assert again["checks"]["local"] == content["checks"]["local"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"driver": "580.1"},
+            "is of NVIDIA Simulated A16 with driver 580.1, this is NVIDIA Simulated A16 with driver 535",
+        ),
+        ({"gpu": {"model": "NVIDIA H100", "uuid": "GPU-1"}}, "is of NVIDIA H100 with driver 535"),
+        ({"simulated": False}, "run without --resume"),
+        ({"format": 2}, "has format 2, and this gpu-check writes 3: run without --resume"),
+        ({"checks": None}, "is no result of gpu-check that can be resumed"),
+    ],
+)
+def test_result_of_another_machine_is_not_resumed(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "earlier.json"
+    content = gpu_check(tmp_path, "--only", "context")[1]
+    path.write_text(json.dumps({**content, **change}))
+    command = [
+        sys.executable,
+        "-m",
+        "tests.hardware",
+        "--short",
+        "--simulated",
+        "--resume",
+        str(path),
+        "--only",
+        "pool",
+    ]
+    done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert json.loads(path.read_text()) == {**content, **change}, "it is left alone"
+
+
+def test_killed_run_can_be_resumed(tmp_path: Path) -> None:
+    """SIGKILL while a check runs: the file has every check before it."""
+    out = tmp_path / "gpu-check.json"
+    options = ["--short", "--simulated", "--out", str(out), "--only", "context,pool,compute.waiting"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.hardware", *options], cwd=TREE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        for line in process.stdout:
+            if line.startswith("  context:"):
+                break
+        groups = children.read_text().split()
+        process.kill()
+    for group in groups:
+        try:
+            os.killpg(int(group), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    assert list(json.loads(out.read_text())["checks"]) == ["context"]
+    content = gpu_check(tmp_path, "--resume", str(out), "--only", "pool")[1]
+    assert verdicts(content) == {"context": "measured", "pool": "measured"}
+
+
 def test_checks_beyond_the_budget_are_reported(tmp_path: Path) -> None:
     code, content, _ = gpu_check(tmp_path, "--budget", "0", "--only", "context,memory.plain")
     assert code == 2, "nothing was checked"
@@ -180,6 +276,7 @@ def is_killed(session):
         tenant.receive()
 
 program.LEAST_S = program.GRACE_S = 0.2
+sys.argv.append("--all")
 limits = {crashes: 20, hangs: 5, hangs_itself: 1, is_killed: 20}
 faulty = [Check(one.__name__, "faulty", one, limit_s) for one, limit_s in limits.items()]
 context, pool = (next(check for check in program.CHECKS if check.name == name) for name in ("context", "pool"))
@@ -199,11 +296,12 @@ def test_faulty_checks_stop_no_other_check(tmp_path: Path) -> None:
     checks = json.loads(out.read_text())["checks"]
     assert [check["verdict"] for check in checks.values()] == ["measured", *["failed"] * 4, "measured"], done.stderr
     notes = {name: check["note"] for name, check in checks.items()}
-    assert notes["crashes"] == "device: was killed by SIGABRT what the driver printed"
+    assert notes["crashes"].startswith("device: was killed by SIGABRT what the driver printed (in __init__.py, line ")
     assert notes["hangs"] == "device: timed out; what the driver printed"
     assert notes["hangs_itself"] == "the check itself timed out"
     assert notes["is_killed"] == "fill: was killed by SIGKILL"
-    assert checks["crashes"]["stderr"] == checks["hangs"]["stderr"] == "what the driver printed"
+    assert checks["hangs"]["stderr"] == "what the driver printed"
+    assert checks["crashes"]["stderr"].startswith("what the driver printed\nFatal Python error: Aborted")
     assert checks["hangs"]["limit_s"] == 5
     assert done.returncode == 1
 
@@ -212,7 +310,8 @@ def test_checks_are_listed_with_their_time_limits() -> None:
     command = [sys.executable, "-m", "tests.hardware", "--list"]
     lines = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100).stdout.splitlines()
     assert [line.split()[0] for line in lines] == [check.name for check in CHECKS]
-    assert lines[0].split() == ["context", "30", "s", *CHECKS[0].what.split()]
+    assert lines[0].split() == ["context", "30", "s", *CHECKS[0].what.split(), "(quick)"]
+    assert {line.split()[0] for line in lines if "(quick" in line} == {check.name for check in CHECKS if check.quick}
 
 
 def test_device_in_use_is_not_filled(tmp_path: Path) -> None:

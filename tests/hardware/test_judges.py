@@ -274,6 +274,24 @@ def test_verdict_on_programs_of_many_kinds(
     assert checks_busy.shapes(session).verdict == verdict
 
 
+def test_kinds_before_the_end_of_the_time_are_reported(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([0.99, 0.30, 0.99, 0.31])
+
+    def busy(*_: Any, **__: Any) -> dict[str, float]:
+        share = next(answers, None)
+        if share is None:
+            raise processes.Failed("busy: timed out")
+        return {"share": share}
+
+    monkeypatch.setattr(checks_busy, "busy", busy)
+    monkeypatch.setattr(Session, "place", lambda *_, **__: PreparedTenant())
+    result = checks_busy.shapes(session)
+    assert result.verdict == "failed" and len(result.values) == len(checks_busy.SHAPES)
+    assert result.note.startswith(
+        "limit 30 %: kernels of 50 us: 30.00 %, of 20 ms: 31.00 %; without a result: log-normal"
+    )
+
+
 def test_deadlocked_kernels_are_missed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"stuck": 2, "done": 1, "longest_call_ns": 5e9}
     monkeypatch.setattr(checks_busy, "busy", lambda *_, **__: said)
