@@ -122,6 +122,46 @@ def test_sizes_come_from_nvml(tmp_path: Path) -> None:
     assert {device.uuid: device.memory_bytes for device in found.devices} == {uuid(0): 1 << 30, uuid(1): 2 << 30}
 
 
+# CUDA's second device is NVML's first. Its total lacks the 64 MiB that the driver reserves, which NVML (v1) hides.
+CUDA = r"""
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int cuInit(unsigned flags) { BEHAVIOUR; return flags; }
+int cuDriverGetVersion(int *version) { *version = 11040; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = 1 - number; return 0; }
+int cuDeviceGetUuid(unsigned char *uuid, int device) { memset(uuid, 0, 16); uuid[3] = device; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)(device + 1) << 30) - (64 << 20); return 0; }
+"""
+
+
+def cuda_library(root: Path, behaviour: str = "") -> str:
+    library = root / LIBRARY_DIR / f"libcuda.so.{V}"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    compiler = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=CUDA.replace("BEHAVIOUR", behaviour).encode(), check=True)
+    return str(library)
+
+
+def test_cuda_total_counts_where_nvml_hides_what_the_driver_reserves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = ask(nvml_library(tmp_path), cuda_library(tmp_path), 20)
+    sizes = {uuid: (one.memory_bytes, one.reserved_bytes) for uuid, one in found.gpus.items()}
+    reserved = 64 << 20
+    assert sizes == {uuid(0): ((1 << 30) - reserved, reserved), uuid(1): ((2 << 30) - reserved, reserved)}
+    assert found.cuda_version == "11.4"
+
+
+@pytest.mark.parametrize("behaviour", ["return 100", "_exit(0)", "for (;;) pause()"])
+def test_failing_cuda_leaves_nvmls_total(tmp_path: Path, behaviour: str) -> None:
+    found = ask(nvml_library(tmp_path), cuda_library(tmp_path, behaviour), 0.8)
+    assert {one.memory_bytes for one in found.gpus.values()} == {1 << 30, 2 << 30}
+
+
 @pytest.mark.parametrize(
     "behaviour", ["return 9", "_exit(0)", "*(volatile int *)0 = 0", 'write(1, "x", 1); return 999']
 )

@@ -49,11 +49,12 @@ class Gpu(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory of a GPU or MIG device, in bytes."""
+    """Memory of a GPU or MIG device, in bytes. `exact`: the driver reported what it reserves."""
 
     allocatable: int
     reserved: int
     free: int
+    exact: bool = True
 
 
 class Answer(NamedTuple):
@@ -64,13 +65,29 @@ class Answer(NamedTuple):
 
 
 def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
-    """Query these two libraries."""
+    """Query these two libraries.
+
+    If NVML does not report what the driver reserves (drivers before 510), CUDA's total of a GPU counts where it is
+    smaller. That query initialises CUDA in another child, so that a hang there loses only this correction.
+    """
     if not nvml_library:
         return Answer({})
-    value = in_child(lambda: {"gpus": _gpus(nvml_library), "cuda": _cuda_version(cuda_library)}, deadline_s)
+
+    def query() -> Any:
+        inexact: list[str] = []
+        gpus = _gpus(nvml_library, inexact)
+        return {"gpus": gpus, "cuda": _cuda_version(cuda_library), "inexact": inexact}
+
+    value = in_child(query, deadline_s)
     if value is None:
         return Answer({})
     gpus = {uuid: Gpu(*fields) for uuid, fields in value["gpus"].items()}
+    if value["inexact"] and cuda_library:
+        totals = in_child(lambda: _cuda_totals(cuda_library), deadline_s) or {}
+        for uuid in value["inexact"]:
+            total = gpus[uuid].memory_bytes
+            lower = min(total, totals.get(uuid, total))
+            gpus[uuid] = gpus[uuid]._replace(memory_bytes=lower, reserved_bytes=total - lower)
     return Answer(
         {uuid: gpu._replace(mig=tuple(Mig(*one) for one in gpu.mig)) for uuid, gpu in gpus.items()}, value["cuda"]
     )
@@ -159,18 +176,19 @@ def initialised(library: str) -> Any:
 def memory_of(pynvml: Any, device: Any) -> Optional[Memory]:
     """Return a device's memory; None if the driver does not report it.
 
-    NVML's total includes memory that no program can allocate, 0.4 to 0.9 GiB on many GPUs. Version 2 of the query
-    (since driver 510) reports that part as `reserved`. An older driver does not report it, so its total counts.
+    NVML's total includes memory that no program can allocate, 0.4 to 0.9 GiB on many GPUs (480 MiB on an H100).
+    Version 2 of the query (since driver 510) reports that part as `reserved`. An older driver does not report it: then
+    its total is too large, and `exact` is false.
     """
     memory = supported(pynvml.nvmlDeviceGetMemoryInfo, device, pynvml.nvmlMemory_v2)
     if memory is not None and 0 <= memory.reserved < memory.total:
         return Memory(int(memory.total - memory.reserved), int(memory.reserved), int(memory.free))
     memory = supported(pynvml.nvmlDeviceGetMemoryInfo, device)
-    return None if memory is None else Memory(int(memory.total), 0, int(memory.free))
+    return None if memory is None else Memory(int(memory.total), 0, int(memory.free), exact=False)
 
 
-def _gpus(library: str) -> dict[str, Gpu]:
-    """Query each GPU."""
+def _gpus(library: str, inexact: Optional[list[str]] = None) -> dict[str, Gpu]:
+    """Query each GPU. Adds to `inexact` the uuids of those whose reserved memory is unknown."""
     pynvml = initialised(library)
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -178,7 +196,10 @@ def _gpus(library: str) -> dict[str, Gpu]:
         brand = supported(pynvml.nvmlDeviceGetBrand, gpu)
         major_minor = supported(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
         memory = memory_of(pynvml, gpu) or Memory(0, 0, 0)
-        found[text_of(pynvml.nvmlDeviceGetUUID(gpu))] = Gpu(
+        uuid = text_of(pynvml.nvmlDeviceGetUUID(gpu))
+        if inexact is not None and not memory.exact:
+            inexact.append(uuid)
+        found[uuid] = Gpu(
             memory.allocatable,
             BRANDS[brand] if brand is not None and 0 <= brand < len(BRANDS) else "",
             ".".join(map(str, major_minor or ())),
@@ -226,6 +247,25 @@ def _cuda_version(library: str) -> str:
     except (OSError, AttributeError):
         failed = 1
     return "" if failed else f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _cuda_totals(library: str) -> dict[str, int]:
+    """Map each GPU's uuid to the memory that CUDA's programs can allocate; empty if CUDA does not work here."""
+    import ctypes
+    import uuid as uuids
+
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of whoever started this; the child only initialises CUDA now
+    cuda = ctypes.CDLL(library)
+    count, found = ctypes.c_int(), {}
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return {}
+    for number in range(count.value):
+        raw, total, device = (ctypes.c_ubyte * 16)(), ctypes.c_size_t(), ctypes.c_int()
+        if cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetUuid(ctypes.byref(raw), device):
+            continue
+        if not cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device):
+            found[f"GPU-{uuids.UUID(bytes=bytes(raw))}"] = total.value
+    return found
 
 
 def text_of(value: Any) -> str:
