@@ -34,7 +34,7 @@ from tests.hardware.session import Result, Session
 
 FORMAT = 3  # version of the JSON; 2 lacks `all` and `costs`, and judges compute by throughput
 BUDGET_S, QUICK_BUDGET_S = 350.0, 150.0
-NO_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # removed by whoever published the file
+NO_UUID = "GPU-00000000-0000-0000-0000-000000000000"  # stands in published files, without the card's own uuid
 ALWAYS = "context"  # runs first: the limits of other checks depend on its result
 REST_S, STAY_S = 3.0, 0.3
 LEAST_S = 5.0  # do not start a check with less time left
@@ -70,7 +70,7 @@ def perform(check: Check, session: Session) -> Result:
 
 
 class Run(NamedTuple):
-    """What one run knows of the machine and of the results so far. `rows`: check -> result."""
+    """The machine, and the results so far. `rows`: check -> result."""
 
     options: argparse.Namespace
     found: machine.Machine

@@ -1,6 +1,6 @@
 """The table of checks, in the order of their execution.
 
-What never ran on hardware comes first, then what the project relies on most, then what held there before.
+Checks that never ran on hardware come first, then the checks of promises to users, then the others.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CHECKS = (
     _program("decode", "decode", "decoding of tokens"),
     _program("data-loader", "loader", "training that waits for data"),
     Check("conformance", "whether the driver behaves as the simulator models it", driver.conformance, 60),
-    # What users rely on
+    # Promises to users
     Check("loader", "programs load the shim", driver.loader, 20, quick=True),
     Check("run", "gpushare run on this machine", product.run, 20, quick=True),
     Check("run.compute", "gpushare run with 30 % of compute", product.run_compute, 20, quick=True),
@@ -87,7 +87,7 @@ CHECKS = (
     Check("compute.30", "30 %, alone", compute.thirty, 30, quick=True),
     Check("compute.30_70", "30 % and 70 % at the same time", compute.shared, 30, quick=True),
     Check("torch.30_70", "PyTorch, 30 % and 70 % at the same time", compute.torch_shared, 45, TORCH, quick=True),
-    # What gpushare assumes
+    # Assumptions of gpushare
     Check("reserved", "how much memory of a device can be allocated", costs.reserved, 20),
     Check("private-loader", "modules that the runtime library loads", handles.private_loader, 30),
     Check("modules", "memory that 1, 10 and 100 small modules take", costs.modules, 30),

@@ -38,17 +38,25 @@ def context(session: Session) -> Result:
         tenant.receive()
         first = session.used_bytes() - before
         listed = session.process_bytes(tenant.process.pid)
+        with session.tenant("context") as other:
+            other.receive()
+            alone = session.used_bytes()
+            other.go()
+            other.receive()
+            another = session.used_bytes() - alone
         tenant.go()
         second = tenant.receive()["second_bytes"]
     machine = session.machine
     values = {
         "first_bytes": first,
         "second_bytes": second,
+        "other_process_bytes": another,
         "init_bytes": initialised - before,
         "process_bytes": listed,
         "estimate_bytes": estimated_bytes(machine.model, machine.arch, machine.multiprocessors),
     }
-    note = f"the first takes {size(first)}, a second in the same process {size(second)}; "
+    note = f"the first takes {size(first)}, a second in the same process {size(second)}, "
+    note += f"one in another process {size(another)}; "
     note += f"NVML lists the process with {'nothing' if listed is None else size(listed)}"
     return Result("measured", note, values)
 

@@ -1,4 +1,4 @@
-"""What gpu-check reports of NVML's counts and of the costs of objects, with known answers."""
+"""Reports of NVML's counts and of the costs of objects, with known answers."""
 
 from __future__ import annotations
 

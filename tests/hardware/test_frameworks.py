@@ -171,7 +171,9 @@ def test_failed_trial_names_what_failed(monkeypatch: pytest.MonkeyPatch, device:
     assert not said["goes_on"]
 
 
-def test_framework_that_cannot_work_says_so(monkeypatch: pytest.MonkeyPatch, device: fakes.Device) -> None:
+def test_error_of_a_framework_that_cannot_work_is_reported(
+    monkeypatch: pytest.MonkeyPatch, device: fakes.Device
+) -> None:
     for name, module in cupy(device).items():
         monkeypatch.setitem(sys.modules, name, module)
 

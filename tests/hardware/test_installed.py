@@ -83,7 +83,7 @@ def test_checks_of_pytorch_run_in_shares(tmp_path: Path) -> None:
     assert values["device_bytes"] <= values["limit_bytes"] == 1 << 30
     assert values["used_bytes"] == content["checks"]["context"]["values"]["first_bytes"]
     assert content["assumptions"]["framework.covered"]["verdict"] == "confirmed"
-    assert content["assumptions"]["nccl"]["verdict"] == "unclear", "only a rank of its own summed right"
+    assert content["assumptions"]["nccl"]["verdict"] == "confirmed"
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def memory_of(pynvml: Any, device: Any) -> Optional[Memory]:
 
 
 def _gpus(library: str, inexact: Optional[list[str]] = None) -> dict[str, Gpu]:
-    """Query each GPU. Adds to `inexact` the uuids of those whose reserved memory is unknown."""
+    """Query each GPU. Adds to `inexact` the uuid of each GPU whose reserved memory is unknown."""
     pynvml = initialised(library)
     found = {}
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -254,7 +254,7 @@ def _cuda_totals(library: str) -> dict[str, int]:
     import ctypes
     import uuid as uuids
 
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of whoever started this; the child only initialises CUDA now
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it may hide devices; CUDA is not yet initialised in this child
     cuda = ctypes.CDLL(library)
     count, found = ctypes.c_int(), {}
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
