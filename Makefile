@@ -192,7 +192,7 @@ MINUTES ?= 10
 soak: root build ## starts, kills and crowds for MINUTES, then nothing may be left; writes build/soak.json
 	@$(VENV_PYTHON) -m tests.soak --minutes $(MINUTES)
 
-gpu-check: ## limits, costs and assumptions on this machine's GPU, within 6 minutes; GPU_ARGS=--list lists the checks
+gpu-check: ## does gpushare work on this machine's GPU? in 2 minutes; GPU_ARGS=--all measures everything in 6
 	@tests/hardware/start $(GPU_ARGS)
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
@@ -240,7 +240,7 @@ site: $(DOCS_SETUP) ## write the pages of docs/ as a web site to build/site; a b
 sizes: dist ## write docs/sizes.md: what the bundle has, and how large it is
 	@$(VENV_PYTHON) tools/sizes.py >docs/sizes.md.new && mv docs/sizes.md.new docs/sizes.md
 
-docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*.json)
+docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*)
 	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@
 
 docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json tests/limiter/ablation.json

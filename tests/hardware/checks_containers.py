@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -27,8 +26,7 @@ from tests.hardware.place import TREE
 from tests.hardware.session import Result, Session, verdict
 
 CARRIED = TREE / "build" / "gpu"  # where runc and libseccomp.so.2 can be carried to
-ARCHIVES = ("build/dist/gpushare-*-linux-*.tar.gz", "build/gpu/gpushare-*-linux-*.tar.gz")
-BUNDLE = TREE / "build" / "dist" / "gpushare"
+BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare-runtime"
 PERCENTS = (30, 70)
 END_S = 10.0
 CAPABILITIES = [
@@ -46,22 +44,17 @@ def runc() -> str:
     return found
 
 
-def runtime_program(work: Path) -> tuple[str, bool]:
-    """Return (gpushare-runtime, whether it needs to be told where the shim is). Raises Absent.
+def runtime_program() -> tuple[str, bool]:
+    """Return (gpushare-runtime, whether its configuration must name the shim). Raises Absent.
 
-    It is the program built here; otherwise the bundle of `make dist`, which may still be packed.
+    It is the program built here, otherwise the bundle of `make dist`, which tests/hardware/start unpacks.
     """
     built = TREE / "build" / "bin" / "gpushare-runtime"
     if (TREE / "build" / ".setup").exists() and built.exists():
         return str(built), True
-    if (BUNDLE / "bin" / "gpushare-runtime").exists():
-        return str(BUNDLE / "bin" / "gpushare-runtime"), False
-    archive = next((path for pattern in ARCHIVES for path in sorted(TREE.glob(pattern))), None)
-    if archive is None:
+    if not BUNDLED.exists():
         raise processes.Absent("no gpushare-runtime: make dist makes the archive that can be carried here")
-    with tarfile.open(archive) as packed:
-        packed.extractall(work)
-    return str(next(work.glob("gpushare*/bin/gpushare-runtime"))), False
+    return str(BUNDLED), False
 
 
 def mounted_apart(paths: tuple[str, ...]) -> list[str]:
@@ -114,7 +107,7 @@ class Engine:
         if os.geteuid() != 0:
             raise processes.Absent("needs root")
         self.session, self.directory = session, directory
-        low_level, (self.program, of_tree) = runc(), runtime_program(directory)
+        low_level, (self.program, of_tree) = runc(), runtime_program()
         self.env = dict(os.environ)
         if low_level.startswith(str(CARRIED)) and (CARRIED / "libseccomp.so.2").exists():
             self.env["LD_LIBRARY_PATH"] = ":".join(filter(None, (self.env.get("LD_LIBRARY_PATH"), str(CARRIED))))

@@ -13,40 +13,77 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hardware.assumptions import ASSUMPTIONS
-from tests.hardware.checks import CHECKS
+from tests.hardware.assumptions import ASSUMPTIONS, findings
+from tests.hardware.checks import CHECKS, Check
+from tests.hardware.session import size
 
 MEASURED = Path(__file__).with_name("measured")
+MOST_CELL = 240
+ORDER = ("missed", "failed", "held", "measured", "absent", "not run")  # what a reader must know first
+OLD_FORMAT = "\nThe file has format 2: in its checks of compute, the throughput decided, not the device time."
 
 HEAD = """\
 # Real hardware
 
 `make docs` generates this page from `tests/hardware`; a test fails if the page is out of date.
 
-gpushare is tested on a simulated GPU. `make gpu-check` tests it on a real GPU: it checks the
-limits, and what gpushare assumes about GPUs and drivers.
+The tests of gpushare use a simulated GPU. `make gpu-check` tests gpushare on a real GPU: it checks
+the limits, and what gpushare assumes about GPUs and drivers.
 
-## Measure a GPU
+## Does gpushare work here?
 
 ```sh
 make gpu-check
 ```
 
 Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else
-uses the GPU. It takes less than 6 minutes, needs no network and no container engine, installs
+uses the GPU. It takes about two minutes. It needs no network and no container engine, installs
 nothing, and changes no setting of the card. It uses the first GPU, or the one in
-`CUDA_VISIBLE_DEVICES`. After each check it writes the results so far to `build/gpu-check.json`, and
-prints which assumption each figure confirms or refutes. If a check fails, hangs or crashes, the
-other checks still run.
+`CUDA_VISIBLE_DEVICES`. The check `containers` also needs `runc`.
+
+It prints a result for each check:
+
+| result | meaning |
+|---|---|
+| held | the limit, or another promise, holds on this machine |
+| missed | it does not hold |
+| measured | a figure without a promise; it confirms or refutes an assumption |
+| failed | a program of the check failed; the JSON file has its messages |
+| absent | this machine lacks what the check needs |
+| not run | no time was left, or a framework does not work here without gpushare either |
+
+The exit code is 0 if everything held, 1 if something was missed or failed, and 2 if nothing could
+be checked.
+
+## Measure everything
+
+```sh
+make gpu-check GPU_ARGS=--all
+```
+
+This runs every check, within 6 minutes. After each check, the results so far are saved to
+`build/gpu-check.json`. If a check fails, hangs or crashes, the other checks still run. If the run is
+interrupted, continue it:
+
+```sh
+make gpu-check GPU_ARGS="--all --resume build/gpu-check.json"
+```
+
+This keeps every result in the file and runs the other checks. It refuses a file of another GPU,
+another driver or an older format.
 
 | option | effect |
 |---|---|
 | `GPU_ARGS="--list"` | list the checks and their time limits |
-| `GPU_ARGS="--only modules,slices"` | run these checks |
+| `GPU_ARGS="--only modules,slices"` | run these checks; with `--resume`, again |
 | `GPU_ARGS="--short"` | shorten all checks; the figures are less exact |
 | `GPU_ARGS="--out FILE"` | write the JSON file elsewhere |
 | `GPU_ARGS="--budget 200"` | stop after this many seconds; later checks are reported as not run |
 
+* **Compute.** The device itself counts how long programs had it, and the result is judged by that
+  device time. The throughput is reported beside it: a card at its power limit clocks higher when it
+  works less, so 30 % of the device time can be 34 % of the native throughput. Programs that run side
+  by side begin behind a barrier. If they did not overlap, the check fails.
 * **Compiling.** The *shim* is gpushare's library in front of the driver. In a tree in which
   `make build` has run, `make gpu-check` brings the shim up to date. Elsewhere it compiles the shim,
   if the folder `build/zstd` was copied there from such a tree. That needs `gcc`, `make`, `python3`
@@ -59,27 +96,38 @@ other checks still run.
   in a user namespace. Most containers forbid both kinds of namespaces: there only the native part
   runs.
 
-## Measure a GPU without a network
+## Carry everything to a machine without a network
 
 Build everything on a machine with a network, and pack the tree. The C library of that machine must
-not be newer than the one of the machine with the GPU. The lines with `pip` and `unzip` are
-optional: with them, the check `private-loader` covers CUDA 11. For the checks `run` and `mps`, also
-run `make dist` and add `build/dist/gpushare` to the archive.
+not be newer than the one of the machine with the GPU.
 
 ```sh
-make build gpu-programs
+make build gpu-programs dist
 build/venv/bin/pip download --no-deps --dest build/cudart nvidia-cuda-runtime-cu11
 unzip -o -j -d build/gpu build/cudart/*.whl '*/libcudart.so.11.0'
+cp "$(command -v runc)" /usr/lib/x86_64-linux-gnu/libseccomp.so.2 build/gpu/
 git archive --format=tar --output=build/tree.tar HEAD
-tar -rf build/tree.tar build/shim/libcuda.so build/shim/libnvidia-ml.so build/gpu
+tar -rf build/tree.tar build/shim/libcuda.so build/shim/libnvidia-ml.so build/gpu \\
+    build/dist/gpushare-*-linux-*.tar.gz
 ```
 
-Copy `build/tree.tar` to the machine with the GPU, which needs `bash`, `python3` 3.9 or later and
-the driver. Run there, in the folder with the copy:
+| part | without it |
+|---|---|
+| `build/shim`, `build/gpu` | the shim is compiled on the machine with the GPU, or only the driver is checked |
+| the archive of `make dist` | the checks `run`, `mps` and `containers` need Python packages, or are absent |
+| `runc`, `libseccomp.so.2` | the check `containers` needs a `runc` on the machine with the GPU |
+| `libcudart.so.11.0` | the check `private-loader` leaves out CUDA 11 |
+
+The machine with the GPU needs `bash`, `python3` 3.9 or later and the driver. To carry PyTorch as
+well, run `pip download --dest build/wheels torch` with the Python version of that machine, add
+`build/wheels` to the archive, and there run
+`pip install --no-index --find-links build/wheels torch`.
+
+Copy `build/tree.tar` to the machine with the GPU. Run there, in the folder with the copy:
 
 ```sh
 mkdir gpushare && tar -xf tree.tar -C gpushare
-sudo gpushare/tests/hardware/start
+sudo gpushare/tests/hardware/start --all
 ```
 
 All figures are then in `gpushare/build/gpu-check.json`.
@@ -87,13 +135,14 @@ All figures are then in `gpushare/build/gpu-check.json`.
 ## Add a measurement
 
 Copy the JSON file to `tests/hardware/measured/<gpu>-<driver>.json` (create the folder if it is
-missing), run `make docs`, and send the JSON file and this page as a patch or in a bug report. The
-JSON file holds versions of GPU, driver, kernel and libraries, paths of the driver's files, and the
-GPU's uuid (remove that if you like).
+missing), run `make docs`, and send the JSON file and this page as a patch or in a bug report.
+Remarks for readers go into a file of that name plus `.md`. The JSON file holds versions of GPU,
+driver, kernel and libraries, paths of the driver's files, and the GPU's uuid (remove that if you like).
 
 ## What is checked
 
-The checks run in this order. A check that reaches its time limit is stopped.
+The checks run in this order. A check that reaches its time limit is stopped. Without `--all`, only
+those marked "quick" run.
 
 | check | what | limit | |
 |---|---|---:|---|
@@ -107,42 +156,78 @@ NEEDS = {
 
 
 def measurements() -> list[dict[str, Any]]:
-    """Return all contributed measurements, sorted by file name."""
-    return [json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json"))]
+    """Return all contributed measurements, sorted by file name, each with the remarks beside it."""
+    paths = sorted(MEASURED.glob("*.json"))
+    remarks = [path.with_suffix(path.suffix + ".md") for path in paths]
+    return [
+        {**json.loads(path.read_text()), "remarks": beside.read_text().strip() if beside.exists() else ""}
+        for path, beside in zip(paths, remarks)
+    ]
 
 
 def text(measured: Sequence[dict[str, Any]]) -> str:
     """Return the page. Only runs on hardware count."""
-    rows = (f"| `{row.name}` | {row.what} | {row.limit_s:.0f} s | {NEEDS[row.needs]} |" for row in CHECKS)
+    rows = (f"| `{row.name}` | {row.what} | {row.limit_s:.0f} s | {_notes(row)} |" for row in CHECKS)
     lines = [HEAD + "\n".join(rows), "", *_assumptions()]
     real = [one for one in measured if not one["simulated"]]
     lines += ["", "## What was found", ""]
     if not real:
         lines.append("**There is no measurement on hardware yet.** Yours would be the first.")
     for one in real:
-        gpu, host = one["gpu"], one["host"]
-        lines += [f"### {gpu['model']}, driver {one['driver']}, {one['date'][:10]}", ""]
-        capability, memory = gpu["compute_capability"], gpu["memory_bytes"] / (1 << 30)
-        lines += [
-            f"Compute capability {capability}, {gpu['multiprocessors']} multiprocessors, {memory:.1f} GiB, "
-            f"CUDA {one['cuda']}, kernel {host['kernel']}, {host['libc']}."
-            + (" A short run: its figures are rough." if one["short"] else ""),
-            "",
-            "| check | | found |",
-            "|---|---|---|",
-        ]
-        lines += [
-            f"| {check['what']} | {check['verdict']} | {check['note'].replace('|', '/')} |"
-            for check in one["checks"].values()
-        ]
-        lines += ["", "| assumption | | figure |", "|---|---|---|"]
-        lines += [
-            f"| {found['sentence']} | {found['verdict']} | {found['figure'].replace('|', '/')} |"
-            for found in one["assumptions"].values()
-        ]
-        lines.append("")
-        lines += _latencies(one["checks"].get("latency", {}).get("values", {}))
+        lines += _measurement(one)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _notes(check: Check) -> str:
+    return ", ".join(filter(None, ("quick" if check.quick else "", NEEDS[check.needs])))
+
+
+def _cell(words: str) -> str:
+    """Return a text that fits into a table: one line, short, without a bar."""
+    line = " ".join(words.replace("|", "/").split())
+    return line if len(line) <= MOST_CELL else line[: MOST_CELL - 3] + "..."
+
+
+def _measurement(one: dict[str, Any]) -> list[str]:
+    """Return the section of one measurement, of this format or of format 2."""
+    gpu, host = one["gpu"], one["host"]
+    capability, memory = gpu["compute_capability"], gpu["memory_bytes"] / (1 << 30)
+    about = f"Compute capability {capability}, {gpu['multiprocessors']} multiprocessors, {memory:.1f} GiB,\n"
+    about += f"CUDA {one['cuda']}, kernel {host['kernel']}, {host['libc']}."
+    about += " A short run: its figures are rough." if one["short"] else ""
+    about += OLD_FORMAT if one["format"] < 3 else ""
+    lines = [f"### {gpu['model']}, driver {one['driver']}, {one['date'][:10]}", "", about, ""]
+    if one.get("remarks"):
+        lines += [one["remarks"], ""]
+    lines += ["| check | | found |", "|---|---|---|"]
+    lines += [
+        f"| {_cell(check['what'])} | {check['verdict']} | {_cell(check['note'])} |"
+        for check in sorted(one["checks"].values(), key=lambda check: ORDER.index(check["verdict"]))
+    ]
+    lines += ["", "| assumption | | figure |", "|---|---|---|"]
+    lines += [
+        f"| {found.assumption.sentence} | {found.verdict} | {_cell(found.figure)} |"
+        for found in findings(one["checks"])  # of today's assumptions, whatever those of the file were
+    ]
+    lines.append("")
+    lines += _latencies(one["checks"].get("latency", {}).get("values", {}))
+    return [*lines, *_costs(one.get("costs", []))]
+
+
+def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of what single objects take of the device."""
+    if not rows:
+        return []
+    head = ["| object | device | NVML, for the process | left after its end |", "|---|---:|---:|---:|"]
+    lines = []
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['item']} | {_cell(row['failed'])} | | |")
+            continue
+        own = "unknown" if row["process_bytes"] is None else size(row["process_bytes"])
+        left = f" {size(row['left_bytes'])}" if "left_bytes" in row else ""
+        lines.append(f"| {row['item']} | {size(row['device_bytes'])} | {own} |{left} |")
+    return [*head, *lines, ""]
 
 
 def _assumptions() -> list[str]:

@@ -1,9 +1,8 @@
-"""What gpu-check needs for containers, and how it reports what is missing. test_gpu_check.py starts them."""
+"""Requirements of the check `containers`, and reports of missing ones. test_gpu_check.py starts containers."""
 
 from __future__ import annotations
 
 import os
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,13 @@ def test_runc_can_be_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert checks_containers.runc() == str(tmp_path / "runc")
 
 
-def test_bundle_can_be_carried_as_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_can_be_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_containers, "TREE", tmp_path)
-    monkeypatch.setattr(checks_containers, "BUNDLE", tmp_path / "build/dist/gpushare")
+    monkeypatch.setattr(checks_containers, "BUNDLED", tmp_path / "gpushare-runtime")
     with pytest.raises(processes.Absent, match="make dist"):
-        checks_containers.runtime_program(tmp_path)
-    program = tmp_path / "gpushare-1/bin/gpushare-runtime"
-    program.parent.mkdir(parents=True)
-    program.touch(0o755)
-    (tmp_path / "build/dist").mkdir(parents=True)
-    with tarfile.open(tmp_path / "build/dist/gpushare-1-linux-x86_64.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "gpushare-1", "gpushare-1")
-    (tmp_path / "work").mkdir()
-    found = checks_containers.runtime_program(tmp_path / "work")
-    assert found == (str(tmp_path / "work/gpushare-1/bin/gpushare-runtime"), False)
+        checks_containers.runtime_program()
+    (tmp_path / "gpushare-runtime").touch(0o755)
+    assert checks_containers.runtime_program() == (str(tmp_path / "gpushare-runtime"), False)
 
 
 def test_files_on_other_file_systems_are_mounted() -> None:
