@@ -16,8 +16,8 @@ from tests.hardware.checks_product import has_torch
 from tests.hardware.session import Result, Session, size
 
 QUERIES, SHORT_QUERIES = 400, 20
-KERNELS = 150  # of 2 ms
-CHURN_S = 0.5
+QUERY_S = 0.5  # in each situation
+KERNELS = 300  # of 2 ms
 NAMESPACE = ("unshare", "-p", "-f", "--mount-proc")
 
 
@@ -70,11 +70,11 @@ def count(session: Session) -> Result:
         other.receive()
 
         def latency(kernels: int = 0) -> dict[str, float]:
-            one.go(queries=queries, kernels=kernels)
+            one.go(queries=queries, run_s=QUERY_S, kernels=kernels)
             return spread_us(one.receive()["query_ns"])
 
         query = {"idle": latency(), "a kernel runs": latency(KERNELS)}
-        other.go(run_s=0.1 if session.short else CHURN_S)
+        other.go(run_s=0.1 if session.short else QUERY_S)
         query["contexts are created"] = latency()
         made = other.receive()["contexts"]
         host_pid = one.process.pid
@@ -116,7 +116,7 @@ def costs(session: Session) -> Result:
     """Measure what streams, events, graphs, limits, pools, exports and library handles take of the device."""
     where: dict[str, Any] = {"nvml": session.machine.libnvml, "uuid": session.machine.uuid}
     session.idle_bytes()
-    rows = session.ask("driver_costs", **where)["rows"]
+    rows = [row for what in ("driver_costs", "limit_costs") for row in session.ask(what, **where)["rows"]]
     values: dict[str, Any] = {"rows": rows}
     if has_torch() and not session.machine.simhost:
         try:

@@ -27,8 +27,7 @@ def program(session: Session, name: str) -> Result:
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(session.place(compute_percent=PERCENT))
         native, inside = (
-            stack.enter_context(processes.Tenant("program", session.deadline, one, name=name, profiled=one is None))
-            for one in (None, place)
+            stack.enter_context(processes.Tenant("program", session.deadline, one, name=name)) for one in (None, place)
         )
         ready = native.receive()
         inside.receive()
@@ -38,10 +37,12 @@ def program(session: Session, name: str) -> Result:
         charged = place.usage().buckets[0].busy_ns - charged
         charged_percent = 100 * charged / 1e9 / (time.monotonic() - began)
         speed = (before + measured(session, native, 1.0)) / 2
+        native.go(profile=True)  # at last, because the profiler may slow the program
+        profile = native.receive()
     if not speed:
         raise processes.Failed(f"{name}: the native program did no step in a second")
-    values = {"native_per_s": speed, "got_per_s": got, "charged_percent": charged_percent, **ready}
-    return judge(values, ready["kernels_s"])
+    values = {"native_per_s": speed, "got_per_s": got, "charged_percent": charged_percent, **ready, **profile}
+    return judge(values, profile["kernels_s"])
 
 
 def judge(values: dict[str, Any], kernels_s: Optional[float]) -> Result:

@@ -46,6 +46,7 @@ TENANTS = {
     "count": ("counts", "count"),
     "churn": ("counts", "churn"),
     "driver_costs": ("counts", "driver_costs"),
+    "limit_costs": ("counts", "limit_costs"),
     "torch_costs": ("counts", "torch_costs"),
     "imports": ("frameworks", "imports"),
     "framework": ("frameworks", "framework"),

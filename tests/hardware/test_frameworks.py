@@ -158,6 +158,31 @@ def test_graphs_are_tried_after_refusals_outside_and_during_a_capture(
     )
 
 
+def test_capture_that_ends_with_another_error_was_refused(
+    monkeypatch: pytest.MonkeyPatch, device: fakes.Device
+) -> None:
+    """The error that leaving the capture raises hides the refusal, but follows it."""
+    capture = sys.modules["torch"].cuda.graph
+
+    class Ended:
+        def __init__(self, graph: Any, **_: Any) -> None:
+            self.open = capture(graph)
+
+        def __enter__(self) -> None:
+            self.open.__enter__()
+
+        def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+            try:
+                self.open.__exit__(kind, error, trace)
+            finally:
+                if error:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+    sys.modules["torch"].cuda.graph = Ended
+    said = run(monkeypatch, frameworks.framework, name="graphs", most_bytes=2 * LIMIT)
+    assert not any(said["trials"].values()), said["trials"]
+
+
 def test_failed_trial_names_what_failed(monkeypatch: pytest.MonkeyPatch, device: fakes.Device) -> None:
     def synchronize() -> None:
         raise RuntimeError("operation failed due to a previous error during capture")

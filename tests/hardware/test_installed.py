@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,12 @@ def carried(tmp_path: Path) -> Path:
     for name in ("shim/libcuda.so", "shim/libnvidia-ml.so", "gpu/latency", "gpu/busy"):
         (tree / "build" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(BUILD / name, tree / "build" / name)
+    bundle = tmp_path / "gpushare-1/bin/gpushare"
+    bundle.parent.mkdir(parents=True)
+    bundle.write_text("carried\n")
+    (tree / "build/dist").mkdir()
+    with tarfile.open(tree / "build/dist/gpushare-1-linux-x86_64.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "gpushare-1", "gpushare-1")
     return tree
 
 
@@ -118,6 +125,7 @@ def test_carried_tree_needs_no_network_and_no_packages(tmp_path: Path, carried: 
     only = ("context", "modules", "descriptors", "memory.plain", "latency")
     content, printed = start(tmp_path, carried, "shim", ",".join(only))
     assert "using build/shim as it was carried here" in printed
+    assert (carried / "build/dist/gpushare/bin/gpushare").read_text() == "carried\n", "the archive is unpacked"
     assert content["simulated"] is False and content["host"]["executable"] == "/usr/bin/python3"
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     assert verdicts == {**dict.fromkeys(only, "measured"), "memory.plain": "held"}, printed

@@ -60,17 +60,17 @@ def profiler(*events: tuple[str, str, float, float]) -> types.ModuleType:
     return module
 
 
-def served(monkeypatch: pytest.MonkeyPatch, step_s: float, **arguments: Any) -> list[dict[str, Any]]:
-    """Return what a program reports for one line."""
+def served(monkeypatch: pytest.MonkeyPatch, step_s: float) -> list[dict[str, Any]]:
+    """Return what a program reports: that it is ready, its steps, and its profile."""
     torch = fakes.torch(fakes.Device(1 << 30))
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(programs.PROGRAMS, "sleeps", lambda _: lambda: time.sleep(step_s))
-    lines = iter([{"at": time.monotonic(), "settle_s": 0.05, "run_s": 0.2}])
+    lines = iter([{"at": time.monotonic(), "settle_s": 0.05, "run_s": 0.2}, {"profile": True}])
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(programs, "say", lambda **what: said.append(what))
     monkeypatch.setattr(programs, "listen", lambda: next(lines))
     with pytest.raises(StopIteration):
-        programs.program("sleeps", **arguments)
+        programs.program("sleeps")
     return said
 
 
@@ -81,15 +81,15 @@ def test_program_reports_its_steps_and_their_device_time(monkeypatch: pytest.Mon
         ("ProfilerStep#1", "DeviceType.CUDA", 0.0, 90_000.0),
     ]
     monkeypatch.setitem(sys.modules, "torch.profiler", profiler(*events))
-    ready, report = served(monkeypatch, 0.01, profiled=True)
-    assert ready["kernels_s"] == pytest.approx(5e-3 / programs.PROFILED) and ready["why"] is None
+    _, report, profile = served(monkeypatch, 0.01)
+    assert profile == {"kernels_s": pytest.approx(5e-3 / programs.PROFILED), "why": None}
     assert 20 < report["per_s"] <= 100 and report["to_s"] - report["from_s"] >= 0.1
 
 
 def test_profiler_that_does_not_work_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.profiler", types.ModuleType("torch.profiler"))
-    ready, _ = served(monkeypatch, 0.01, profiled=True)
-    assert ready["kernels_s"] is None and "AttributeError" in ready["why"]
+    profile = served(monkeypatch, 0.01)[2]
+    assert profile["kernels_s"] is None and "AttributeError" in profile["why"]
 
 
 def test_program_without_steps_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:

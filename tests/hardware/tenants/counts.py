@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple, Optional
 
 from tests.conformance.driver import MIB, PTX, SPIN, SPIN_US, DriverError
@@ -60,9 +60,9 @@ def took_ns(call: Callable[[], Any]) -> int:
 
 
 def count(library: str, nvml: str, uuid: str) -> None:
-    """Report what NVML lists of this process; for a line {queries, kernels} report how long each query takes.
+    """Report what NVML lists of this process; for a line {queries, run_s, kernels} report how long each query takes.
 
-    `kernels`: launches of 2 ms that are pending meanwhile.
+    It asks so often, but no longer than `run_s`. `kernels`: launches of 2 ms that are pending meanwhile.
     """
     try:
         manager = Nvml(nvml, uuid)
@@ -83,7 +83,10 @@ def count(library: str, nvml: str, uuid: str) -> None:
         asked = listen()
         for _ in range(asked["kernels"]):
             gpu.launch(function)
-        query_ns = [took_ns(manager.processes) for _ in range(asked["queries"])]
+        end = time.monotonic() + asked["run_s"]
+        query_ns = [took_ns(manager.processes)]
+        while len(query_ns) < asked["queries"] and time.monotonic() < end:
+            query_ns.append(took_ns(manager.processes))
         gpu.synchronize()
         say(query_ns=query_ns, kernel_us=SPIN_US)
 
@@ -173,7 +176,7 @@ done:
     ret;
 }
 """
-STREAMS, EVENTS, NODES = (1, 8, 32, 64), (1000, 10_000), (100, 1000, 10_000)
+STREAMS, EVENTS, NODES = (1, 7, 24, 32), (1000, 9000), (100, 1000, 10_000)  # streams and events add up
 PRINTF_FIFO, MALLOC_HEAP = 1, 2  # CUlimit
 RELAXED, NON_BLOCKING = 2, 1
 
@@ -225,16 +228,9 @@ class Objects:
     def destroy_graph(self, executable: int) -> None:
         self.gpu.ok("cuGraphExecDestroy", executable)
 
-    def limit(self, which: int, size: int) -> int:
-        """Set a limit of the context and launch a kernel that could use it; return the former limit."""
-        before = self.gpu.out("cuCtxGetLimit", c_int(which), kind=c_size_t)
-        self.gpu.ok("cuCtxSetLimit", c_int(which), size)
-        self.called(self.gpu.kernel((HEAD + CALLS).encode(), "calls_spin_us_10"))
-        return before
-
-    def called(self, function: int) -> int:
-        self.gpu.start(function, Parameters(0), self.stream)
-        return function
+    def prints(self) -> None:
+        """Launch a kernel that could print and allocate."""
+        self.gpu.start(self.gpu.kernel((HEAD + CALLS).encode(), "calls_spin_us_10"), Parameters(0), self.stream)
 
     def pooled(self) -> int:
         address = self.gpu.out("cuMemAllocAsync", MIB, self.stream)
@@ -255,11 +251,15 @@ def driver_costs(library: str, nvml: str, uuid: str) -> None:
     """Report what objects of the driver's interface take. A graph's launch is measured apart from its making."""
     gpu = Gpu(library)
     objects, costs = Objects(gpu), Costs(gpu, nvml, uuid)
+    streams, events = list[int](), list[int]()
     for number in STREAMS:
-        name = "1 stream" if number == 1 else f"{number} streams"
-        costs.of(name, lambda number=number: objects.streams(number), objects.destroy_streams)  # type: ignore[misc]
+        name = f"{number} more streams" if streams else "1 stream"
+        costs.of(name, lambda number=number: streams.extend(objects.streams(number)))  # type: ignore[misc]
+    costs.of(f"all {len(streams)} streams destroyed", lambda: objects.destroy_streams(streams))
     for number in EVENTS:
-        costs.of(f"{number} events", lambda n=number: objects.events(n), objects.destroy_events)  # type: ignore[misc]
+        name = f"{number} {'more ' if events else ''}events"
+        costs.of(name, lambda number=number: events.extend(objects.events(number)))  # type: ignore[misc]
+    costs.of(f"all {len(events)} events destroyed", lambda: objects.destroy_events(events))
     empty = gpu.kernel(SHORT_PTX, "empty_spin_us_1")
     for nodes in NODES:
         made: list[int] = []
@@ -267,13 +267,21 @@ def driver_costs(library: str, nvml: str, uuid: str) -> None:
         costs.of(f"{what}, instantiated", lambda n=nodes, m=made: m.append(objects.graph(n, empty)))  # type: ignore[misc]
         if made:
             costs.of(f"{what}, launched", lambda m=made: objects.run(m[0]), objects.destroy_graph)  # type: ignore[misc]
-    costs.of("a kernel that prints and allocates", lambda: objects.limit(PRINTF_FIFO, MIB))
-    costs.of("a printf FIFO of 64 MiB", lambda: objects.limit(PRINTF_FIFO, 64 * MIB))
-    costs.of("a malloc heap of 256 MiB", lambda: objects.limit(MALLOC_HEAP, 256 * MIB))
+    costs.of("a kernel that prints and allocates", objects.prints)
     costs.of("the first use of the memory pool (1 MiB, freed)", objects.pooled)
     costs.of("the first export to other processes (2 MiB)", objects.exported, gpu.free)
     costs.of("the second export (2 MiB)", objects.exported, gpu.free)
     costs.of("a second context", lambda: second_context(gpu), lambda handle: gpu.ok("cuCtxDestroy_v2", handle))
+    say(rows=costs.rows)
+
+
+def limit_costs(library: str, nvml: str, uuid: str) -> None:
+    """Report what higher limits of a context take. They can only be set before a kernel that prints or allocates."""
+    gpu = Gpu(library)
+    objects, costs = Objects(gpu), Costs(gpu, nvml, uuid)
+    costs.of("a printf FIFO of 64 MiB", lambda: gpu.ok("cuCtxSetLimit", c_int(PRINTF_FIFO), 64 * MIB))
+    costs.of("a malloc heap of 256 MiB", lambda: gpu.ok("cuCtxSetLimit", c_int(MALLOC_HEAP), 256 * MIB))
+    costs.of("a kernel that prints and allocates, with these", objects.prints)
     say(rows=costs.rows)
 
 

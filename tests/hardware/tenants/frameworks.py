@@ -6,7 +6,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from tests.hardware.tenant import absent, listen, say
 
@@ -226,9 +226,14 @@ def imports() -> None:
     say(imported=True)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}".lower().replace("_", "").replace(" ", "")
-    return "outofmemory" in text or "resourceexhausted" in text
+def is_out_of_memory(error: Optional[BaseException]) -> bool:
+    """Return whether an error, or the one that it followed, is a refusal of memory."""
+    while error is not None:
+        text = f"{type(error).__name__} {error}".lower().replace("_", "").replace(" ", "")
+        if "outofmemory" in text or "resourceexhausted" in text:
+            return True
+        error = error.__cause__ or error.__context__  # leaving a capture can fail after the refusal
+    return False
 
 
 def attempt(work: Callable[[], bool]) -> str:

@@ -157,25 +157,27 @@ def covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def program(name: str, profiled: bool = False) -> None:
-    """Report the device time of a step; for each line {at, settle_s, run_s} report steps per second.
+def profiled(torch: Any, step: Step) -> dict[str, Any]:
+    """Return the device time of a step as `kernels_s`; None, and the reason, if this PyTorch cannot measure it."""
+    try:
+        return {"kernels_s": kernel_time(torch, step) or None, "why": None}
+    except Exception as error:  # the profiler may lack a library, or a right
+        return {"kernels_s": None, "why": f"{type(error).__name__}: {error}"[:200]}
 
-    `kernels_s`: None if not asked for, or if this PyTorch cannot measure it.
-    """
+
+def program(name: str) -> None:
+    """For each line {at, settle_s, run_s} report steps per second; for a line {profile} the device time of a step."""
     torch = torch_module()
     step = PROGRAMS[name](torch)
     for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
-    kernels_s = why = None
-    if profiled:
-        try:
-            kernels_s = kernel_time(torch, step) or None
-        except Exception as error:  # the profiler may lack a library, or a right
-            why = f"{type(error).__name__}: {error}"[:200]
-    say(ready=True, kernels_s=kernels_s, why=why, version=str(torch.__version__))
+    say(ready=True, version=str(torch.__version__))
     while True:
         asked = listen()
+        if asked.get("profile"):
+            say(**profiled(torch, step))
+            continue
         begin = begin_at(asked) + asked["settle_s"]
         done, first, now = 0, 0.0, time.monotonic()
         while now < begin + asked["run_s"]:
