@@ -28,6 +28,7 @@ from tests.hardware.session import Result, Session, verdict
 CARRIED = TREE / "build" / "gpu"  # where runc and libseccomp.so.2 can be carried to
 BUNDLED = TREE / "build" / "dist" / "gpushare" / "bin" / "gpushare-runtime"
 PERCENTS = (30, 70)
+OWN_DIRECTORIES = ("/tmp/", "/run/", "/dev/")  # of a container
 END_S = 10.0
 CAPABILITIES = [
     *("CAP_AUDIT_WRITE", "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_MKNOD"),
@@ -58,9 +59,13 @@ def runtime_program() -> tuple[str, bool]:
 
 
 def mounted_apart(paths: tuple[str, ...]) -> list[str]:
-    """Return the paths that are not in the root file system: an overlay over it does not show them."""
-    there = [os.path.realpath(path) for path in paths]
-    return sorted({path for path in there if os.stat(path).st_dev != os.stat("/").st_dev})
+    """Return the paths that a container cannot see: an overlay over / lacks other file systems, and /tmp is its own."""
+    there = {os.path.realpath(path) for path in paths}
+    return sorted(
+        path
+        for path in there
+        if path != "/" and (os.stat(path).st_dev != os.stat("/").st_dev or f"{path}/".startswith(OWN_DIRECTORIES))
+    )
 
 
 def mount(kind: str, target: str, *options: str) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def start(tmp_path: Path, tree: Path, name: str, only: str) -> tuple[dict[str, A
 
 
 def test_carried_tree_needs_no_network_and_no_packages(tmp_path: Path, carried: Path) -> None:
-    only = ("context", "modules", "descriptors", "memory.plain", "latency")
+    only = ("context", "conformance", "modules", "descriptors", "memory.plain", "latency")
     content, printed = start(tmp_path, carried, "shim", ",".join(only))
     assert "using build/shim as it was carried here" in printed
     assert (carried / "build/dist/gpushare/bin/gpushare").read_text() == "carried\n", "the archive is unpacked"
@@ -130,12 +130,13 @@ def test_carried_tree_needs_no_network_and_no_packages(tmp_path: Path, carried: 
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     assert verdicts == {**dict.fromkeys(only, "measured"), "memory.plain": "held"}, printed
     assert "used_bytes" in content["checks"]["modules"]["values"]["lazy"]["shim"]["steps"][0]
+    assert "3 of 3 behaviours as modelled" in content["checks"]["conformance"]["note"]
     shutil.rmtree(carried / "build")
     content, printed = start(tmp_path, carried, "native", ",".join(only))
     assert "without the shim only the driver itself is checked" in printed
     verdicts = {name: check["verdict"] for name, check in content["checks"].items()}
     assert verdicts == {
-        **dict.fromkeys(("context", "modules", "descriptors"), "measured"),
+        **dict.fromkeys(("context", "conformance", "modules", "descriptors"), "measured"),
         **dict.fromkeys(("memory.plain", "latency"), "absent"),
     }, printed
     assert "needs the shim" in content["checks"]["modules"]["values"]["lazy"]["shim"]["missing"]

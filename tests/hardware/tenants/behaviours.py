@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import time
 import traceback
 from typing import NoReturn
 
+from tests.hardware.place import TREE
+from tests.hardware.tenant import say
+
+sys.path.insert(0, str(TREE / "hook"))  # the behaviours use gpushare's own access to NVML
+
 from tests.conformance.behaviours import BEHAVIOURS
 from tests.conformance.driver import Driver
-from tests.hardware.tenant import say
 
 MOST_TEXT = 300
 
