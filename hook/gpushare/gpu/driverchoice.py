@@ -28,7 +28,7 @@ from .driverroot import in_root
 
 _ENOENT, _ENOTDIR, _ELOOP = 2, 20, 40  # errno
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_EXECUTABLE, _SHARED = 2, 3  # e_type
+_EXECUTABLE, _SHARED = b"\2\0", b"\3\0"  # e_type
 _MAX_PROGRAM = 64 << 20  # bytes; nvidia-smi has less than one MiB
 _32_BIT = {"x86_64": "i386", "aarch64": "arm"}  # machine of the kernel -> of its 32-bit programs
 _TYPES = {
@@ -44,12 +44,13 @@ class Kind(NamedTuple):
     """A kind of ELF file, as its header shows it."""
 
     name: str
-    types: tuple[int, ...]
+    types: tuple[bytes, ...]
+    begin: bytes = elf.CLASS64
     bits: int = 64
 
 
 LIBRARY = Kind("library", (_SHARED,))
-LIBRARY_32 = Kind("library", (_SHARED,), 32)
+LIBRARY_32 = Kind("library", (_SHARED,), elf.CLASS32, 32)
 PROGRAM = Kind("program", (_EXECUTABLE, _SHARED))
 
 
@@ -68,6 +69,7 @@ class Search(NamedTuple):
     stale: tuple[str, ...]  # programs of another version, see Inventory.stale_programs
     thorough: bool  # also examine the files after the first usable one, to report them
     machine: str
+    number: bytes  # e_machine of this machine
     known: dict[str, str]  # path -> real path, "" if the file is not usable
     plain: set[str]  # paths that are no links, for in_root
     skipped: list[Skipped]
@@ -75,7 +77,8 @@ class Search(NamedTuple):
 
 def new(root: str, version: str, stale: tuple[str, ...] = (), thorough: bool = False) -> Search:
     """Begin a search."""
-    return Search(root, version, stale, thorough, os.uname().machine, {}, set(), [])
+    machine = os.uname().machine
+    return Search(root, version, stale, thorough, machine, elf.number_of(machine), {}, set(), [])
 
 
 def first(search: Search, paths: Iterable[str], kind: Kind, stem: str = "") -> str:
@@ -148,7 +151,7 @@ def _examined(search: Search, path: str, kind: Kind, stem: str) -> tuple[str, st
             if stem and _version(name, stem) not in ("", search.version):
                 return "", f"a link to {name}"
             head = _readable(real)
-    if _fits(head, kind, search.machine):
+    if head[:6] == kind.begin and head[16:18] in kind.types and head[18:] == _number(search, kind):
         return real, ""
     why = _why(real, head, kind)
     return ("" if why else real), why
@@ -184,10 +187,8 @@ def _version(name: str, stem: str) -> str:
     return ending if "." in ending and ending.replace(".", "").isdigit() else ""
 
 
-def _fits(head: bytes, kind: Kind, machine: str) -> bool:
-    wanted = machine if kind.bits == 64 else _32_BIT.get(machine, "")
-    header = elf.header_of(head)
-    return header is not None and header == (kind.bits, header.type, wanted) and header.type in kind.types
+def _number(search: Search, kind: Kind) -> bytes:
+    return search.number if kind.bits == 64 else elf.number_of(_32_BIT.get(search.machine, ""))
 
 
 def _why(path: str, head: bytes, kind: Kind) -> str:
@@ -209,7 +210,7 @@ def _why(path: str, head: bytes, kind: Kind) -> str:
         return "no ELF file (a linker script or damaged)" if kind.name == "library" else "no ELF file"
     if header.bits != kind.bits:
         return f"a {header.bits}-bit {kind.name}"
-    if header.type not in kind.types:
+    if head[16:18] not in kind.types:
         return f"an ELF file that is no {kind.name}"
     return f"a {kind.name} for {header.machine or 'another machine'}"
 

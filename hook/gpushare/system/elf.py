@@ -1,7 +1,8 @@
 """Read the machine and the DT_SONAME of an ELF file. The file is untrusted: every read is bounded, and a malformed
 file counts as "not a library" (None), never as an error. Layout: System V gABI, elf(5).
 
-    header_of(head)    -> Header | None     class, type and machine, from the first HEADER_BYTES bytes of a file
+    header_of(head)    -> Header | None     class and machine, from the first HEADER_BYTES bytes of a file
+    number_of(machine) -> bytes             the machine as in that header
     read_library(fd)   -> Library | None    machine and soname of a shared object
 """
 
@@ -24,7 +25,6 @@ class Header(NamedTuple):
     """The begin of an ELF header."""
 
     bits: int  # 32 or 64
-    type: int  # e_type: 2 is an executable, 3 a shared object or a position-independent executable
     machine: str  # "" when it is not in MACHINES
 
 
@@ -44,7 +44,8 @@ class _Layout(NamedTuple):
 
 _CLASS32 = _Layout(struct.Struct("<HHIIIIIHHH"), struct.Struct("<8I"), (0, 1, 2, 4), struct.Struct("<iI"))
 _CLASS64 = _Layout(struct.Struct("<HHIQQQIHHH"), struct.Struct("<IIQQQQQQ"), (0, 2, 3, 5), struct.Struct("<qQ"))
-_LAYOUTS = {b"\x7fELF\x01\x01": _CLASS32, b"\x7fELF\x02\x01": _CLASS64}  # little-endian, as every GPU driver is
+CLASS32, CLASS64 = b"\x7fELF\x01\x01", b"\x7fELF\x02\x01"  # little-endian, as every GPU driver is
+_LAYOUTS = {CLASS32: _CLASS32, CLASS64: _CLASS64}
 
 
 def header_of(head: bytes) -> Optional[Header]:
@@ -52,7 +53,15 @@ def header_of(head: bytes) -> Optional[Header]:
     if len(head) < HEADER_BYTES or head[:6] not in _LAYOUTS:
         return None
     machine = MACHINES.get(head[18] | head[19] << 8, "")
-    return Header(32 * head[4], head[16] | head[17] << 8, machine)
+    return Header(32 * head[4], machine)
+
+
+def number_of(machine: str) -> bytes:
+    """Return e_machine of a name in MACHINES, as in a header; b"" for another name."""
+    for number, name in MACHINES.items():
+        if name == machine:
+            return number.to_bytes(2, "little")
+    return b""
 
 
 def read_library(fd: int) -> Optional[Library]:
