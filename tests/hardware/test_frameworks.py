@@ -196,8 +196,9 @@ def test_failed_trial_names_what_failed(monkeypatch: pytest.MonkeyPatch, device:
     assert not said["goes_on"]
 
 
+@pytest.mark.parametrize("early", [True, False])
 def test_error_of_a_framework_that_cannot_work_is_reported(
-    monkeypatch: pytest.MonkeyPatch, device: fakes.Device
+    monkeypatch: pytest.MonkeyPatch, device: fakes.Device, early: bool
 ) -> None:
     for name, module in cupy(device).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -205,7 +206,10 @@ def test_error_of_a_framework_that_cannot_work_is_reported(
     def broken(*_: Any) -> None:
         raise AttributeError("module 'numpy' has no attribute 'row_stack'")
 
-    monkeypatch.setattr(fakes.Array, "__mul__", broken)
+    if early:
+        vars(sys.modules["cupy"])["ones"] = broken
+    else:
+        monkeypatch.setattr(fakes.Array, "__mul__", broken)
     said = run(monkeypatch, frameworks.framework, name="cupy", most_bytes=LIMIT)
     assert said == {"broken": "AttributeError: module 'numpy' has no attribute 'row_stack'"}
 

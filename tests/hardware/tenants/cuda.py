@@ -13,7 +13,7 @@ THREADS = 256
 PORTABLE_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 # A kernel that does `rounds` rounds of arithmetic in each thread. Each block then adds them to a counter, so the device
 # itself counts its work. One thread also counts the device time, in nanoseconds at `clock` unless that is 0: it reads
-# the device's clock every 64 rounds, about 3 us, and leaves out pauses of 50 us or more, in which another context had
+# the device's clock every 128 rounds, 5 to 10 us, and leaves out pauses of 50 us or more, in which another context had
 # the device. The simulator, which runs no code, takes the duration in microseconds from the name.
 COUNT = """
 .visible .entry {name}(.param .u64 counter, .param .u64 rounds, .param .u64 clock)
@@ -40,7 +40,7 @@ again:
     mad.lo.u32 %r1, %r1, 1664525, 1013904223;
     add.u64 %l3, %l3, 1;
     @!%timed bra next;
-    and.b64 %l9, %l3, 63;
+    and.b64 %l9, %l3, 127;
     setp.ne.u64 %p, %l9, 0;
     @%p bra next;
     mov.u64 %l9, %globaltimer;

@@ -249,8 +249,11 @@ def framework(name: str, most_bytes: int) -> None:
 
     `broken`: why it cannot work even before. `trials`: what went wrong in each trial, "" for nothing.
     """
-    program = PROGRAMS[name]()
-    broken = attempt(program.work)
+    try:
+        program = PROGRAMS[name]()
+        broken = attempt(program.work)
+    except Exception as error:  # an installed package may not fit the others
+        broken = f"{type(error).__name__}: {error}"[:300]
     if broken:
         say(broken=broken)
         return
