@@ -53,6 +53,7 @@ struct sim_costs {
     uint64_t module_bytes;     /* the same for a module that was loaded without a library */
     uint64_t event_pool_bytes; /* of each 512 events in a context, until the context ends */
     uint64_t one_descriptor;   /* descriptors of pools and of host memory are nvidiactl's, too */
+    uint64_t query_ns;         /* processor time of a list of processes */
 };
 
 /* Written once by simhost.py before any client starts. */

@@ -25,6 +25,7 @@ class Costs(NamedTuple):
     module_bytes: int = 0  # the same for a module that was loaded without a library
     event_pool_bytes: int = 0  # of each 512 events in a context, until the context ends
     one_descriptor: bool = False  # exported pools and host memory have nvidiactl's descriptor, as device memory always
+    query_ns: int = 0  # processor time that NVML needs to list the processes of a device
 
 
 class Model(NamedTuple):

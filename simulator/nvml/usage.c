@@ -2,6 +2,7 @@
 #include "simnvml.h"
 
 #include <string.h>
+#include <time.h>
 
 #define NO_INSTANCE 0xffffffffu
 #define MAX_LISTED (2 * SIM_MAX_CLIENTS)
@@ -36,6 +37,19 @@ EXPORT nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBAR1Mem
     return NVML_SUCCESS;
 }
 
+static uint64_t processor_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* Uses the processor for as long as a query takes the real driver. */
+static void spend(uint64_t ns) {
+    uint64_t end_ns = processor_ns() + ns;
+    while (ns && processor_ns() < end_ns) {
+    }
+}
+
 /* Lists clients with a context: fills up to *count entries, then sets *count to the total.
  *
  * As in NVIDIA's open kernel modules (gpuGetProcWithObject), a process has the pid of the caller's
@@ -47,6 +61,7 @@ static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessI
     const struct sim_costs *costs = &d->state->config.costs;
     unsigned times = costs->duplicates && !costs->host_pids && !sim_on_host(d) ? 2 : 1;
     unsigned n = 0, room = infos ? *count : 0;
+    spend(costs->query_ns);
     sim_lock(d);
     sim_reap(d);
     for (unsigned i = 0; i < d->state->clients_high; i++) {

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, Optional
 if TYPE_CHECKING:
     from gpushare.core.model import Device
 
+    from simulator.models import Costs
+
 TREE = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(TREE), str(TREE / "hook")]
@@ -64,6 +66,7 @@ class Box:
     simulated host can share; by default it has its own.
     `whole`: bytes per device on device and host together, for oversubscribed shares.
     `lending`: how memory from `memory` up to `whole` is lent: movable or evict.
+    `costs`: of the simulated driver, when the box makes the host (simulator/models.py).
     `migration_slice`: its length in microseconds, and the bytes of each device reserved for the tenant that has it.
     """
 
@@ -80,6 +83,7 @@ class Box:
         whole: Optional[Sequence[int]] = None,
         migration_slice: tuple[int, int] = (0, 0),
         lending: str = "",
+        costs: Optional[Costs] = None,
     ) -> None:
         from gpushare.core.model import Share
         from gpushare.state.shm_abi import pack_limits, pack_usage
@@ -89,7 +93,7 @@ class Box:
 
         self._temporary = tempfile.TemporaryDirectory(prefix="box-", dir=TREE / "build")
         self.directory = Path(self._temporary.name)
-        self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes)
+        self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes, costs=costs)
         self.shim = shim or TREE / "build" / os.environ.get("GPUSHARE_TEST_SHIM", "shim")
         self.driver = driver or self.simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
         self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)

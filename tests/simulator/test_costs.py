@@ -296,6 +296,24 @@ def test_program_like_pytorch_takes_what_the_h100_showed(start: Start, make_host
     assert p.taken == 160 * MIB
 
 
+MEASURE = """
+import time, pynvml as n
+n.nvmlInit()
+h = n.nvmlDeviceGetHandleByIndex(0)
+before = time.process_time()
+for _ in range(10):
+    n.nvmlDeviceGetComputeRunningProcesses(h)  # asks for the number first
+print(time.process_time() - before)
+"""
+
+
+def test_list_of_processes_takes_processor_time(make_host: MakeHost) -> None:
+    root = make_host(costs=Costs(query_ns=20_000_000))
+    env = {**os.environ, "LD_LIBRARY_PATH": str(root / LIBDIR)}
+    done = subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True, env=env)
+    assert 0.2 <= float(done.stdout) < 1
+
+
 EXPORT = """
 from ctypes import byref, c_int, c_void_p
 from tests.conformance.driver import Properties, Location
