@@ -54,6 +54,7 @@ struct sim_costs {
     uint64_t event_pool_bytes; /* of each 512 events in a context, until the context ends */
     uint64_t one_descriptor;   /* descriptors of pools and of host memory are nvidiactl's, too */
     uint64_t query_ns;         /* processor time of a list of processes */
+    uint64_t imports_listed;   /* NVML lists memory of another process that one has open, too */
 };
 
 /* Written once by simhost.py before any client starts. */
@@ -270,6 +271,8 @@ void sim_uncharge(struct sim_device *device, uint64_t bytes);
 /* Counts memory that is charged, or no longer charged, as listed by NVML for no process. */
 void sim_unlist(struct sim_device *device, int64_t bytes);
 /* The bytes that NVML lists for a client. Call locked. */
+/* Memory that the client has open and another one is charged for. Call locked. */
+uint64_t sim_imported_bytes(const struct sim_device *device, unsigned client);
 uint64_t sim_listed_bytes(const struct sim_client *client);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);

@@ -15,7 +15,7 @@ LIFE_OFFSET = 1 << 40
 # magic version size index minor | total context granularity late slice switch_low kernel | uuid model driver bus | ...
 # | switch_high slice_noise launch record bubble seed | reserved cores threads compute_mode xid | host_pidns
 # | models.Costs
-CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4IQ12Q")
+CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4IQ13Q")
 XID_OFFSET = 372
 COSTS_FIRST = 40  # index of the first cost in CONFIG
 INDEX_OFFSET = 16

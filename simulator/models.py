@@ -26,6 +26,7 @@ class Costs(NamedTuple):
     event_pool_bytes: int = 0  # of each 512 events in a context, until the context ends
     one_descriptor: bool = False  # exported pools and host memory have nvidiactl's descriptor, as device memory always
     query_ns: int = 0  # processor time that NVML needs to list the processes of a device
+    imports_listed: bool = False  # NVML lists memory of another process that one has open for both
 
 
 class Model(NamedTuple):

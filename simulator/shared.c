@@ -114,3 +114,14 @@ void sim_bury_shared(struct sim_device *device, uint32_t dead_client) {
             drop(s, m, dead_client);
     }
 }
+
+uint64_t sim_imported_bytes(const struct sim_device *device, unsigned client) {
+    const struct sim_state *s = device->state;
+    uint64_t bytes = 0;
+    for (unsigned i = 0; i < SIM_MAX_SHARED; i++) {
+        const struct sim_shared *m = &s->shared[i];
+        if (m->id && m->owner != client && m->holders[client / 64] >> (client % 64) & 1)
+            bytes += m->bytes;
+    }
+    return bytes;
+}

@@ -69,10 +69,12 @@ static nvmlReturn_t processes(nvmlDevice_t device, unsigned *count, nvmlProcessI
         if (c->state != SIM_CLIENT_LIVE || !c->contexts)
             continue;
         uint32_t pid = costs->host_pids ? sim_host_pid(d, i) : sim_client_pid(d, i);
+        uint64_t bytes =
+            sim_listed_bytes(c) + (costs->imports_listed ? sim_imported_bytes(d, i) : 0);
         for (unsigned k = 0; pid && k < times; k++, n++)
             if (n < room)
                 infos[n] = (nvmlProcessInfo_t){.pid = pid,
-                                               .usedGpuMemory = sim_listed_bytes(c),
+                                               .usedGpuMemory = bytes,
                                                .gpuInstanceId = NO_INSTANCE,
                                                .computeInstanceId = NO_INSTANCE};
     }
