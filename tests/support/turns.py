@@ -62,6 +62,7 @@ DRIVER = (
     "tests/shim/test_real_driver.py",
     "tests/shim/test_symbols.py",
     "tests/simulator/test_exports.py",
+    "tests/unit/test_driverchoice.py",
     "tests/unit/test_driverfiles.py",
 )
 # All podmans of this machine have their locks in one file of /dev/shm, and recreate it for new storage

@@ -15,8 +15,6 @@ after the administrator replaced a file.
 Runs on the start path.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterable
@@ -217,11 +215,16 @@ def _why(path: str, head: bytes, kind: Kind) -> str:
 
 def has_version(path: str, version: str) -> bool:
     """Return whether a program contains the string of a driver version. Reads the whole file."""
-    import re
-
     try:
         with open(path, "rb") as file:
             content = file.read(_MAX_PROGRAM)
     except OSError:
         return False
-    return re.search(rb"(?<![\d.])" + re.escape(version.encode()) + rb"(?![\d.])", content) is not None
+    wanted = version.encode()
+    at = content.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        if not any(byte in b"0123456789." for byte in (content[at - 1 : at] if at else b"") + content[end : end + 1]):
+            return True
+        at = content.find(wanted, at + 1)
+    return False
