@@ -12,7 +12,7 @@
 # Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Both libraries contain only the
 # files that do not use CUDA.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
-SHIM_COMMON := $(addprefix core/,account.c lending.c quota.c real.c region.c exports.c slot.c)
+SHIM_COMMON := $(addprefix core/,account.c busy.c driver_count.c lending.c overhead.c quota.c real.c region.c exports.c slot.c)
 SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))
 SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml/*.c))
 

@@ -5,53 +5,58 @@
 #include "image.h"
 #include "memory/memory.h"
 
-/* ---- code.c: what a context's code takes ----------------------------------------------------- */
+/* ---- use.c: a call that may load code ----------------------------------------------------------
+ */
 
-/* Parts of an image other than kernels, which go by the hash of their names. */
-#define GS_PART_SHARED UINT64_C(0)
-#define GS_PART_ALL UINT64_MAX
+/* A call that may make the driver load code or enlarge local memory. Room for what can be large is
+ * reserved before: variables, and local memory. The driver's count charges what the call takes. */
+struct gs_use {
+    struct gs_here here;
+    struct gs_growth growth;
+    uint64_t owner;       /* module or library that this call is the first to use here; 0: none */
+    uint64_t function;    /* key in gs_loaded of a function that this call is the first to launch */
+    uint64_t code, local; /* bytes that are reserved for each */
+    uint64_t local_size;  /* of the context, from this call on */
+    bool may_load;
+};
+/* Begin a use of a module or library with an image of these sizes. `whole`: all of its code is
+ * loaded. Any result but CUDA_SUCCESS: the limit has no room, so make no call. */
+CUresult gs_use_owner(struct gs_use *use, uint64_t owner, const struct gs_image *image, bool whole);
+/* `done`: the call succeeded. */
+void gs_use_ended(struct gs_use *use, bool done);
+static inline void gs_use_end(struct gs_use *use, bool done) {
+    if (use->may_load)
+        gs_use_ended(use, done);
+}
+/* Reserve what `use` needs. */
+CUresult gs_use_reserve(struct gs_use *use);
+/* Whether code of `owner` was loaded in this context before. */
+bool gs_use_is_known(uint64_t owner, const struct gs_here *here);
+/* `owner` was unloaded. */
+void gs_use_forget(uint64_t owner);
 
 bool gs_lazy_loading(void);
 /* 10 * major + minor of a device's compute capability; 0 if the driver does not report it. */
 unsigned gs_arch(CUdevice device);
-/* Charge `bytes` of code to a context. `exact` false: a bound, charged even over the limit.
- * Returns CUDA_ERROR_OUT_OF_MEMORY when the limit has no room. */
-CUresult gs_code_take(const struct gs_here *here, uint64_t bytes, bool exact);
-void gs_code_give(uint64_t context, int dev, uint64_t bytes);
-/* Is a part of `owner` (a module or library) charged in a context? Zero bytes count as charged. */
-bool gs_code_is_charged(uint64_t owner, const struct gs_here *here, uint64_t part);
-/* Record a part whose bytes were charged; release them if another thread was first. */
-CUresult gs_code_record(uint64_t owner, const struct gs_here *here, uint64_t part, uint64_t bytes);
-/* The bytes of a part of an image, read while lock_context keeps the image. */
-struct gs_part {
-    uint64_t part, bytes;
-    uint64_t shared; /* bytes that are loaded with any part; 0 if `bytes` includes them */
-    bool known;
-};
-struct gs_part gs_part_of(const struct gs_image *image, uint64_t part);
-/* Charge a part and what is loaded with it, once for each context. */
-CUresult gs_part_use(uint64_t owner, const struct gs_here *here, const struct gs_part *part);
-/* The device of a context that this process made; false when it is not known. */
-bool gs_here_of_context(CUcontext context, struct gs_here *here);
-/* `owner` was unloaded: release the bytes of its parts in every context. */
-void gs_code_forget(uint64_t owner);
 
 /* ---- module.c and library.c -------------------------------------------------------------------
  */
 
 extern struct gs_map gs_library_modules; /* CUmodule -> extra = the library that it belongs to */
-/* Charge a part of a library in the current context. */
-CUresult gs_library_use(CUlibrary library, uint64_t part);
-
-/* ---- library.c and local.c: before a function is used -----------------------------------------
- */
-
-/* Charge the code of a kernel of a library in the current context; other functions pass. */
-CUresult gs_kernel_use(const void *function);
-/* The same and the local memory of its threads, for a call that launches it. */
-CUresult gs_function_launch(const void *function);
+/* Begin a use of a library in the current context. */
+CUresult gs_use_library(struct gs_use *use, CUlibrary library, bool whole);
+/* Begin a use of a kernel of a library; other functions pass. */
+CUresult gs_use_kernel(struct gs_use *use, const void *function);
 /* A library's kernel, for cuKernelGetAttribute. */
 bool gs_is_kernel(const void *function);
+
+/* ---- local.c ---------------------------------------------------------------------------------
+ */
+
+/* The same, with the local memory of its threads, for a call that launches it. */
+CUresult gs_use_launch(struct gs_use *use, const void *function);
+/* After the first launch: the next one needs no query of the function. */
+void gs_local_launched(const struct gs_use *use, uint64_t kept);
 /* Handles of functions may stand for others from now on. */
 void gs_local_forget(void);
 

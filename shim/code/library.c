@@ -1,13 +1,11 @@
 /* Libraries belong to no context; their code is loaded into each one in which it is used. */
-#include <stdlib.h>
-#include <string.h>
-
 #include "accounting/compute.h"
 #include "code.h"
 
-/* CUlibrary -> extra = its struct gs_image, 0 while it is unread; bytes = where to read it then */
+/* CUlibrary -> the sizes in its image as in gs_objects; `context` = where its image is while the
+ * sizes are unread */
 static struct gs_map libraries;
-static struct gs_map kernels; /* CUkernel -> extra = CUlibrary, bytes = hash of its name */
+static struct gs_map kernels; /* CUkernel -> extra = CUlibrary */
 struct gs_map gs_library_modules;
 /* How many kernels were handed out: launches of other programs skip the look-up. */
 static _Atomic uint64_t kernels_known;
@@ -16,77 +14,73 @@ static uint64_t key_of(const void *handle) {
     return (uint64_t)(uintptr_t)handle;
 }
 
-/* Read the image of a library at its first use: programs load many libraries that they never use.
- * False: no memory. */
-static bool read_image(CUlibrary library, const struct gs_here *here) {
+static struct gs_entry entry_of(struct gs_image image) {
+    return (struct gs_entry){.bytes = image.data, .extra = image.code, .kind = GS_KIND_MODULE};
+}
+
+/* The sizes of a library, read at its first use: programs load many libraries that they never use.
+ */
+static bool sizes_of(CUlibrary library, CUdevice device, struct gs_image *image) {
     struct gs_entry entry;
-    if (!gs_map_get(&libraries, key_of(library), &entry) || entry.extra)
-        return true;
-    struct gs_image *image =
-        gs_image_read((const void *)(uintptr_t)entry.bytes, SIZE_MAX, gs_arch(here->device));
-    if (!image)
+    if (!gs_map_get(&libraries, key_of(library), &entry))
         return false;
-    if (!gs_map_swap(&libraries, key_of(library), 0, key_of(image)))
-        free(image); /* another thread was first, or has unloaded the library */
+    if (entry.context) {
+        const void *code = (const void *)(uintptr_t)entry.context;
+        struct gs_entry read = entry_of(gs_image_read(code, SIZE_MAX, gs_arch(device)));
+        if (gs_map_take(&libraries, key_of(library), &entry)) /* else it is being unloaded */
+            gs_map_put(&libraries, key_of(library), &read);
+        entry = read;
+    }
+    *image = (struct gs_image){entry.bytes, entry.extra};
     return true;
 }
 
-CUresult gs_library_use(CUlibrary library, uint64_t part) {
-    struct gs_here here;
-    struct gs_entry entry;
-    struct gs_part found = {0};
+CUresult gs_use_library(struct gs_use *use, CUlibrary library, bool whole) {
+    struct gs_image image = {0};
+    *use = (struct gs_use){.may_load = false};
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!gs_map_get(&libraries, key_of(library), &entry) || !gs_here(&here) ||
-        gs_code_is_charged(key_of(library), &here, part))
+    if (!gs_here(&use->here) || (!gs_use_is_known(key_of(library), &use->here) &&
+                                 !sizes_of(library, use->here.device, &image)))
         return CUDA_SUCCESS;
-    if (!gs_lazy_loading())
-        part = GS_PART_ALL;
-    if (!read_image(library, &here))
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    gs_lock(&gs_self()->lock_context);
-    if (gs_map_get(&libraries, key_of(library), &entry) && entry.extra)
-        found = gs_part_of((const struct gs_image *)(uintptr_t)entry.extra, part);
-    gs_unlock(&gs_self()->lock_context);
-    return gs_part_use(key_of(library), &here, &found);
+    return gs_use_owner(use, key_of(library), &image, whole || !gs_lazy_loading());
 }
 
-#define GS_USE(library, part, ...) \
-    CUresult result = gs_library_use(library, part); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+#define GS_USE(library, whole, ...) \
+    struct gs_use use; \
+    CUresult result = gs_use_library(&use, library, whole); \
+    if (result != CUDA_SUCCESS) \
+        return result; \
+    result = real(__VA_ARGS__); \
+    gs_use_end(&use, result == CUDA_SUCCESS); \
+    return result
 
 /* ---- loading -------------------------------------------------------------------------------- */
 
-/* Keep a library's image, or where it is. Takes the image over. */
-static CUresult keep(CUresult result, const CUlibrary *library, struct gs_image *image,
-                     const void *code) {
-    struct gs_entry old, entry = {.bytes = key_of(code), .extra = key_of(image)};
-    if (result == CUDA_SUCCESS && library)
-        gs_map_take(&libraries, key_of(*library), &old); /* of a handle that no unload has ended */
-    if (result == CUDA_SUCCESS && library && gs_map_put(&libraries, key_of(*library), &entry))
-        return result;
-    free(image);
+static CUresult keep(CUresult result, const CUlibrary *library, const struct gs_entry *entry) {
+    struct gs_entry old;
     if (result != CUDA_SUCCESS || !library)
+        return result;
+    gs_map_take(&libraries, key_of(*library), &old); /* of a handle that no unload has ended */
+    if (gs_map_put(&libraries, key_of(*library), entry))
         return result;
     GS_REAL(cuLibraryUnload)(*library);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 /* Eager loading takes the memory within the call, in the current context. `load` is the call. */
-#define GS_LOAD(image, library, code, load) \
-    struct gs_here here; \
-    bool eager = (image) && !gs_lazy_loading() && gs_here(&here); \
-    CUresult result = eager ? gs_code_take(&here, (image)->all, (image)->known) : CUDA_SUCCESS; \
-    if (result != CUDA_SUCCESS) { \
-        free(image); \
-        return result; \
+#define GS_LOAD(entry, library, load) \
+    struct gs_use use = {.may_load = false}; \
+    CUresult result = CUDA_SUCCESS; \
+    if (!gs_lazy_loading() && gs_here(&use.here)) { \
+        use.code = (entry)->bytes + (entry)->extra; \
+        result = gs_use_reserve(&use); \
     } \
-    uint64_t all = eager ? (image)->all : 0; \
-    result = keep(load, library, image, code); \
-    if (eager && result == CUDA_SUCCESS) \
-        return gs_code_record(key_of(*library), &here, GS_PART_ALL, all); \
-    if (eager) \
-        gs_code_give(gs_context_key(here.context), here.dev, all); \
+    if (result != CUDA_SUCCESS) \
+        return result; \
+    result = keep(load, library, entry); \
+    use.owner = result == CUDA_SUCCESS && (library) ? key_of(*(library)) : 0; \
+    gs_use_end(&use, use.owner != 0); \
     return result
 
 static unsigned arch_here(void) {
@@ -108,11 +102,12 @@ GS_EXPORT CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *cod
     GS_NEED(real, cuLibraryLoadData);
     if (!gs_slot() || !code)
         return real(library, code, jit, jitv, njit, opt, optv, nopt);
-    bool later = is_preserved(opt, optv, nopt) && gs_lazy_loading();
-    struct gs_image *image = later ? NULL : gs_image_read(code, SIZE_MAX, arch_here());
-    if (!image && !later)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    GS_LOAD(image, library, code, real(library, code, jit, jitv, njit, opt, optv, nopt));
+    struct gs_entry entry = {.kind = GS_KIND_MODULE};
+    if (is_preserved(opt, optv, nopt) && gs_lazy_loading())
+        entry.context = key_of(code);
+    else
+        entry = entry_of(gs_image_read(code, SIZE_MAX, arch_here()));
+    GS_LOAD(&entry, library, real(library, code, jit, jitv, njit, opt, optv, nopt));
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char *file,
@@ -120,11 +115,10 @@ GS_EXPORT CUresult CUDAAPI cuLibraryLoadFromFile(CUlibrary *library, const char 
                                                  CUlibraryOption *opt, void **optv,
                                                  unsigned int nopt) {
     GS_NEED(real, cuLibraryLoadFromFile);
-    struct gs_image *image = gs_slot() ? gs_image_read_file(file, arch_here()) : NULL;
-    if (!image)
-        return gs_slot() ? CUDA_ERROR_OUT_OF_MEMORY
-                         : real(library, file, jit, jitv, njit, opt, optv, nopt);
-    GS_LOAD(image, library, NULL, real(library, file, jit, jitv, njit, opt, optv, nopt));
+    if (!gs_slot())
+        return real(library, file, jit, jitv, njit, opt, optv, nopt);
+    struct gs_entry entry = entry_of(gs_image_read_file(file, arch_here()));
+    GS_LOAD(&entry, library, real(library, file, jit, jitv, njit, opt, optv, nopt));
 }
 
 static bool is_of_library(uint64_t key, const struct gs_entry *entry, void *library) {
@@ -148,17 +142,14 @@ GS_EXPORT CUresult CUDAAPI cuLibraryUnload(CUlibrary library) {
         return result;
     gs_map_take_all(&kernels, is_of_library, forget_one, library);
     gs_map_take_all(&gs_library_modules, is_of_library, forget_one, library);
-    gs_code_forget(key_of(library));
-    gs_lock(&gs_self()->lock_context); /* while a thread may still read the sizes */
-    free((void *)(uintptr_t)entry.extra);
-    gs_unlock(&gs_self()->lock_context);
+    gs_use_forget(key_of(library));
     return result;
 }
 
 /* ---- kernels -------------------------------------------------------------------------------- */
 
-static void learn_kernel(CUkernel kernel, CUlibrary library, uint64_t part) {
-    struct gs_entry known, entry = {.extra = key_of(library), .bytes = part};
+static void learn_kernel(CUkernel kernel, CUlibrary library) {
+    struct gs_entry known, entry = {.extra = key_of(library)};
     if (!gs_slot() || gs_map_get(&kernels, key_of(kernel), &known))
         return;
     gs_map_put(&kernels, key_of(kernel), &entry);
@@ -170,20 +161,16 @@ GS_EXPORT CUresult CUDAAPI cuLibraryGetKernel(CUkernel *pKernel, CUlibrary libra
                                               const char *name) {
     GS_NEED(real, cuLibraryGetKernel);
     CUresult result = real(pKernel, library, name);
-    if (result == CUDA_SUCCESS && pKernel && name)
-        learn_kernel(*pKernel, library, gs_image_hash(name, strlen(name)));
+    if (result == CUDA_SUCCESS && pKernel)
+        learn_kernel(*pKernel, library);
     return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryEnumerateKernels(CUkernel *out, unsigned int n, CUlibrary lib) {
     GS_NEED(real, cuLibraryEnumerateKernels);
-    __typeof__(&cuKernelGetName) get_name = GS_REAL(cuKernelGetName);
     CUresult result = real(out, n, lib);
-    for (unsigned i = 0; result == CUDA_SUCCESS && out && i < n && out[i]; i++) {
-        const char *name;
-        bool named = get_name && get_name(&name, out[i]) == CUDA_SUCCESS && name;
-        learn_kernel(out[i], lib, named ? gs_image_hash(name, strlen(name)) : GS_PART_ALL);
-    }
+    for (unsigned i = 0; result == CUDA_SUCCESS && out && i < n && out[i]; i++)
+        learn_kernel(out[i], lib);
     return result;
 }
 
@@ -193,12 +180,13 @@ bool gs_is_kernel(const void *function) {
            gs_map_get(&kernels, key_of(function), &entry);
 }
 
-CUresult gs_kernel_use(const void *function) {
+CUresult gs_use_kernel(struct gs_use *use, const void *function) {
     struct gs_entry entry;
+    *use = (struct gs_use){.may_load = false};
     if (atomic_load_explicit(&kernels_known, memory_order_relaxed) == 0 ||
         !gs_map_get(&kernels, key_of(function), &entry))
         return CUDA_SUCCESS;
-    return gs_library_use((CUlibrary)(uintptr_t)entry.extra, entry.bytes);
+    return gs_use_library(use, (CUlibrary)(uintptr_t)entry.extra, false);
 }
 
 /* ---- what else of a library is used --------------------------------------------------------- */
@@ -216,17 +204,17 @@ GS_EXPORT CUresult CUDAAPI cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
 GS_EXPORT CUresult CUDAAPI cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                               const char *name) {
     GS_NEED(real, cuLibraryGetGlobal);
-    GS_USE(library, GS_PART_SHARED, dptr, bytes, library, name);
+    GS_USE(library, false, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
                                                const char *name) {
     GS_NEED(real, cuLibraryGetManaged);
-    GS_USE(library, GS_PART_SHARED, dptr, bytes, library, name);
+    GS_USE(library, false, dptr, bytes, library, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library,
                                                        const char *symbol) {
     GS_NEED(real, cuLibraryGetUnifiedFunction);
-    GS_USE(library, GS_PART_ALL, fptr, library, symbol);
+    GS_USE(library, true, fptr, library, symbol);
 }

@@ -1,6 +1,6 @@
 /* Local memory. A context has room for every thread that its device can hold at once, with 1 KiB
- * each at first, which is in the context's own cost. A launch of a function whose threads need more
- * makes the driver enlarge it, and it stays enlarged. */
+ * each at first. A launch of a function whose threads need more makes the driver enlarge it, and it
+ * stays enlarged: 1.8 GiB for 8 KiB on an H100. So room is reserved before the first launch. */
 #include "code.h"
 
 #define INITIAL_BYTES UINT64_C(1024) /* of a thread: the initial CU_LIMIT_STACK_SIZE */
@@ -45,54 +45,65 @@ static uint64_t bytes_of(const void *function, CUdevice device) {
     return result == CUDA_SUCCESS && bytes > 0 ? (uint64_t)bytes : 0;
 }
 
-/* Charge what a context needs beyond what it was charged: the largest function counts. */
-static CUresult enlarge(const struct gs_here *here, uint64_t need) {
-    uint64_t key = key_of(NULL, here, 1);
-    _Atomic uint32_t *lock = &gs_self()->lock_context;
-    struct gs_charge charge;
-    struct gs_entry pool;
-    if (!gs_map_get(&gs_loaded, key, &pool))
-        pool = (struct gs_entry){
+/* The size of a context's local memory beyond the initial one; its entry's `bytes` are charged. */
+static struct gs_entry size_of(const struct gs_here *here) {
+    struct gs_entry size;
+    if (!gs_map_get(&gs_loaded, key_of(NULL, here, 1), &size))
+        size = (struct gs_entry){
             .context = gs_context_key(here->context), .dev = here->dev, .kind = GS_KIND_WHOLE};
-    if (need <= pool.bytes)
-        return CUDA_SUCCESS;
-    CUresult result = gs_charge_begin_on(&charge, here->device, need - pool.bytes);
-    if (result != CUDA_SUCCESS)
-        return result;
-    uint64_t before = pool.bytes;
-    gs_lock(lock);
-    gs_map_take(&gs_loaded, key, &pool);
-    bool first = pool.bytes == before; /* else another thread has enlarged it meanwhile */
-    pool.bytes = first ? before + charge.bytes : pool.bytes;
-    bool kept = gs_map_put(&gs_loaded, key, &pool) && first;
-    gs_unlock(lock);
-    if (!kept)
-        gs_charge_abort(&charge);
-    return first ? CUDA_SUCCESS : enlarge(here, need);
+    return size;
 }
 
-static CUresult use_local(const void *function) {
-    struct gs_entry entry = {.kind = GS_KIND_CODE};
+CUresult gs_use_launch(struct gs_use *use, const void *function) {
+    struct gs_entry known;
     struct gs_here here;
+    *use = (struct gs_use){.may_load = false};
     if (!function || !gs_slot() || !gs_here(&here))
         return CUDA_SUCCESS;
     uint64_t key = key_of(function, &here, 2 + 2 * atomic_load(&generation));
-    if (gs_map_get(&gs_loaded, key, &entry))
+    if (gs_map_get(&gs_loaded, key, &known))
         return CUDA_SUCCESS;
-    uint64_t bytes = bytes_of(function, here.device);
-    if (bytes > INITIAL_BYTES) {
-        CUresult result = enlarge(
-            &here, gs_round_up((bytes - INITIAL_BYTES) * threads_of(here.device), GS_BLOCK));
-        if (result != CUDA_SUCCESS)
-            return result;
+    CUresult result = gs_use_kernel(use, function);
+    if (result != CUDA_SUCCESS)
+        return result;
+    use->here = here;
+    use->function = key;
+    uint64_t bytes = bytes_of(function, use->here.device), had = size_of(&use->here).extra;
+    if (bytes > INITIAL_BYTES)
+        use->local_size =
+            gs_round_up((bytes - INITIAL_BYTES) * threads_of(use->here.device), GS_BLOCK);
+    use->local = use->local_size > had ? use->local_size - had : 0;
+    if (!use->may_load)
+        return gs_use_reserve(use);
+    struct gs_growth code = use->growth;
+    result = gs_growth_begin(&use->growth, use->here.device, use->local);
+    use->growth.bound += code.bound;
+    use->growth.bytes += code.bytes;
+    if (result != CUDA_SUCCESS) {
+        gs_growth_end(&use->growth, false);
+        use->may_load = false;
     }
-    entry.context = gs_context_key(here.context);
-    entry.dev = here.dev;
-    gs_map_put(&gs_loaded, key, &entry);
-    return CUDA_SUCCESS;
+    return result;
 }
 
-CUresult gs_function_launch(const void *function) {
-    CUresult result = gs_kernel_use(function);
-    return result == CUDA_SUCCESS ? use_local(function) : result;
+void gs_local_launched(const struct gs_use *use, uint64_t kept) {
+    struct gs_entry entry = {
+        .context = gs_context_key(use->here.context), .dev = use->here.dev, .kind = GS_KIND_WHOLE};
+    if (use->local_size) {
+        _Atomic uint32_t *lock = &gs_self()->lock_context;
+        uint64_t key = key_of(NULL, &use->here, 1);
+        gs_lock(lock);
+        struct gs_entry size = size_of(&use->here);
+        gs_map_take(&gs_loaded, key, &size);
+        if (use->local_size > size.extra) {
+            size.extra = use->local_size;
+            size.bytes += kept;
+            kept = 0;
+        }
+        gs_map_put(&gs_loaded, key, &size);
+        gs_unlock(lock);
+        gs_release(use->here.dev, kept); /* another thread has enlarged it as far */
+    }
+    if (use->function)
+        gs_map_put(&gs_loaded, use->function, &entry);
 }

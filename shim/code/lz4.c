@@ -1,6 +1,8 @@
 /* Decode one LZ4 block of a fat binary, without access outside of both buffers. */
 #include <string.h>
 
+#include <stdbool.h>
+
 #include "image.h"
 
 /* A length goes on while its bytes are 255; false at the end of the data. */

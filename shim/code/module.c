@@ -1,97 +1,86 @@
 /* Modules take device memory for their code and global data: at the load, or (lazy, the default)
- * piece by piece, when a function or variable is first asked for. The sizes are read from the image
- * before the driver sees it (image.c). */
+ * piece by piece, when a function or variable is first asked for. */
 #include "code.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-/* Modules are in gs_objects, with `extra` = their struct gs_image. A module that belongs to a
- * library is in gs_library_modules, with `extra` = the library. */
+/* Modules are in gs_objects, with the sizes in their images. A module that belongs to a library is
+ * in gs_library_modules, with `extra` = the library. */
 
 static uint64_t key_of(const void *handle) {
     return (uint64_t)(uintptr_t)handle;
 }
 
 struct load {
-    struct gs_here here;
-    struct gs_image *image;
-    bool eager, passed;
+    struct gs_use use;
+    struct gs_image image;
+    bool passed; /* without a context: the driver will refuse it */
 };
 
-/* Eager loading takes the memory within the call, so it is charged before. */
-static CUresult load_begin(struct load *load, struct gs_image *image, bool passed) {
-    load->image = image;
-    load->passed = passed;
-    load->eager = !passed && !gs_lazy_loading();
-    if (!passed && !image)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult result =
-        load->eager ? gs_code_take(&load->here, image->all, image->known) : CUDA_SUCCESS;
-    if (result != CUDA_SUCCESS)
-        free(image);
-    return result;
+static bool load_here(struct load *load) {
+    *load = (struct load){.passed = true};
+    load->passed = !gs_slot() || !gs_here(&load->use.here);
+    return !load->passed;
+}
+
+/* Eager loading takes all memory within the call, lazy loading nothing. */
+static CUresult load_begin(struct load *load) {
+    if (load->passed || gs_lazy_loading())
+        return CUDA_SUCCESS;
+    load->use.code = load->image.data + load->image.code;
+    if (load->use.code < load->image.data)
+        load->use.code = UINT64_MAX;
+    return gs_use_reserve(&load->use);
 }
 
 /* The size of a cubin whose image the driver takes from memory is not known: SIZE_MAX. */
 static CUresult begin_data(struct load *load, const void *image) {
-    bool passed = !gs_slot() || !gs_here(&load->here);
-    return load_begin(
-        load, passed ? NULL : gs_image_read(image, SIZE_MAX, gs_arch(load->here.device)), passed);
+    if (load_here(load))
+        load->image = gs_image_read(image, SIZE_MAX, gs_arch(load->use.here.device));
+    return load_begin(load);
 }
 
 static CUresult begin_file(struct load *load, const char *path) {
-    bool passed = !gs_slot() || !gs_here(&load->here);
-    return load_begin(load, passed ? NULL : gs_image_read_file(path, gs_arch(load->here.device)),
-                      passed);
+    if (load_here(load))
+        load->image = gs_image_read_file(path, gs_arch(load->use.here.device));
+    return load_begin(load);
 }
 
 static CUresult load_end(struct load *load, CUresult result, const CUmodule *module) {
+    bool done = result == CUDA_SUCCESS && module;
     if (load->passed) {
-        if (result == CUDA_SUCCESS && module) /* the driver should have refused it */
+        if (done) /* the driver should have refused it */
             GS_REAL(cuModuleUnload)(*module);
         return result == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : result;
     }
-    uint64_t context = gs_context_key(load->here.context);
-    struct gs_entry entry = {.context = context,
-                             .dev = load->here.dev,
+    struct gs_entry entry = {.bytes = load->image.data,
+                             .context = gs_context_key(load->use.here.context),
+                             .dev = load->use.here.dev,
                              .kind = GS_KIND_MODULE,
-                             .extra = key_of(load->image)};
-    if (result == CUDA_SUCCESS && module && gs_map_put(&gs_objects, key_of(*module), &entry)) {
-        if (!load->eager)
-            return result;
-        return gs_code_record(key_of(*module), &load->here, GS_PART_ALL, load->image->all);
-    }
-    if (load->eager)
-        gs_code_give(context, load->here.dev, load->image->all);
-    free(load->image);
-    if (result != CUDA_SUCCESS || !module)
+                             .extra = load->image.code};
+    if (done && load->use.may_load)
+        load->use.owner = key_of(*module);
+    gs_use_end(&load->use, done);
+    if (!done || gs_map_put(&gs_objects, key_of(*module), &entry))
         return result;
+    gs_use_forget(key_of(*module));
     GS_REAL(cuModuleUnload)(*module);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Charge one part of a module in the context that it belongs to. */
-static CUresult use(CUmodule module, uint64_t part) {
+/* Begin the use of a module in the context that it belongs to. */
+static CUresult use_module(struct gs_use *use, CUmodule module, bool whole) {
     struct gs_entry entry;
-    struct gs_here here;
-    struct gs_part found;
+    *use = (struct gs_use){.may_load = false};
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (gs_map_get(&gs_library_modules, key_of(module), &entry))
-        return gs_library_use((CUlibrary)(uintptr_t)entry.extra, part);
-    gs_lock(&gs_self()->lock_context);
-    bool known = gs_map_get(&gs_objects, key_of(module), &entry) && entry.kind == GS_KIND_MODULE;
-    if (known)
-        found = gs_part_of((const struct gs_image *)(uintptr_t)entry.extra, part);
-    gs_unlock(&gs_self()->lock_context);
-    if (!known || !gs_here_of_context((CUcontext)(uintptr_t)entry.context, &here))
+        return gs_use_library(use, (CUlibrary)(uintptr_t)entry.extra, whole);
+    struct gs_entry context;
+    if (!gs_map_get(&gs_objects, key_of(module), &entry) || entry.kind != GS_KIND_MODULE ||
+        !gs_map_get(&gs_contexts, entry.context, &context))
         return CUDA_SUCCESS;
-    return gs_part_use(key_of(module), &here, &found);
-}
-
-static uint64_t kernel_part(const char *name) {
-    return name ? gs_image_hash(name, strlen(name)) : GS_PART_SHARED;
+    use->here = (struct gs_here){(CUcontext)(uintptr_t)entry.context,
+                                 (CUdevice)(uint32_t)context.extra, context.dev};
+    return gs_use_owner(use, key_of(module), &(struct gs_image){entry.bytes, entry.extra}, whole);
 }
 
 #define GS_LOAD(begin, image, ...) \
@@ -99,9 +88,14 @@ static uint64_t kernel_part(const char *name) {
     CUresult result = begin(&load, image); \
     return result == CUDA_SUCCESS ? load_end(&load, real(__VA_ARGS__), module) : result
 
-#define GS_USE(module, part, ...) \
-    CUresult result = use(module, part); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+#define GS_USE(module, whole, ...) \
+    struct gs_use use; \
+    CUresult result = use_module(&use, module, whole); \
+    if (result != CUDA_SUCCESS) \
+        return result; \
+    result = real(__VA_ARGS__); \
+    gs_use_end(&use, result == CUDA_SUCCESS); \
+    return result
 
 GS_EXPORT CUresult CUDAAPI cuModuleLoad(CUmodule *module, const char *fname) {
     GS_NEED(real, cuModuleLoad);
@@ -131,51 +125,51 @@ GS_EXPORT CUresult CUDAAPI cuModuleUnload(CUmodule hmod) {
     CUresult result = real(hmod);
     if (known && result != CUDA_SUCCESS)
         gs_map_put(&gs_objects, key_of(hmod), &entry);
-    if (!known || result != CUDA_SUCCESS)
-        return result;
-    gs_code_forget(key_of(hmod));
-    gs_lock(&gs_self()->lock_context); /* while a thread may still read the sizes */
-    gs_uncharge(key_of(hmod), &entry);
-    gs_unlock(&gs_self()->lock_context);
+    else if (known)
+        gs_use_forget(key_of(hmod));
     return result;
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetFunction(CUfunction *hfunc, CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetFunction);
-    GS_USE(hmod, kernel_part(name), hfunc, hmod, name);
+    GS_USE(hmod, false, hfunc, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr *dptr, size_t *bytes, CUmodule hmod,
                                                 const char *name) {
     GS_NEED(real, cuModuleGetGlobal_v2);
-    GS_USE(hmod, GS_PART_SHARED, dptr, bytes, hmod, name);
+    GS_USE(hmod, false, dptr, bytes, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetGlobal(CUdeviceptr_v1 *dptr, unsigned int *bytes,
                                              CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetGlobal);
-    GS_USE(hmod, GS_PART_SHARED, dptr, bytes, hmod, name);
+    GS_USE(hmod, false, dptr, bytes, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetTexRef(CUtexref *pTexRef, CUmodule hmod, const char *name) {
     GS_NEED(real, cuModuleGetTexRef);
-    GS_USE(hmod, GS_PART_SHARED, pTexRef, hmod, name);
+    GS_USE(hmod, false, pTexRef, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleGetSurfRef(CUsurfref *pSurfRef, CUmodule hmod,
                                               const char *name) {
     GS_NEED(real, cuModuleGetSurfRef);
-    GS_USE(hmod, GS_PART_SHARED, pSurfRef, hmod, name);
+    GS_USE(hmod, false, pSurfRef, hmod, name);
 }
 
 GS_EXPORT CUresult CUDAAPI cuModuleEnumerateFunctions(CUfunction *functions, unsigned int n,
                                                       CUmodule mod) {
     GS_NEED(real, cuModuleEnumerateFunctions);
-    GS_USE(mod, GS_PART_ALL, functions, n, mod); /* the program may use any of them */
+    GS_USE(mod, true, functions, n, mod); /* the program may use any of them */
 }
 
-/* A function that the program got by name was charged at that call. */
 GS_EXPORT CUresult CUDAAPI cuFuncLoad(CUfunction function) {
     GS_NEED(real, cuFuncLoad);
-    return real(function);
+    struct gs_use use = {.may_load = false};
+    CUresult result = gs_slot() && gs_here(&use.here) ? gs_use_reserve(&use) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = real(function);
+    gs_use_end(&use, result == CUDA_SUCCESS);
+    return result;
 }

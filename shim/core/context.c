@@ -1,6 +1,8 @@
 /* Contexts for wrappers: the current one, its device, and its charge. */
 #include "context.h"
 
+#include "overhead.h"
+
 struct gs_map gs_memory;
 struct gs_map gs_contexts;
 static int slot_of_ordinal[GS_MAX_ORDINALS]; /* plus 1, so that nothing is granted at first */
@@ -39,6 +41,12 @@ int gs_dev_of(CUdevice device) {
     return device >= 0 && device < GS_MAX_ORDINALS ? slot_of_ordinal[device] - 1 : GS_NO_DEV;
 }
 
+bool gs_device_exists(int ordinal) {
+    __typeof__(&cuDeviceGet) get = GS_REAL(cuDeviceGet);
+    CUdevice device;
+    return gs_dev_of(ordinal) != GS_NO_DEV || !get || get(&device, ordinal) == CUDA_SUCCESS;
+}
+
 uint64_t gs_context_overhead(int dev) {
     const struct gs_view *view = gs_region();
     return view && dev >= 0
@@ -50,16 +58,18 @@ void gs_context_forget(void) {
     atomic_fetch_add(&epoch, 1);
 }
 
-bool gs_context_learn(CUcontext context, CUdevice device, uint64_t bytes) {
+bool gs_context_learn(CUcontext context, CUdevice device, bool own, uint64_t bytes) {
     struct gs_entry entry;
     if (gs_map_get(&gs_contexts, gs_context_key(context), &entry))
         return false;
     entry = (struct gs_entry){.bytes = bytes,
                               .extra = (uint64_t)(uint32_t)device | UINT64_C(1) << 32,
                               .dev = gs_dev_of(device),
-                              .kind = GS_KIND_WHOLE};
+                              .kind = own ? GS_KIND_WHOLE : GS_KIND_FOREIGN};
     gs_map_put(&gs_contexts, gs_context_key(context), &entry);
     gs_context_forget();
+    if (own)
+        gs_overhead_contexts(entry.dev, 1);
     return true;
 }
 
@@ -76,9 +86,14 @@ static bool find_out(CUcontext context, struct gs_here *here) {
     if (!get_device || get_device(&device) != CUDA_SUCCESS)
         return false;
     *here = (struct gs_here){context, device, gs_dev_of(device)};
+    uint64_t bytes = gs_context_overhead(here->dev);
     gs_lock(&self->lock_context);
-    if (gs_context_learn(context, device, gs_context_overhead(here->dev)))
-        gs_charge_anyway(here->dev, gs_context_overhead(here->dev));
+    if (!gs_map_get(&gs_contexts, gs_context_key(context), &entry)) {
+        gs_charge_anyway(here->dev, bytes);
+        if (gs_overhead_of_context(here->dev, 0, bytes))
+            bytes = 0;
+        gs_context_learn(context, device, true, bytes);
+    }
     gs_unlock(&self->lock_context);
     return true;
 }

@@ -27,6 +27,8 @@ struct gs_here {
 bool gs_here(struct gs_here *here);
 /* Return a device's slot in the limits file, GS_NO_DEV if it was not granted. */
 int gs_dev_of(CUdevice device);
+/* False for a number that the driver does not know: it refuses the call with its own error. */
+bool gs_device_exists(int ordinal);
 /* Filled in by cuInit. */
 void gs_devices_learn(void);
 /* The device that a stream works on. */
@@ -49,10 +51,11 @@ static inline uint64_t gs_context_key(CUcontext context) {
 }
 /* The memory that a context takes on a device, by the limits file. */
 uint64_t gs_context_overhead(int dev);
-/* Record a context that was created, and its charge; false if it is recorded already. A new context
+/* Record a context that was created, and its charge; false if it is recorded already. `own`: it has
+ * memory of its own, unlike one made from a green context. A new context
  * may have the handle of a destroyed one, which other threads still remember. Without memory for a
  * record the charge stays. */
-bool gs_context_learn(CUcontext context, CUdevice device, uint64_t bytes);
+bool gs_context_learn(CUcontext context, CUdevice device, bool own, uint64_t bytes);
 /* A context was destroyed: threads must look up their current context again. */
 void gs_context_forget(void);
 

@@ -60,6 +60,41 @@ uint64_t gs_export_orphans(const struct gs_usage *usage, int dev) {
     return total;
 }
 
+/* Bytes of an id that its exporters have on a device. */
+static uint64_t exported(const struct gs_usage *usage, uint64_t id, int dev, uint64_t not_by,
+                         bool orphans) {
+    uint64_t total = 0;
+    for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
+        const struct gs_share *row = &usage->share[i];
+        uint64_t owner = load(&row->owner), what = load(&row->what);
+        bool orphan = is_orphan(usage, owner);
+        if (owner && !(owner & GS_SHARE_IMPORT) &&
+            (load(&row->id) == id || (id == GS_SHARE_ANY && load(&row->id))) &&
+            (int)(what >> 56) == dev && (orphans ? orphan : orphan || owner != not_by))
+            total += what & BYTES;
+    }
+    return total;
+}
+
+uint64_t gs_export_imported(int dev, bool orphans) {
+    const struct gs_view *view = gs_region();
+    const struct gs_slot *slot = gs_slot();
+    uint64_t total = 0;
+    if (!slot || !(load(&view->usage->shares_used)))
+        return 0;
+    uint64_t own = (uint64_t)slot->generation << 32 | (uint64_t)(slot - view->usage->slot);
+    for (unsigned i = 0; i < GS_MAX_SHARES; i++) {
+        const struct gs_share *row = &view->usage->share[i];
+        uint64_t id = load(&row->id);
+        if (load(&row->owner) != (own | GS_SHARE_IMPORT) || !id)
+            continue;
+        if (id == GS_SHARE_ANY) /* more memory than rows: any of it may be open here */
+            return exported(view->usage, id, dev, own, orphans);
+        total += exported(view->usage, id, dev, own, orphans);
+    }
+    return total;
+}
+
 /* ---- this process's rows; the caller holds lock_exports -------------------------------------- */
 
 static void clear(struct gs_share *row) {
@@ -173,6 +208,13 @@ void gs_export_closed(int row) {
     subtract(&usage->share[row], 1);
     drop_closed(usage);
     gs_unlock(&gs_self()->lock_exports);
+}
+
+uint64_t gs_export_new_id(void) {
+    static _Atomic uint64_t number;
+    struct gs_usage *usage = gs_region()->usage;
+    uint64_t name[3] = {usage->nonce, owner_word(usage, 0), atomic_fetch_add(&number, 1)};
+    return (gs_export_id(name, sizeof(name)) >> 2) + 1; /* an offset in a file */
 }
 
 uint64_t gs_export_id(const void *name, size_t size) {

@@ -4,6 +4,7 @@
  *   slot     this process's slot in the usage file                slot.c
  *   quota    reserve, release and read, per device                quota.c
  *   account  byte-seconds and peak, per device                    account.c
+ *   overhead what the driver takes beyond allocations             overhead.c, driver_count.c
  *   exports  memory that several processes hold                   exports.c
  *   map      key -> entry, lock-free                              map.c
  *   blocks   how many allocations touch a 2 MiB block             blocks.c
@@ -75,6 +76,8 @@ struct gs_self {
     _Atomic uint32_t lock_virtual;
     _Atomic uint32_t lock_border;
     _Atomic uint32_t lock_exports;
+    _Atomic uint32_t lock_overhead;
+    _Atomic uint32_t lock_count;
     _Atomic uint32_t lock_compute[64]; /* one for each context: GS_MAX_COMPUTES */
 };
 
@@ -153,6 +156,14 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
 
+/* Devices whose overhead may have changed since it was compared with the driver's count: low half,
+ * by a call; high half: a second has passed. 0 for an ordinary allocation. */
+extern _Atomic uint32_t gs_overhead_dirty;
+/* Compare before a reservation if that is due. */
+void gs_overhead_before(int dev, uint64_t bytes);
+/* After a refusal: log once if a program's start alone takes most of the limit. */
+void gs_overhead_explain(int dev);
+
 /* ---- lending.c ------------------------------------------------------------------------ */
 
 /* Whether another container on the device may have borrowed memory; `until_evicted`: that only
@@ -203,18 +214,24 @@ void gs_export_closed(int row);
 /* Bytes charged to no process: their exporter has freed them or exited, and a living process has
  * them open. */
 uint64_t gs_export_orphans(const struct gs_usage *usage, int dev);
+/* Bytes on `dev` that this process has open and other processes of the container exported;
+ * `orphans`: only what their exporters have freed or left. */
+uint64_t gs_export_imported(int dev, bool orphans);
+/* An id that no other export of the container has. */
+uint64_t gs_export_new_id(void);
 /* An id of these bytes, never 0 nor GS_SHARE_ANY. */
 uint64_t gs_export_id(const void *name, size_t size);
 
 /* ---- map.c ---------------------------------------------------------------------------- */
 
 enum gs_kind {
-    GS_KIND_LINEAR = 1, /* an address range: charged by the blocks that it touches */
+    GS_KIND_LINEAR = 1, /* an address range: charged by the blocks that it touches; `extra`: it is
+                         * managed memory */
     GS_KIND_WHOLE,      /* charged `bytes` */
     GS_KIND_POOLED,     /* memory of pool number `extra`; the pool is charged, not this */
     GS_KIND_FOREIGN,    /* another process's memory, opened here */
-    GS_KIND_CODE,       /* part of a module, of `bytes`; its context's sum is charged, not this */
-    GS_KIND_MODULE,     /* `extra` is its struct gs_image: freed with the entry */
+    GS_KIND_CODE,       /* of module or library `extra`: charged `bytes`, 0 if the driver counts */
+    GS_KIND_MODULE,     /* `bytes` of variables, `extra` of code: struct gs_image */
     GS_KIND_VIRTUAL,    /* managed: of `bytes`, `extra` count on the device
                          * (oversubscription/residency.c)
                          */

@@ -266,6 +266,8 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
 }
 
 bool gs_reserve(int dev, uint64_t bytes) {
+    if (__builtin_expect(atomic_load_explicit(&gs_overhead_dirty, memory_order_relaxed), 0))
+        gs_overhead_before(dev, bytes);
     return reserve(dev, bytes, false);
 }
 
@@ -340,8 +342,10 @@ void gs_release(int dev, uint64_t bytes) {
 
 void gs_count_refusal(int dev) {
     const struct gs_view *view = gs_region();
-    if (view && dev >= 0)
-        __atomic_fetch_add(&view->usage->refused[dev], 1, __ATOMIC_RELAXED);
+    if (!view || dev < 0)
+        return;
+    __atomic_fetch_add(&view->usage->refused[dev], 1, __ATOMIC_RELAXED);
+    gs_overhead_explain(dev);
 }
 
 void gs_warn(uint32_t warning) {

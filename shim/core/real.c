@@ -42,6 +42,11 @@ void *gs_real_find(unsigned symbol) {
     return function;
 }
 
+void gs_real_find_all(void) {
+    for (unsigned i = 0; i < GS_SYMBOL_COUNT; i++)
+        gs_real(i);
+}
+
 void gs_real_or(unsigned symbol, void *otherwise) {
     if (!gs_real(symbol))
         atomic_store_explicit(&gs_real_function[symbol], otherwise, memory_order_release);

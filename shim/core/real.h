@@ -20,6 +20,9 @@ extern _Atomic(void *) gs_real_function[GS_SYMBOL_COUNT] __attribute__((visibili
 
 /* Look a function up and remember it; NULL when the driver lacks it. errno stays what it was. */
 void *gs_real_find(unsigned symbol);
+/* Look up all of them, in cuInit. A look-up waits for a thread that is in the constructor of
+ * another library, and that one may wait for a lock of the shim. */
+void gs_real_find_all(void);
 /* Look it up now; where the driver lacks it, `otherwise` is called in its place. */
 void gs_real_or(unsigned symbol, void *otherwise);
 

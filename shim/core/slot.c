@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "gs.h"
+#include "overhead.h"
 
 #ifndef MADV_WIPEONFORK
 #define MADV_WIPEONFORK 18
@@ -102,6 +102,8 @@ static void fill(struct gs_slot *slot, uint32_t tid) {
         __atomic_store_n(&slot->bytes[d], 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&slot->bounds, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&slot->wants, 0, __ATOMIC_SEQ_CST);
+    for (unsigned d = 0; d < sizeof(slot->driver_mib) / sizeof(slot->driver_mib[0]); d++)
+        slot->driver_mib[d] = 0;
     __atomic_store_n(&slot->generation, slot->generation + 1, __ATOMIC_SEQ_CST);
     slot->pid = (uint32_t)getpid();
     slot->started_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
@@ -155,8 +157,9 @@ static void sleep_on_changes(struct parked *p) {
         long result = syscall(SYS_futex, word, FUTEX_WAIT, seen, &second, NULL, 0);
         int why = result == 0 ? 0 : errno;
         gs_account_all();
+        bool late = gs_overhead_tick();
         uint32_t now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-        if (now != seen)
+        if (now != seen || late)
             p->changed();
         else if (why && why != EINTR && why != EAGAIN && why != ETIMEDOUT)
             return;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <time.h>
 
+#include "core/overhead.h"
 #include "driver.h"
 
 #define NAPS 50u /* 100 ms in total; only after a failure */
@@ -24,7 +25,22 @@ CUresult gs_context_begin(struct gs_charge *charge, CUdevice device) {
         gs_release(charge->dev, charge->bytes - exact);
         charge->bytes = exact;
     }
+    if (result != CUDA_SUCCESS)
+        return result;
+    charge->counted = gs_overhead_before_context(charge->dev);
+    gs_overhead_bound(charge->dev, (int64_t)charge->bytes);
     return result;
+}
+
+/* The estimate was reserved. If the context was created and the driver has a count, that replaces
+ * the estimate. */
+static void true_up(struct gs_charge *charge, CUresult result) {
+    if (charge->passed)
+        return;
+    gs_overhead_bound(charge->dev, -(int64_t)charge->bytes);
+    if (result == CUDA_SUCCESS &&
+        gs_overhead_of_context(charge->dev, charge->counted, charge->bytes))
+        charge->bytes = 0;
 }
 
 bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round,
@@ -43,7 +59,9 @@ bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned 
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device) {
     gs_now_current(NULL); /* a new context becomes current in this thread */
-    if (result != CUDA_SUCCESS || !context || !gs_context_learn(*context, device, charge->bytes))
+    true_up(charge, result);
+    if (result != CUDA_SUCCESS || !context ||
+        !gs_context_learn(*context, device, !charge->passed, charge->bytes))
         gs_charge_abort(charge);
     return result;
 }
@@ -60,10 +78,24 @@ void gs_context_grow(CUcontext context, int64_t bytes) {
 
 /* ---- destroying contexts -------------------------------------------------------------------- */
 
+/* Streams and graphs end with their context. */
+static void objects_gone(CUcontext context) {
+    gs_streams_context_gone(context);
+    gs_graphs_context_gone(context);
+}
+
+static void release_context(const struct gs_entry *entry) {
+    gs_release(entry->dev, entry->bytes);
+    gs_context_forget();
+    if (entry->kind == GS_KIND_WHOLE)
+        gs_overhead_contexts(entry->dev, -1);
+}
+
 static CUresult destroy_context(CUcontext context, CUresult (*call)(CUcontext)) {
     struct gs_entry entry;
     if (!gs_slot())
         return call(context);
+    GS_CHANGES;
     bool known = gs_map_take(&gs_contexts, gs_context_key(context), &entry);
     struct gs_dropped *dropped = gs_drop_begin(context);
     struct gs_leaving leaving;
@@ -73,10 +105,11 @@ static CUresult destroy_context(CUcontext context, CUresult (*call)(CUcontext)) 
     gs_captures_context_gone(context);
     gs_now_current(NULL);
     gs_drop_end(dropped, result == CUDA_SUCCESS);
-    if (known && result == CUDA_SUCCESS) {
-        gs_release(entry.dev, entry.bytes);
-        gs_context_forget();
-    } else if (known)
+    if (result == CUDA_SUCCESS)
+        objects_gone(context);
+    if (known && result == CUDA_SUCCESS)
+        release_context(&entry);
+    else if (known)
         gs_map_put(&gs_contexts, gs_context_key(context), &entry);
     return result;
 }
@@ -142,13 +175,13 @@ static void primary_gone(CUdevice device) {
     CUcontext context = primary[device].context;
     gs_compute_context_lost(context);
     gs_captures_context_gone(context);
-    if (context && gs_map_take(&gs_contexts, gs_context_key(context), &entry)) {
-        gs_release(entry.dev, entry.bytes);
-        gs_context_forget();
-    }
+    objects_gone(context);
+    if (context && gs_map_take(&gs_contexts, gs_context_key(context), &entry))
+        release_context(&entry);
     gs_release(gs_dev_of(device), primary[device].unnamed);
     primary[device].context = NULL;
     primary[device].unnamed = 0;
+    primary[device].retained = 0;
 }
 
 /* A green context keeps the primary context alive, like one more retain. */
@@ -159,8 +192,10 @@ CUresult gs_primary_used(CUdevice device, CUresult (*call)(void *arg), void *arg
     if (!primary_active(device))
         result = gs_context_begin(&charge, device);
     bool begun = result == CUDA_SUCCESS;
-    if (begun)
+    if (begun) {
         GS_CONTEXT_CALL(result, charge, call(arg));
+        true_up(&charge, result);
+    }
     if (begun && result != CUDA_SUCCESS)
         gs_charge_abort(&charge);
     else if (result == CUDA_SUCCESS && device >= 0 && device < GS_MAX_ORDINALS) {
@@ -190,15 +225,16 @@ static CUresult retain_locked(__typeof__(&cuDevicePrimaryCtxRetain) real, CUcont
     if (!primary_active(device) && (result = gs_context_begin(&charge, device)) != CUDA_SUCCESS)
         return result;
     GS_CONTEXT_CALL(result, charge, real(pctx, device));
+    true_up(&charge, result);
     if (result != CUDA_SUCCESS || !pctx) {
         gs_charge_abort(&charge);
         return result;
     }
     primary[device].retained++;
     primary[device].context = *pctx;
-    if (primary[device].unnamed && gs_context_learn(*pctx, device, primary[device].unnamed))
+    if (primary[device].unnamed && gs_context_learn(*pctx, device, true, primary[device].unnamed))
         primary[device].unnamed = 0;
-    if (!charge.passed && !gs_context_learn(*pctx, device, charge.bytes))
+    if (!charge.passed && !gs_context_learn(*pctx, device, true, charge.bytes))
         gs_charge_abort(&charge);
     return result;
 }
@@ -217,6 +253,7 @@ GS_EXPORT CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice de
 static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool reset) {
     if (!gs_slot() || device < 0 || device >= GS_MAX_ORDINALS)
         return call(device);
+    GS_CHANGES;
     gs_lock(&gs_self()->lock_context);
     CUcontext context = primary[device].context;
     bool last_use = reset || primary[device].retained <= 1;
@@ -225,7 +262,10 @@ static CUresult primary_goes(CUresult (*call)(CUdevice), CUdevice device, bool r
     if (last_use)
         gs_compute_context_goes(&leaving, context);
     CUresult result = call(device);
-    bool gone = result == CUDA_SUCCESS && last_use && !primary_active(device);
+    /* The driver's own number of uses decides, not the number seen here. */
+    bool gone = result == CUDA_SUCCESS && !primary_active(device);
+    if (gone && context && !dropped)
+        dropped = gs_drop_begin(context);
     gs_compute_context_gone(&leaving, result, result == CUDA_SUCCESS && !reset && !gone);
     gs_drop_end(dropped, gone || (reset && result == CUDA_SUCCESS));
     if (result == CUDA_SUCCESS && !reset && primary[device].retained)

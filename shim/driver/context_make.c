@@ -169,7 +169,7 @@ static size_t defaults[GS_MAX_ORDINALS][CU_LIMIT_MAX];
 static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here *here,
                           CUlimit limit, size_t value, uint64_t unit) {
     __typeof__(&cuCtxGetLimit) get = GS_REAL(cuCtxGetLimit);
-    struct gs_charge charge;
+    struct gs_growth growth;
     size_t before = 0, after = value;
     if (!get || get(&before, limit) != CUDA_SUCCESS)
         return real(limit, value);
@@ -179,19 +179,22 @@ static CUresult set_limit(__typeof__(&cuCtxSetLimit) real, const struct gs_here 
     uint64_t floor = limit_bytes(*first - 1, unit);
     uint64_t had = excess_over(floor, limit_bytes(before, unit));
     uint64_t want = excess_over(floor, limit_bytes(value, unit));
-    CUresult result = gs_charge_begin(&charge, want > had ? want - had : 0);
+    CUresult result = gs_growth_begin(&growth, here->device, want > had ? want - had : 0);
     if (result != CUDA_SUCCESS)
         return result;
-    if ((result = real(limit, value)) != CUDA_SUCCESS) {
-        gs_charge_abort(&charge);
+    result = real(limit, value);
+    uint64_t kept = gs_growth_end(&growth, result == CUDA_SUCCESS);
+    if (result != CUDA_SUCCESS)
         return result;
-    }
+    gs_overhead_shrank(here->dev);
+    if (gs_overhead_is_counted(here->dev))
+        return result;
     get(&after, limit); /* the driver may round */
     uint64_t has = excess_over(floor, limit_bytes(after, unit));
-    if (has > had + charge.bytes)
-        gs_charge_anyway(here->dev, has - had - charge.bytes);
+    if (has > had + kept)
+        gs_charge_anyway(here->dev, has - had - kept);
     else
-        gs_release(here->dev, had + charge.bytes - has);
+        gs_release(here->dev, had + kept - has);
     gs_context_grow(here->context, (int64_t)(has - had));
     return result;
 }

@@ -9,6 +9,7 @@ struct answer {
 /* Total is the limit, used is the container's use, and free is what it can have now. */
 static struct answer own_memory(int dev, uint64_t free_real, uint64_t total_real) {
     gs_pools_settle(dev);
+    gs_overhead_settle(dev);
     struct gs_whole whole = gs_whole(dev);
     bool all = whole.oversubscribed || whole.limit < total_real;
     return (struct answer){gs_free_now(dev, &whole, free_real), all ? whole.limit : total_real};

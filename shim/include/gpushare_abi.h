@@ -102,7 +102,9 @@ struct gs_limits {
     uint32_t mps_uid;    /* the uid in the container that the daemon serves; -1: every uid */
     uint32_t mps_device; /* 1 + the slot of the device whose compute limit MPS enforces; 0: none */
     uint32_t turn_us;    /* length of a migration slice */
-    uint8_t reserved[4];
+    /* Memory that the device counts and the driver lists for no process */
+    uint16_t init_kib;     /* of each process that has called cuInit */
+    uint16_t unlisted_kib; /* of each context */
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
 
@@ -136,7 +138,7 @@ struct gs_slot {
     uint64_t started_ns; /* CLOCK_MONOTONIC */
     uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
     uint64_t wants;  /* device slot << 56 | bytes that it waits for, see lending.c */
-    uint8_t reserved[24];
+    uint16_t driver_mib[12];        /* of bytes[]: what the driver takes beyond allocations */
     uint64_t bytes[GS_MAX_DEVICES]; /* charged by this process, per device slot */
 };
 
@@ -314,7 +316,8 @@ GS_AT(gs_limits, mps_token, 40);
 GS_AT(gs_limits, mps_uid, 48);
 GS_AT(gs_limits, mps_device, 52);
 GS_AT(gs_limits, turn_us, 56);
-GS_AT(gs_limits, reserved, 60);
+GS_AT(gs_limits, init_kib, 60);
+GS_AT(gs_limits, unlisted_kib, 62);
 GS_AT(gs_limits, device, 64);
 _Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
 
@@ -334,7 +337,7 @@ GS_AT(gs_slot, pid, 12);
 GS_AT(gs_slot, started_ns, 16);
 GS_AT(gs_slot, bounds, 24);
 GS_AT(gs_slot, wants, 32);
-GS_AT(gs_slot, reserved, 40);
+GS_AT(gs_slot, driver_mib, 40);
 GS_AT(gs_slot, bytes, 64);
 _Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
 

@@ -1,10 +1,12 @@
 /* Copies that may block until earlier work has completed: for the rate limiter they are
  * synchronisations. The copies themselves are not compute and are not charged. */
+#include "core/overhead.h"
 #include "launch.h"
 
 #define GS_COPY(name, parameters, ...) \
     GS_EXPORT CUresult CUDAAPI name parameters { \
         GS_NEED(real, name); \
+        gs_overhead_if_second(); \
         struct gs_compute *compute = gs_compute_sync_begin(NULL); \
         return gs_compute_sync_end(compute, real(__VA_ARGS__)); \
     }

@@ -15,6 +15,10 @@ _Static_assert(sizeof(CUgraphExec) == sizeof(uint64_t), "handles are keys");
 static struct gs_map executables;
 /* Their number; while it is 0, launches skip the look-up. */
 static _Atomic uint64_t with_memory;
+/* executable graph -> what is charged for the graph itself; extra = 1 once it has run */
+static struct gs_map graphs;
+
+#define NODE_BYTES 4096u /* charged for each node where the driver has no count */
 
 #define MAX_DEPTH 64u
 
@@ -77,6 +81,57 @@ static void measure(CUgraph graph, struct measured *sum, unsigned depth) {
     free(nodes);
 }
 
+/* ---- the memory of the graph itself: the driver's count charges it ----------------------------
+ */
+
+static void graph_made(CUgraphExec exec, CUgraph graph) {
+    __typeof__(&cuGraphGetNodes) get_nodes = GS_REAL(cuGraphGetNodes);
+    struct gs_here here;
+    struct gs_entry old;
+    size_t n = 0;
+    if (!gs_here(&here))
+        return;
+    if (get_nodes)
+        get_nodes(graph, NULL, &n);
+    struct gs_entry entry = {.bytes = gs_overhead_grew(here.dev, n * NODE_BYTES),
+                             .context = gs_context_key(here.context),
+                             .dev = here.dev,
+                             .kind = GS_KIND_WHOLE};
+    if (gs_map_take(&graphs, key_of(exec), &old)) /* of a graph that ended with its context */
+        gs_release(old.dev, old.bytes);
+    if (!gs_map_put(&graphs, key_of(exec), &entry))
+        gs_release(here.dev, entry.bytes);
+}
+
+static void graph_ran(CUgraphExec exec) {
+    struct gs_entry entry;
+    if (gs_map_get(&graphs, key_of(exec), &entry) && !entry.extra &&
+        gs_map_swap(&graphs, key_of(exec), 0, 1))
+        gs_overhead_grew(entry.dev, 0);
+}
+
+static void graph_gone(CUgraphExec exec) {
+    struct gs_entry entry;
+    if (!gs_slot() || !gs_map_take(&graphs, key_of(exec), &entry))
+        return;
+    gs_release(entry.dev, entry.bytes);
+    gs_overhead_shrank(entry.dev);
+}
+
+static bool is_in(uint64_t key, const struct gs_entry *entry, void *context) {
+    (void)key;
+    return entry->context == gs_context_key(context);
+}
+
+static void release(uint64_t key, const struct gs_entry *entry, void *arg) {
+    (void)key, (void)arg;
+    gs_release(entry->dev, entry->bytes);
+}
+
+void gs_graphs_context_gone(CUcontext context) {
+    gs_map_take_all(&graphs, is_in, release, context);
+}
+
 /* ---- records of executable graphs ------------------------------------------------------------ */
 
 /* Memory of the graph that ran last may not be resident any more. */
@@ -130,6 +185,8 @@ static CUresult instantiated(CUresult result, const CUgraphExec *exec, CUgraph g
     result = replace_record(*exec, &sum);
     if (result != CUDA_SUCCESS)
         GS_REAL(cuGraphExecDestroy)(*exec);
+    else
+        graph_made(*exec, graph);
     return result;
 }
 
@@ -184,6 +241,7 @@ static CUresult launch_with_memory(launch_fn real, CUgraphExec exec, CUstream st
         sum.on[sum.n].device = (CUdevice)(uint32_t)entry.extra;
         sum.on[sum.n++].bytes = entry.bytes;
     }
+    GS_CHANGES;
     CUresult result = rooms_begin(&rooms, &sum, exec);
     if (result != CUDA_SUCCESS)
         return result;
@@ -257,6 +315,9 @@ static CUresult launch_admitted(launch_fn real, CUgraphExec exec, CUstream strea
     if (result == CUDA_SUCCESS)
         result = launch(real, exec, stream);
     gs_compute_launched(&admission, result);
+    if (result == CUDA_SUCCESS)
+        graph_ran(exec);
+    gs_overhead_if_late();
     return result;
 }
 
@@ -277,24 +338,37 @@ static CUresult launch_admitted(launch_fn real, CUgraphExec exec, CUstream strea
 GS_GRAPH_WRAPPER(cuGraphLaunch, GS_AS_IT_IS)
 GS_GRAPH_WRAPPER(cuGraphLaunch_ptsz, gs_per_thread)
 
+static CUresult upload(launch_fn real, CUgraphExec exec, CUstream stream) {
+    CUresult result = launch(real, exec, stream);
+    if (result == CUDA_SUCCESS)
+        graph_ran(exec);
+    return result;
+}
+
 GS_EXPORT CUresult CUDAAPI cuGraphUpload(CUgraphExec exec, CUstream stream) {
     GS_NEED(real, cuGraphUpload);
-    return launch(real, exec, stream);
+    return upload(real, exec, stream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphUpload_ptsz(CUgraphExec exec, CUstream stream) {
     GS_NEED(real, cuGraphUpload_ptsz);
-    return launch(real, exec, stream);
+    return upload(real, exec, stream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec exec) {
     GS_NEED(real, cuGraphExecDestroy);
     struct measured was = {0};
     gs_compute_changed(exec);
-    if (!gs_slot() || atomic_load(&with_memory) == 0)
-        return real(exec);
+    if (!gs_slot() || atomic_load(&with_memory) == 0) {
+        CUresult result = real(exec);
+        if (result == CUDA_SUCCESS)
+            graph_gone(exec);
+        return result;
+    }
     remove_record(exec, &was);
     CUresult result = real(exec);
+    if (result == CUDA_SUCCESS)
+        graph_gone(exec);
     if (result != CUDA_SUCCESS)
         add_record(exec, &was);
     for (unsigned i = 0; i < was.n; i++) {

@@ -24,13 +24,16 @@ void gs_launches_ready(void) {
 /* Call `real` after admission. */
 #define GS_ADMITTED(function, grid, stream, overlaps, ...) \
     struct gs_admission admission; \
-    CUresult result = gs_function_launch(function); \
+    struct gs_use use; \
+    CUresult result = gs_use_launch(&use, function); \
     if (result != CUDA_SUCCESS) \
         return result; \
     result = gs_compute_admit(&admission, function, grid, stream, overlaps, true); \
     if (result == CUDA_SUCCESS) \
         result = real(__VA_ARGS__); \
     gs_compute_launched(&admission, result); \
+    gs_use_end(&use, result == CUDA_SUCCESS); \
+    gs_overhead_if_late(); \
     return result
 
 #define GRID ((struct gs_grid){gx, gy, gz})
@@ -165,11 +168,12 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
                                                                 unsigned int flags) {
     GS_NEED(real, cuLaunchCooperativeKernelMultiDevice);
     struct gs_admission admission[GS_MAX_ORDINALS];
+    struct gs_use use[GS_MAX_ORDINALS];
     CUresult result = list && n > GS_MAX_ORDINALS ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
     unsigned admitted = 0;
     for (; list && admitted < n && result == CUDA_SUCCESS; admitted++) {
         const CUDA_LAUNCH_PARAMS *p = &list[admitted];
-        if ((result = gs_function_launch(p->function)) != CUDA_SUCCESS)
+        if ((result = gs_use_launch(&use[admitted], p->function)) != CUDA_SUCCESS)
             break;
         result = gs_compute_admit(&admission[admitted], p->function,
                                   (struct gs_grid){p->gridDimX, p->gridDimY, p->gridDimZ},
@@ -177,8 +181,10 @@ GS_EXPORT CUresult CUDAAPI cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARA
     }
     if (result == CUDA_SUCCESS)
         result = real(list, n, flags);
-    for (unsigned i = 0; i < admitted; i++)
+    for (unsigned i = 0; i < admitted; i++) {
         gs_compute_launched(&admission[i], result);
+        gs_use_end(&use[i], result == CUDA_SUCCESS);
+    }
     return result;
 }
 
@@ -204,13 +210,22 @@ GS_EXPORT CUresult CUDAAPI cuLaunchGridAsync(CUfunction f, int width, int height
 
 /* ---- other calls that use a library's kernel ------------------------------------------------ */
 
+#define GS_USED(call) \
+    if (result != CUDA_SUCCESS) \
+        return result; \
+    result = (call); \
+    gs_use_end(&use, result == CUDA_SUCCESS); \
+    return result
+
 #define GS_WITH(function, ...) \
-    CUresult result = gs_kernel_use(function); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+    struct gs_use use; \
+    CUresult result = gs_use_kernel(&use, function); \
+    GS_USED(real(__VA_ARGS__))
 
 #define GS_WITH_LAUNCHED(function, ...) \
-    CUresult result = gs_function_launch(function); \
-    return result == CUDA_SUCCESS ? real(__VA_ARGS__) : result
+    struct gs_use use; \
+    CUresult result = gs_use_launch(&use, function); \
+    GS_USED(real(__VA_ARGS__))
 
 GS_EXPORT CUresult CUDAAPI cuKernelGetFunction(CUfunction *out, CUkernel kernel) {
     GS_NEED(real, cuKernelGetFunction);

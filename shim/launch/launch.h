@@ -155,7 +155,13 @@ static inline void gs_compute_waits(CUstream stream) {
         gs_compute_waits_in(stream);
 }
 
-/* ---- capture.c, and streams that are destroyed ----------------------------------------------- */
+/* ---- stream.c, capture.c, and streams that are destroyed --------------------------------------
+ */
+
+void gs_stream_gone(CUstream stream);
+/* A context is gone, with its streams and executable graphs. */
+void gs_streams_context_gone(CUcontext context);
+void gs_graphs_context_gone(CUcontext context);
 
 void gs_captures_stream_gone(CUstream stream);
 void gs_captures_context_gone(CUcontext context);

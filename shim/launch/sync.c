@@ -7,6 +7,7 @@
 #include "memory/memory.h"
 
 static void begin_wait(void) {
+    gs_overhead_if_second();
     if (atomic_load_explicit(&gs_slice_held, memory_order_relaxed))
         gs_slice_waits(true);
 }
@@ -64,7 +65,7 @@ GS_EXPORT CUresult CUDAAPI cuEventSynchronize(CUevent hEvent) {
     gs_compute_stream_goes(hStream); \
     CUresult result = real(hStream); \
     if (result == CUDA_SUCCESS) \
-        gs_captures_stream_gone(hStream); \
+        gs_stream_gone(hStream); \
     return result
 
 GS_EXPORT CUresult CUDAAPI cuStreamDestroy(CUstream hStream) {

@@ -78,6 +78,7 @@ static void destroy_array(CUarray array, CUmipmappedArray mipmap) {
 }
 
 #define GS_CREATE(shape, levels, array, mipmap, handle, ...) \
+    GS_CHANGES; \
     struct gs_charge charge; \
     CUresult result = gs_charge_begin(&charge, bound_of_shape(shape, levels)); \
     if (result != CUDA_SUCCESS) \

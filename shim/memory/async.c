@@ -95,6 +95,7 @@ static CUresult retry_on_host(const struct async *a, CUresult result, CUdevicept
 
 #define GS_ALLOC_ASYNC(fn, suffix, pool, ...) \
     GS_NEED(real, fn); \
+    GS_CHANGES; \
     struct async a; \
     CUresult result = \
         begin_alloc(&a, bytesize, pool, hStream, GS_REAL(cuStreamIsCapturing##suffix)); \
@@ -123,13 +124,33 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_
     GS_ALLOC_ASYNC(cuMemAllocFromPoolAsync_ptsz, _ptsz, pool, dptr, bytesize, pool, hStream);
 }
 
+/* Plain memory stays on the device until earlier work in the stream has ended. So it stays charged
+ * as overhead, until the driver counts less at the next synchronisation. */
+static CUresult free_now(free_fn real, CUdeviceptr dptr, CUstream stream) {
+    GS_CHANGES;
+    struct gs_entry entry;
+    bool known = gs_map_take(&gs_memory, dptr, &entry);
+    CUresult result = real(dptr, stream);
+    if (known && result != CUDA_SUCCESS)
+        gs_map_put(&gs_memory, dptr, &entry);
+    if (!known || result != CUDA_SUCCESS)
+        return result;
+    if (entry.kind == GS_KIND_LINEAR && gs_overhead_is_counted(entry.dev)) {
+        gs_overhead_keeps(entry.dev, gs_round_up(entry.bytes, GS_BLOCK));
+        atomic_fetch_or(&gs_freed_later, UINT32_C(1) << entry.dev);
+        atomic_store(&gs_pools_freed, 1);
+    }
+    gs_uncharge(dptr, &entry);
+    return result;
+}
+
 /* In a capture a free adds a node, too: the memory stays allocated. */
 static CUresult free_async(free_fn real, is_capturing_fn ask, CUdeviceptr dptr, CUstream stream) {
     if (!gs_slot() || is_capturing(ask, stream))
         return real(dptr, stream);
     if (gs_virtual_is(dptr)) /* not from a pool: the driver can only free it at once */
         return gs_virtual_free_later(dptr, stream) ? CUDA_SUCCESS : cuMemFree_v2(dptr);
-    return GS_FREE(gs_memory, dptr, real(dptr, stream));
+    return free_now(real, dptr, stream);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {

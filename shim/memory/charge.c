@@ -13,6 +13,7 @@ static bool reserve_or_trim(int dev, uint64_t bytes) {
     if (gs_reserve(dev, bytes))
         return true;
     if (bytes <= gs_limit(dev)) {
+        gs_overhead_refusing(dev);
         gs_pools_settle(dev);
         if (gs_reserve(dev, bytes))
             return true;
@@ -28,6 +29,7 @@ CUresult gs_charge_try(struct gs_charge *charge, uint64_t bytes) {
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     charge->passed = !gs_here(&here);
+    charge->managed = false;
     charge->dev = GS_NO_DEV;
     if (charge->passed)
         return CUDA_SUCCESS;
@@ -58,6 +60,18 @@ CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t 
     return result;
 }
 
+CUresult gs_growth_begin(struct gs_growth *growth, CUdevice device, uint64_t bound) {
+    struct gs_charge charge = {.bytes = 0};
+    *growth = (struct gs_growth){.dev = gs_dev_of(device)};
+    CUresult result = bound ? gs_charge_begin_on(&charge, device, bound) : CUDA_SUCCESS;
+    if (result != CUDA_SUCCESS)
+        return result;
+    growth->bytes = bound;
+    growth->bound = charge.bytes;
+    gs_overhead_bound(growth->dev, (int64_t)growth->bound);
+    return result;
+}
+
 void gs_charge_abort(struct gs_charge *charge) {
     if (!charge->passed)
         gs_release(charge->dev, charge->bytes);
@@ -83,9 +97,14 @@ CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t b
     struct gs_entry entry = {.bytes = bytes,
                              .context = (uint64_t)(uintptr_t)charge->context,
                              .dev = charge->dev,
-                             .kind = GS_KIND_LINEAR};
+                             .kind = GS_KIND_LINEAR,
+                             .extra = charge->managed};
+    if (charge->managed)
+        gs_overhead_unlisted(charge->dev, (int64_t)took);
     if (gs_map_put(&gs_memory, address, &entry))
         return CUDA_SUCCESS;
+    if (charge->managed)
+        gs_overhead_unlisted(charge->dev, -(int64_t)took);
     gs_release(charge->dev, gs_blocks_give(address, bytes));
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -113,18 +132,22 @@ CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+static void release_linear(uint64_t address, const struct gs_entry *entry) {
+    uint64_t bytes = gs_blocks_give(address, entry->bytes);
+    if (entry->extra)
+        gs_overhead_unlisted(entry->dev, -(int64_t)bytes);
+    gs_release(entry->dev, bytes);
+}
+
 void gs_uncharge(uint64_t key, const struct gs_entry *entry) {
     switch (entry->kind) {
     case GS_KIND_LINEAR:
-        if (!gs_export_address_freed(key))
-            break;
-        gs_release(entry->dev, gs_blocks_give(key, entry->bytes));
+        if (gs_export_address_freed(key))
+            release_linear(key, entry);
         break;
     case GS_KIND_WHOLE:
+    case GS_KIND_CODE:
         gs_release(entry->dev, entry->bytes);
-        break;
-    case GS_KIND_MODULE:
-        free((void *)(uintptr_t)entry->extra);
         break;
     case GS_KIND_VIRTUAL:
         gs_virtual_freed(key, entry);

@@ -1,7 +1,12 @@
 /* Memory that another process or another API allocated and this process only opens. It is charged
  * where it was allocated, as long as it exists (core/exports.c). Freeing or closing it here
  * releases nothing. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "pool.h"
 
@@ -111,17 +116,63 @@ GS_EXPORT CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
     return result;
 }
 
-/* ---- by descriptor: both processes have the same file ---------------------------------------- */
+/* ---- by descriptor: both processes have the same open file --------------------------------------
+ */
 
-/* If all descriptors of a driver refer to one file, their memory forms one class: freed memory of
- * the class counts until all of the class is closed. */
+/* All descriptors of NVIDIA's driver are of /dev/nvidiactl, so the file identifies nothing. An
+ * exporter marks the open file, which goes to the importer with the descriptor, by a shared lock on
+ * one byte: the byte's offset is the id. Locks of open files stand in /proc/self/fdinfo
+ * (Linux 4.1). Without such a mark all memory of one file forms a class: freed memory of the class
+ * counts until all of the class is closed. */
 
-uint64_t gs_export_id_of_file(int fd) {
+/* Linux 3.15, and not in the C library of 2013 that the shim is linked against. */
+#ifndef F_OFD_SETLK
+#define F_OFD_SETLK 37
+#endif
+#define MARK "OFDLCK"
+
+static uint64_t id_of_file(int fd) {
     struct stat st;
     if (fstat(fd, &st) != 0)
         return GS_SHARE_ANY;
     uint64_t name[2] = {st.st_dev, st.st_ino};
     return gs_export_id(name, sizeof(name));
+}
+
+uint64_t gs_export_mark(int fd, uint64_t id) {
+    struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_start = (off_t)id, .l_len = 1};
+    int saved = errno;
+    bool marked = fcntl(fd, F_OFD_SETLK, &lock) == 0;
+    errno = saved;
+    return marked ? id : id_of_file(fd);
+}
+
+/* "lock:\t1: OFDLCK  ADVISORY  READ -1 00:06:142 <start> <end>", once for each lock. */
+static uint64_t mark_of(const char *text) {
+    const char *line = strstr(text, MARK);
+    unsigned long long start, end;
+    if (!line || sscanf(line + sizeof(MARK) - 1, " %*s %*s %*s %*s %llu %llu", &start, &end) != 2)
+        return 0;
+    return start == end ? start : 0;
+}
+
+uint64_t gs_export_id_of_file(int fd) {
+    char path[40], text[4096];
+    int saved = errno;
+    uint64_t id = 0;
+    snprintf(path, sizeof(path), "/proc/self/fdinfo/%d", fd);
+    int info = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = info < 0 ? -1 : read(info, text, sizeof(text) - 1);
+    if (info >= 0)
+        close(info);
+    if (n > 0) {
+        text[n] = 0;
+        id = mark_of(text);
+    }
+    errno = saved;
+    if (!id && (n <= 0 || n == sizeof(text) - 1))
+        return GS_SHARE_ANY; /* a mark cannot be read: it may be any export */
+    return id ? id : id_of_file(fd);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle,

@@ -22,8 +22,14 @@ static CUresult count_and_refuse(void) {
 /* `bound`: upper bound of what the call allocates; `got`: what it did allocate, valid if the call
  * succeeded; `instead`: the expression to return if the share or the device has no room. */
 #define GS_ALLOCATE(bound, out, got, instead, ...) \
+    GS_ALLOCATE_AS(false, bound, out, got, instead, __VA_ARGS__)
+
+/* `is_managed`: the driver counts the memory for no process. */
+#define GS_ALLOCATE_AS(is_managed, bound, out, got, instead, ...) \
+    GS_CHANGES; \
     struct gs_charge charge; \
     CUresult result = gs_charge_try(&charge, bound); \
+    charge.managed = is_managed; \
     if (result == CUDA_ERROR_OUT_OF_MEMORY) \
         return instead; \
     if (result != CUDA_SUCCESS) \
@@ -90,8 +96,8 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *p
 GS_EXPORT CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize,
                                              unsigned int flags) {
     GS_NEED(real, cuMemAllocManaged);
-    GS_ALLOCATE(bytesize, dptr, bytesize, gs_virtual_alloc(dptr, bytesize, flags), dptr, bytesize,
-                flags);
+    GS_ALLOCATE_AS(true, bytesize, dptr, bytesize, gs_virtual_alloc(dptr, bytesize, flags), dptr,
+                   bytesize, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemFree_v2(CUdeviceptr dptr) {

@@ -3,7 +3,9 @@
 #ifndef GPUSHARE_MEMORY_H
 #define GPUSHARE_MEMORY_H
 
+#include "core/busy.h"
 #include "core/context.h"
+#include "core/overhead.h"
 #include "oversubscription/oversubscription.h"
 
 /* ---- charge.c: from the call to the free --------------------------------------------- */
@@ -13,7 +15,9 @@ struct gs_charge {
     int dev;
     /* Nothing known to charge: the driver refuses the call itself, or the call is undone. */
     bool passed;
-    uint64_t bytes; /* reserved */
+    uint64_t bytes;   /* reserved */
+    uint64_t counted; /* of a context: the driver's count before (core/overhead.h) */
+    bool managed;     /* the driver counts it for no process */
 };
 
 /* Reserve for an allocation in the current context. After CUDA_SUCCESS, call the driver. */
@@ -25,6 +29,9 @@ CUresult gs_charge_begin_on(struct gs_charge *charge, CUdevice device, uint64_t 
 /* The same for a caller that then tries another place: no refusal is counted. */
 CUresult gs_charge_try_on(struct gs_charge *charge, CUdevice device, uint64_t bytes);
 void gs_charge_abort(struct gs_charge *charge);
+/* Reserve a bound for what the driver may take in a call that is no allocation. After CUDA_SUCCESS,
+ * make the call and gs_growth_end. */
+CUresult gs_growth_begin(struct gs_growth *growth, CUdevice device, uint64_t bound);
 /* The driver allocated [address, +bytes). Returns CUDA_ERROR_OUT_OF_MEMORY if that exceeds the
  * limit; then free it. */
 CUresult gs_charge_linear(struct gs_charge *charge, uint64_t address, uint64_t bytes);
@@ -35,7 +42,7 @@ CUresult gs_charge_object(struct gs_charge *charge, struct gs_map *map, uint64_t
 void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 
 extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules */
-extern struct gs_map gs_loaded;  /* code and local memory of contexts: code/code.c */
+extern struct gs_map gs_loaded;  /* code and local memory of contexts: code/use.c, local.c */
 
 /* Entries of a context that is about to be destroyed: taken out of the maps, then released, or put
  * back if the context remains. */
@@ -48,6 +55,7 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
  * `known_`. */
 #define GS_FREE(map, key, call) \
     ({ \
+        GS_CHANGES; \
         struct gs_entry entry_; \
         bool known_ = gs_map_take(&(map), (uint64_t)(key), &entry_); \
         CUresult result_ = (call); \
@@ -62,7 +70,10 @@ void gs_drop_end(struct gs_dropped *dropped, bool gone);
 
 /* Return false if it cannot be tracked when the memory is closed; it then stays charged. */
 bool gs_export_address_freed(uint64_t address);
-/* Return an id of the file, 0 if `fd` is none. */
+/* Mark an exported descriptor with an id (gs_export_new_id). Return the id by which an importer
+ * knows it: another one if the file cannot be marked. */
+uint64_t gs_export_mark(int fd, uint64_t id);
+/* The id of an imported descriptor, GS_SHARE_ANY if it is none. */
 uint64_t gs_export_id_of_file(int fd);
 
 /* ---- pool.c --------------------------------------------------------------------------- */
@@ -73,6 +84,8 @@ void gs_pools_settle(int dev);
 void gs_pools_trim(int dev);
 /* Memory was freed to a pool since all pools were last settled. */
 extern _Atomic uint32_t gs_pools_freed;
+/* The same for plain memory, by device. */
+extern _Atomic uint32_t gs_freed_later;
 void gs_pools_synced(void);
 /* An allocation from a pool was freed: settle the pool. */
 void gs_pooled_freed(const struct gs_entry *entry);

@@ -218,11 +218,17 @@ void gs_pools_trim(int dev) {
 }
 
 _Atomic uint32_t gs_pools_freed;
+_Atomic uint32_t gs_freed_later;
 
 void gs_pools_synced(void) {
-    if (atomic_exchange(&gs_pools_freed, 0))
-        for (int dev = 0; dev < (int)GS_MAX_DEVICES; dev++)
-            gs_pools_settle(dev);
+    if (!atomic_exchange(&gs_pools_freed, 0))
+        return;
+    uint32_t later = atomic_exchange(&gs_freed_later, 0);
+    for (int dev = 0; dev < (int)GS_MAX_DEVICES; dev++) {
+        gs_pools_settle(dev);
+        if (later & UINT32_C(1) << dev)
+            gs_overhead_shrank(dev);
+    }
 }
 
 /* A destroyed pool exists until its last allocation is freed; its charge stays until then. */
@@ -254,6 +260,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolPr
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
     GS_NEED(real, cuMemPoolDestroy);
+    GS_CHANGES;
     struct gs_entry entry;
     if (!gs_slot())
         return real(handle);
@@ -285,6 +292,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolDestroy(CUmemoryPool handle) {
 
 GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
     GS_NEED(real, cuMemPoolTrimTo);
+    GS_CHANGES;
     CUresult result = real(pool, keep);
     struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
     if (known)
@@ -295,6 +303,7 @@ GS_EXPORT CUresult CUDAAPI cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
 GS_EXPORT CUresult CUDAAPI cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attr,
                                                  void *value) {
     GS_NEED(real, cuMemPoolSetAttribute);
+    GS_CHANGES;
     CUresult result = real(pool, attr, value);
     struct gs_pool *known = gs_slot() && result == CUDA_SUCCESS ? gs_pool_known(pool) : NULL;
     if (known)

@@ -107,6 +107,7 @@ static bool make_room(struct gs_room *room) {
         return true;
     if (room->asked > gs_limit(room->pool->dev))
         return false;
+    gs_overhead_refusing(room->pool->dev);
     gs_pools_settle(room->pool->dev);
     if (reserve_step(room))
         return true;

@@ -11,6 +11,7 @@ struct physical {
     uint32_t uses; /* handles not released + mappings + bindings */
     uint32_t refs; /* handles only; 0 = the driver may reuse the handle for other memory */
     int row;       /* in core/exports.c; -1: none */
+    uint64_t id;   /* of exported or imported memory; 0: none yet */
     bool exported; /* without a row it stays charged */
     bool foreign;  /* memory of another process */
     bool moved;    /* to the host, from the device `asked` (vmm_host.c) */
@@ -176,7 +177,13 @@ static CUresult add_record(struct gs_charge *charge, CUresult result,
             gs_charge_abort(charge);
         return result; /* without memory for a record, the charge stays */
     }
-    *memory = (struct physical){charge->bytes, charge->dev, 1, 1, -1, false, false, moved, asked};
+    *memory = (struct physical){.bytes = charge->bytes,
+                                .dev = charge->dev,
+                                .uses = 1,
+                                .refs = 1,
+                                .row = -1,
+                                .moved = moved,
+                                .asked = asked};
     struct gs_entry entry = {.extra = (uintptr_t)memory, .dev = charge->dev};
     lock();
     gs_map_put(&handles, *handle, &entry);
@@ -189,10 +196,12 @@ static CUresult add_record(struct gs_charge *charge, CUresult result,
 GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
                                        const CUmemAllocationProp *prop, unsigned long long flags) {
     GS_NEED(real, cuMemCreate);
+    GS_CHANGES;
     struct gs_charge charge;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (!prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+    if (!prop || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        !gs_device_exists(prop->location.id))
         return real(handle, size, prop, flags);
     CUdevice asked = prop->location.id;
     CUresult result = gs_charge_try_on(&charge, asked, size);
@@ -209,6 +218,7 @@ GS_EXPORT CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, siz
 
 GS_EXPORT CUresult CUDAAPI cuMemRelease(CUmemGenericAllocationHandle handle) {
     GS_NEED(real, cuMemRelease);
+    GS_CHANGES;
     struct gs_entry entry;
     if (!gs_slot())
         return real(handle);
@@ -240,11 +250,14 @@ GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
     if (result != CUDA_SUCCESS || !gs_slot() || !out ||
         type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return result;
-    uint64_t id = gs_export_id_of_file(*(int *)out);
     lock();
     struct physical *memory = find_record(handle);
+    if (memory) {
+        uint64_t id = gs_export_mark(*(int *)out, memory->id ? memory->id : gs_export_new_id());
+        memory->id = memory->id ? memory->id : id; /* that of the first export has the row */
+    }
     if (memory && !memory->foreign && !memory->exported) {
-        memory->row = gs_export_add(id, false, memory->dev, memory->bytes);
+        memory->row = gs_export_add(memory->id, false, memory->dev, memory->bytes);
         memory->exported = true;
     }
     unlock();
@@ -257,6 +270,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
                                                           void *osHandle,
                                                           CUmemAllocationHandleType type) {
     GS_NEED(real, cuMemImportFromShareableHandle);
+    GS_CHANGES;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
@@ -274,7 +288,8 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
         memory->refs++;
         memory->uses++;
     } else if (result == CUDA_SUCCESS && handle) {
-        *fresh = (struct physical){0, GS_NO_DEV, 1, 1, row, false, true, false, 0};
+        *fresh = (struct physical){
+            .dev = GS_NO_DEV, .uses = 1, .refs = 1, .row = row, .id = id, .foreign = true};
         struct gs_entry entry = {.extra = (uintptr_t)fresh, .dev = GS_NO_DEV};
         gs_map_put(&handles, *handle, &entry);
         fresh = NULL;
@@ -310,12 +325,14 @@ GS_EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHan
 GS_EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
                                     CUmemGenericAllocationHandle handle, unsigned long long flags) {
     GS_NEED(real, cuMemMap);
+    GS_CHANGES;
     struct use *use = use_begin(handle, 0, 0, ptr, size);
     return use_end(use, real(ptr, size, offset, handle, flags));
 }
 
 GS_EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
     GS_NEED(real, cuMemUnmap);
+    GS_CHANGES;
     struct use *list = take_range(0, ptr, size);
     return end_range(list, real(ptr, size));
 }
@@ -403,6 +420,7 @@ GS_EXPORT CUresult CUDAAPI cuMulticastBindAddr_v2(CUmemGenericAllocationHandle m
 GS_EXPORT CUresult CUDAAPI cuMulticastUnbind(CUmemGenericAllocationHandle mc, CUdevice dev,
                                              size_t mcOffset, size_t size) {
     GS_NEED(real, cuMulticastUnbind);
+    GS_CHANGES;
     struct use *list = take_range(mc, mcOffset, size);
     return end_range(list, real(mc, dev, mcOffset, size));
 }

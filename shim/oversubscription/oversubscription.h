@@ -3,6 +3,7 @@
 #define GPUSHARE_OVERSUBSCRIPTION_H
 
 #include "core/context.h"
+#include "core/overhead.h"
 
 /* ---- virtual.c: the host part of a share ----------------------------------------------- */
 

@@ -37,6 +37,8 @@ static bool move_boundary(CUdeviceptr base, const struct gs_entry *entry, uint64
     if (!gs_reserve_moved(up ? device : host, bytes))
         return false;
     bool moved = gs_map_swap(&gs_memory, base, entry->extra, boundary);
+    if (moved)
+        gs_overhead_unlisted(device, up ? (int64_t)bytes : -(int64_t)bytes);
     gs_release(up == moved ? host : device, bytes);
     return moved;
 }

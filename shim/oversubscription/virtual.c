@@ -119,6 +119,7 @@ static CUresult alloc_managed(CUdeviceptr *out, uint64_t bytes, unsigned int fla
         gs_residency_stays(*out);
         atomic_fetch_add(&live, 1);
         if (gs_map_put(&gs_memory, *out, &entry)) {
+            gs_overhead_unlisted(here->dev, (int64_t)parts.device);
             gs_compute_forget(); /* launches that threads remember skip the migration slice */
             return CUDA_SUCCESS;
         }
@@ -257,6 +258,7 @@ void gs_virtual_freed(uint64_t address, const struct gs_entry *entry) {
         GS_REAL(cuEventDestroy_v2)(one.event);
     gs_residency_stays(address);
     atomic_fetch_sub(&live, 1);
+    gs_overhead_unlisted(entry->dev, -(int64_t)entry->extra);
     release_parts(entry->dev, (struct parts){entry->extra, entry->bytes - entry->extra});
 }
 

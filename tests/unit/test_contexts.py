@@ -11,6 +11,7 @@ from typing import Any, Optional
 import pytest
 from gpushare.allocation import contextmeasuring
 from gpushare.config import node
+from gpushare.core import constants
 from gpushare.core.model import Context, Node
 from gpushare.gpu import contextprobe, contexts, driverfiles
 
@@ -84,7 +85,8 @@ def test_measured_context_is_that_of_the_model(on: Callable[..., Host], name: st
     (device,) = on(model=name).refresh().inventory.devices
     like = models.MODELS[name]
     assert (device.memory_bytes, device.reserved_bytes) == (like.memory_bytes, like.reserved_bytes)
-    assert device.context_bytes == contexts.rounded(like.listed_bytes)
+    unlisted = constants.INIT_BYTES + constants.CONTEXT_UNLISTED_BYTES
+    assert device.context_bytes == contexts.rounded(like.listed_bytes + (0 if name == models.DEFAULT else unlisted))
 
 
 def test_mig_device_has_a_context_of_its_own(on: Callable[..., Host]) -> None:
@@ -95,8 +97,9 @@ def test_mig_device_has_a_context_of_its_own(on: Callable[..., Host]) -> None:
     assert {one.profile for one in estimated.mig} == {"1g.10gb"}
     assert like.context_bytes < estimated.mig[0].context_bytes < like.context_bytes + 128 * MIB
     measured = host.refresh().inventory
-    assert [one.context_bytes for one in measured.mig] == [like.context_bytes] * 2
-    assert [one[2:5] for one in measured.contexts] == [("1g.10gb", False, like.context_bytes)]  # not of the whole GPU
+    size = contexts.rounded(like.context_bytes + constants.INIT_BYTES + constants.CONTEXT_UNLISTED_BYTES)
+    assert [one.context_bytes for one in measured.mig] == [size] * 2
+    assert [one[2:5] for one in measured.contexts] == [("1g.10gb", False, size)]  # not of the whole GPU
     assert {(one.memory_bytes, one.reserved_bytes) for one in measured.mig} == {
         (like.memory_bytes, like.reserved_bytes)
     }

@@ -128,6 +128,7 @@ def test_limits_are_complete_and_read_only_without_temporary_file(page: Path, st
     assert sorted(path.name for path in (share / "driver").iterdir()) == [
         "libcuda-real.so.1",
         "libnvidia-ml-real.so.1",
+        "libnvidia-ml.so.1",
     ]
     read = storage.read_limits(str(limits))
     assert read.devices[0].memory_limit_bytes == 4 * GIB

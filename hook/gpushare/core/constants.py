@@ -11,6 +11,7 @@ PRIVATE_DIR = "/usr/lib/gpushare"
 DRIVER_DIR = PRIVATE_DIR + "/driver"
 REAL_CUDA = DRIVER_DIR + "/libcuda-real.so.1"
 REAL_NVML = DRIVER_DIR + "/libnvidia-ml-real.so.1"
+OWN_NVML = DRIVER_DIR + "/libnvidia-ml.so.1"  # the shim, where it is in no library directory
 LIMITS = PRIVATE_DIR + "/limits"
 RW_DIR = PRIVATE_DIR + "/rw"
 USAGE = RW_DIR + "/usage"
@@ -55,6 +56,12 @@ AUTO = "auto"
 # Values of policy.lending: how memory that a container borrowed above its request is taken back
 NO_LENDING, MOVABLE, EVICT = "off", "movable", "evict"
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
+SIMULATED_MODEL = "NVIDIA Simulated"  # how the names of the simulator's own cards begin
+# Memory that the device counts and NVML lists for no process: of cuInit in a process, and of each context. Measured on
+# an H100 80GB HBM3 with driver 580.159.04 (tests/hardware/measured, check `context`: 526.8 MiB taken, 518 MiB listed),
+# and assumed on other GPUs
+INIT_BYTES = 3407872
+CONTEXT_UNLISTED_BYTES = 5832704
 BACKENDS = ("shim", "mps", "dmem")  # packages of allocation/backends
 APPLIED_ANNOTATION = "gpushare.io/applied"  # records what gpushare put into config.json, see specedit.py
 HOOK_OUTPUT_ANNOTATIONS = ("run.oci.hooks.stdout", "run.oci.hooks.stderr")  # crun: files that collect hook output

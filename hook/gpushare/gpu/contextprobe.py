@@ -2,7 +2,8 @@
 
     probe(nvml_library, cuda_library, uuid, deadline_s, daemon) -> (bytes, "") or (0, why not)
 
-NVML's number for the one process is exact while other processes allocate and free. The device's free memory is not. For
+NVML's number for the one process is exact while other processes allocate and free; the device's free memory is not. The
+size includes the memory that NVML lists for no process (constants.INIT_BYTES and CONTEXT_UNLISTED_BYTES). For
 `gpushare refresh` only: creating a context takes up to seconds, and takes the memory for a moment.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from ..core import constants
 from . import nvml
 
 DEADLINE_S = 10.0
@@ -80,7 +82,8 @@ def _measured(nvml_library: str, cuda_library: str, uuid: str, daemon: MpsDaemon
     used = processes(pynvml, device).get(os.getpid())
     if not used:
         return 0, "NVML reports no memory of the measuring process"
-    return used, ""
+    simulated = nvml.text_of(pynvml.nvmlDeviceGetName(device)).startswith(constants.SIMULATED_MODEL)
+    return used + (0 if simulated else constants.INIT_BYTES + constants.CONTEXT_UNLISTED_BYTES), ""
 
 
 def _reserved_for_others(pynvml: Any, device: Any, is_client: bool) -> str:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from typing import Optional
 
+from ..core import constants
 from ..core.model import Context, Device, Inventory
 
 DEFAULT_BYTES = 640 << 20  # where NVML does not report the number of multiprocessors; above all reported sizes
 _BASE_BYTES = 96 << 20
 _THREAD_BYTES = 2 << 10
 _BLOCK_BYTES = 2 << 20  # unit of the driver's allocations
-_SIMULATED = "NVIDIA Simulated"  # the simulator's default card; no real card has its context size
 _SIMULATED_BYTES = 300 << 20
 # compute capability -> (cores, resident threads) of a multiprocessor: CUDA C++ Programming Guide, chapter "Compute
 # Capabilities"
@@ -45,7 +45,7 @@ def multiprocessors(arch: str, cores: int) -> int:
 
 def estimated_bytes(model: str, arch: str, processors: int) -> int:
     """Return a size that a context on this hardware should not exceed. `processors`: 0 if unknown."""
-    if model.startswith(_SIMULATED):
+    if model.startswith(constants.SIMULATED_MODEL):
         return _SIMULATED_BYTES
     if not processors:
         return DEFAULT_BYTES

@@ -70,7 +70,7 @@ def _pages(state_dir: str, shares: tuple[Share, ...]) -> list[Op]:
     return ops
 
 
-def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
+def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: DriverFiles, shim_dir: str) -> list[Op]:
     """Write the limits file, mount the tenant's tmpfs and the private directory with the real libraries."""
     state = storage.container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
@@ -86,7 +86,13 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
         *_pages(config.state_dir, shares),
         _Shown(files.cuda, files.cuda.source, "the real libcuda, under a private name").at(constants.REAL_CUDA),
         _Shown(files.nvml, files.nvml.source, "the real libnvidia-ml, under a private name").at(constants.REAL_NVML),
+        *(() if files.asked_nvml else (_own_nvml(files, shim_dir),)),
     ]
+
+
+def _own_nvml(files: DriverFiles, shim_dir: str) -> Op:
+    """Mount the shim's libnvidia-ml where only the shim's libcuda finds it, which uses it to count memory."""
+    return _Shown(files.nvml, f"{shim_dir}/{files.nvml.stem}.so", "the shim's libnvidia-ml").at(constants.OWN_NVML)
 
 
 def _libraries(files: DriverFiles, shim_dir: str, shimmed: bool) -> list[_Shown]:
@@ -257,7 +263,7 @@ def _files(
     mounts32, links32 = _place(visible32, image, image.libdir32)
     ops: list[Op] = []
     if shares:
-        ops += _limits(node.config, bundle, shares, files)
+        ops += _limits(node.config, bundle, shares, files, shim_dir)
     ops += mounts
     if shares:
         taken = {op.target for op in (*ops, *mounts, *links) if isinstance(op, (Mount, ImageFile, Link))}

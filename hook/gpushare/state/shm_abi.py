@@ -74,7 +74,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("mps_uid", "I"),
         ("mps_device", "I"),
         ("turn_us", "I"),
-        ("reserved", "4x"),
+        ("init_kib", "2x"),  # pack_limits writes both
+        ("unlisted_kib", "2x"),
         ("device", f"{MAX_DEVICES * 192}x"),
     ),
     "gs_slot": (
@@ -85,7 +86,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("started_ns", "Q"),
         ("bounds", "8x"),  # the host does not use it
         ("wants", "8x"),  # usage_reader.py reads it
-        ("reserved", "24x"),
+        ("driver_mib", "24x"),  # usage_reader.py reads it
         ("bytes", f"{MAX_DEVICES}Q"),
     ),
     "gs_bucket": (
@@ -342,6 +343,9 @@ def pack_limits(
     device, token, uid = mps
     head = (LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation, token, uid, device, turn_us)
     whole = bytearray(packer("gs_limits").pack(*head))
+    if any(not share.device.model.startswith(constants.SIMULATED_MODEL) for share in ordered):
+        kib = (constants.INIT_BYTES >> 10, constants.CONTEXT_UNLISTED_BYTES >> 10)
+        struct.pack_into("<HH", whole, offset("gs_limits", "init_kib"), *kib)
     start = offset("gs_limits", "device")
     for index, share in enumerate(ordered):
         mib = turn_mib[index] if turn_mib else 0

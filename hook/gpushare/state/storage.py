@@ -61,7 +61,11 @@ SHARE_MARK = "trusted.gpushare"
 HELD = "held"  # of earlier versions, beside a reserved lease: its new owner (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was created for this lease
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
-_SHARE_FILES = (constants.REAL_CUDA, constants.REAL_NVML)  # mount points; the directory is read-only in the container
+_SHARE_FILES = (
+    constants.REAL_CUDA,
+    constants.REAL_NVML,
+    constants.OWN_NVML,
+)  # mount points; the directory is read-only in the container
 _TENANT_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

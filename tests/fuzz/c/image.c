@@ -19,16 +19,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     file_resize(PATH, size);
     if (size)
         memcpy(file, data, size);
-    struct gs_image *once = gs_image_read_file(PATH, 86), *again = gs_image_read_file(PATH, 86);
-    require(once && again && once->all == again->all && once->n_kernels == again->n_kernels);
-    uint64_t sum = once->shared;
-    for (uint32_t i = 0; i < once->n_kernels; i++) {
-        require(i == 0 || once->kernel[i - 1].hash <= once->kernel[i].hash);
-        if (__builtin_add_overflow(sum, once->kernel[i].bytes, &sum))
-            sum = UINT64_MAX;
-    }
-    require(once->all <= sum);
-    free(once);
-    free(again);
+    struct gs_image once = gs_image_read_file(PATH, 86), again = gs_image_read_file(PATH, 86);
+    require(once.data == again.data && once.code == again.code);
     return 0;
 }
