@@ -162,6 +162,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.mig_index": "index of the MIG device; null for a whole GPU",
             "shares.parent_uuid": "UUID of the MIG device's GPU, else null",
             "shares.memory_used_bytes": "memory in use by all its processes",
+            "shares.memory_driver_bytes": "the part of it that the driver takes for contexts, code, streams and graphs",
             "shares.memory_request_bytes": "guaranteed part of the limit; null: no limit",
             "shares.memory_limit_bytes": "limit; null: none",
             "shares.memory_borrowed_bytes": "memory in use above the request",

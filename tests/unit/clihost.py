@@ -78,13 +78,15 @@ def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
     return make
 
 
-def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0) -> None:
-    """Write a slot as a process of the container would."""
+def charge(page: Path, number: int, pid: int, *charged: int, refused: int = 0, driver_mib: int = 0) -> None:
+    """Write a slot as a process of the container would. `driver_mib`: the driver's part of the first device."""
     data = bytearray(page.read_bytes())
     at = shm_abi.offset("gs_usage", "slot") + number * shm_abi.SLOT_SIZE
     tid = 1000 + number
     padded = (*charged, *(0,) * (shm_abi.MAX_DEVICES - len(charged)))
     data[at : at + shm_abi.SLOT_SIZE] = shm_abi.packer("gs_slot").pack(tid, tid, 1, pid, 1, *padded)
+    at += shm_abi.offset("gs_slot", "driver_mib")
+    data[at : at + 2] = driver_mib.to_bytes(2, "little")
     at = shm_abi.offset("gs_usage", "refused")
     data[at : at + 8] = refused.to_bytes(8, "little")
     page.write_bytes(data)

@@ -119,6 +119,7 @@ def test_list_as_json_has_numbers(cli: Callable[..., Any], start: Callable[..., 
             "mig_index": None,
             "parent_uuid": None,
             "memory_used_bytes": 1 * GIB,
+            "memory_driver_bytes": 0,
             "memory_request_bytes": 4 * GIB,
             "memory_limit_bytes": 4 * GIB,
             "memory_borrowed_bytes": 0,
@@ -317,6 +318,34 @@ def test_dead_and_damaged_leases_are_shown_and_pruned(
     assert cli("prune", "--assume-free")[0] == 0
     assert os.listdir(state / "containers") == ["live"] and storage.trash(str(state)) == []
     assert cli("prune")[1] == "nothing to remove\n"
+
+
+def test_memory_of_the_driver_is_shown(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    """Also why a container is over its limit without an allocation, in one line."""
+    page = start("c1", pure.share(0, 0, GIB))
+    charge(page, 0, 1, GIB + 64 * MIB, driver_mib=700)
+    note = (
+        "slot 0: over its limit by 64 MiB, new allocations fail until it is below; "
+        "of 1.06 GiB in use, 700 MiB are the driver's contexts, code, streams and graphs"
+    )
+    code, text, _ = cli("inspect", "c1")
+    assert code == 0 and f"note          {note}\n" in text
+    lines = text.splitlines()
+    (heading,) = (line for line in lines if line.startswith("SLOT  DEVICE  MEMORY USED"))
+    assert "DRIVER PART" in heading and "700 MiB" in lines[lines.index(heading) + 1]
+    assert note in cli("list")[1]
+    value = json.loads(cli("list", "--format", "json")[1])
+    assert value[0]["shares"][0]["memory_driver_bytes"] == 700 * MIB
+
+
+def test_limit_that_cannot_hold_a_start_is_named(cli: Callable[..., Any], start: Callable[..., Path]) -> None:
+    small, large = start("small", pure.share(0, 0, GIB)), start("large", pure.share(0, 0, 8 * GIB))
+    charge(small, 0, 1, GIB - MIB, driver_mib=712, refused=3)
+    charge(large, 0, 1, 8 * GIB - MIB, driver_mib=712, refused=3)
+    text = cli("inspect", "small")[1]
+    assert "memory was refused, and the driver itself takes 712 MiB of 1 GiB for contexts, code and streams" in text
+    assert "PyTorch needs about 0.7 GiB before its first tensor" in text
+    assert "was refused" not in cli("inspect", "large")[1]
 
 
 def test_limit_show_and_set_running_container(cli: Callable[..., Any], start: Callable[..., Path]) -> None:

@@ -225,6 +225,16 @@ def test_width_selects_columns_and_bar_length(state: Path) -> None:
     assert "state" in titles(taken._replace(lines=(dead, *taken.lines[1:])), 80)[0]
 
 
+@pytest.mark.parametrize("height", [8, 24])
+def test_note_is_shown_where_there_is_room(start: Callable[..., Path], state: Path, height: int) -> None:
+    """Such as why a container is over its limit without an allocation."""
+    charge(start("c1", pure.share(0, 0, GIB)), 0, 1, GIB + (64 << 20), driver_mib=700)
+    taken = sample.Sampler(Paths("/none.yaml", str(state))).take()
+    screen = drawn(taken, View(), 160, height)
+    assert ("c1: slot 0: over its limit by 64 MiB" in screen) is (height == 24)
+    assert len(screen.splitlines()) <= height
+
+
 @pytest.mark.parametrize("lending", ["", "evict"])
 def test_borrowed_memory_is_shown_where_memory_is_lent(start: Callable[..., Path], state: Path, lending: str) -> None:
     """On the screen and in a pipe: request, limit, use, and the part of it that is borrowed."""

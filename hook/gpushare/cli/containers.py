@@ -48,7 +48,7 @@ _LIST = (
 # Command: the program that `gpushare run` started. On host: memory of an oversubscribed share.
 # Borrowed: memory above the request.
 _NOTE, _COMMAND = Column("note"), Column("command", leaves=4)
-_HOST, _BORROWED = Column("on host", right=True), Column("borrowed", right=True)
+_HOST, _BORROWED, _DRIVER = (Column(name, right=True) for name in ("on host", "borrowed", "driver part"))
 _NAME_AT = 1  # in _LIST
 _ACCOUNT = tuple(
     Column(title, right=True)
@@ -218,6 +218,7 @@ def plain(one: facts.Container) -> dict[str, Any]:
                 "mig_index": use.share.device.mig_index if use.share.device.parent else None,
                 "parent_uuid": use.share.device.parent or None,
                 "memory_used_bytes": use.used_bytes,
+                "memory_driver_bytes": use.driver_bytes,
                 "memory_request_bytes": use.share.memory_limit_bytes,
                 "memory_limit_bytes": use.share.ceiling_bytes,
                 "memory_borrowed_bytes": use.borrowed_bytes,
@@ -353,8 +354,11 @@ def _print_uses(one: facts.Container) -> None:
     write_line()
     virtual = any(use.share.virtual_bytes and not use.share.lending for use in one.uses)
     lent = any(use.share.lending for use in one.uses)
+    driver = any(use.driver_bytes for use in one.uses)
     columns = (
-        *(Column("slot", True), Column("device", True), Column("memory used", True), Column("limit", True)),
+        *(Column("slot", True), Column("device", True), Column("memory used", True)),
+        *((_DRIVER,) if driver else ()),
+        Column("limit", True),
         *((_HOST,) if virtual else ()),
         *((_BORROWED,) if lent else ()),
         *(BAR, Column("refused", True), Column("compute", True), Column("throttled", True)),
@@ -365,6 +369,7 @@ def _print_uses(one: facts.Container) -> None:
             str(use.share.slot),
             device_name(use.share.device),
             human(use.used_bytes),
+            *((human(use.driver_bytes),) if driver else ()),
             limit_text(use),
             *((host_text(use),) if virtual else ()),
             *((borrowed_text(use),) if lent else ()),

@@ -43,6 +43,7 @@ class Use(NamedTuple):
     host_bytes: int = 0  # memory of an oversubscribed share that is on the host
     account: Optional[accounts.Account] = None  # None: its lease is damaged
     borrowed_bytes: int = 0  # the part of used_bytes above the share's request
+    driver_bytes: int = 0  # the part of used_bytes that the driver takes for contexts, code, streams and graphs
 
     @property
     def limit_bytes(self) -> int:
@@ -86,19 +87,33 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
         most = share.device.memory_bytes or used
         if used > most:
             notes.append(f"the usage file reports {used} bytes of device {share.device.index}, which has {most}")
+        driver = min(usage.driver_bytes(share.slot) if usage else 0, used, most)
+        refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
         if limit is not None and limit < min(used, most):
             notes.append(
                 f"slot {share.slot}: over its limit by {human(min(used, most) - limit)}, "
-                "new allocations fail until it is below"
+                f"new allocations fail until it is below{_of_it(driver, min(used, most))}"
             )
-        refused_here = usage.refused[share.slot] if usage and share.slot < len(usage.refused) else 0
+        elif limit is not None and refused_here and max(driver, share.device.context_bytes) > limit // 2:
+            takes = human(driver) if driver else f"about {human(share.device.context_bytes)}"
+            notes.append(
+                f"slot {share.slot}: memory was refused, and the driver itself takes {takes} of {human(limit)} for "
+                "contexts, code and streams (PyTorch needs about 0.7 GiB before its first tensor, in each process): "
+                "request more memory or run fewer processes"
+            )
         account = books[share.slot]
         compute = _compute(usage, share.slot, account)
-        uses.append(Use(share, min(used, most), refused_here, compute, on_host, account, min(borrowed, most)))
+        uses.append(Use(share, min(used, most), refused_here, compute, on_host, account, min(borrowed, most), driver))
     if usage:
         slots = usage.slots
         notes.extend(usage.warnings)
     return Container(lease.id, state, "; ".join(notes), lease, tuple(uses), slots, names.of(lease))
+
+
+def _of_it(driver_bytes: int, used_bytes: int) -> str:
+    if not driver_bytes:
+        return ""
+    return f"; of {human(used_bytes)} in use, {human(driver_bytes)} are the driver's contexts, code, streams and graphs"
 
 
 def _compute(usage: Optional[usage_reader.Usage], slot: int, account: accounts.Account) -> Optional[Compute]:

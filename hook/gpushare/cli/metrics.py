@@ -38,6 +38,7 @@ class Metric(NamedTuple):
 
 METRICS = (
     Metric("gpushare_memory_used_bytes", SHARE_LABELS, "Memory that the container's processes report."),
+    Metric("gpushare_memory_driver_bytes", SHARE_LABELS, "The part of it for contexts, code, streams and graphs."),
     Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
     Metric("gpushare_memory_request_bytes", SHARE_LABELS, "Memory request of a share that borrows up to its limit."),
     Metric("gpushare_memory_borrowed_bytes", SHARE_LABELS, "Memory above the request, which can be taken back."),
@@ -175,6 +176,7 @@ def _of_share(line: Line, finding: Optional[Finding]) -> Iterator[tuple[str, Opt
     assert use is not None
     share, compute = use.share, use.compute
     yield "gpushare_memory_used_bytes", use.used_bytes
+    yield "gpushare_memory_driver_bytes", use.driver_bytes
     yield "gpushare_memory_limit_bytes", share.ceiling_bytes
     yield "gpushare_memory_request_bytes", share.memory_limit_bytes if share.lending else None
     yield "gpushare_memory_borrowed_bytes", use.borrowed_bytes if share.lending else None

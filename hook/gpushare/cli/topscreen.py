@@ -279,10 +279,20 @@ def draw(sample: Sample, view: View, interval_s: float, width: int, height: int)
     else:
         parts.append(Text(facts.NONE, "dim", no_wrap=True, overflow="crop"))
         used += 1
+    notes = _notes(shown)[: max(0, height - used - 2)]
+    if notes:
+        parts += [Text(), *(Text(note, "yellow", no_wrap=True, overflow="ellipsis") for note in notes)]
+        used += 1 + len(notes)
     parts += [Text()] * (height - used - 1)
     more = f"{view.first + 1}-{view.first + len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
     parts.append(_footer(more, width))
     return Group(*parts)
+
+
+def _notes(lines: Sequence[Line]) -> list[str]:
+    """Return the notes of containers, such as why one is over its limit."""
+    found = {line.container.id: line.container for line in lines if line.container.note}
+    return [printable(f"{constants.short(one.id)}: {one.note}") for one in found.values()]
 
 
 def _help_lines(height: int) -> list[Any]:

@@ -48,6 +48,7 @@ _SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket"
 _ACCOUNTS_AT = offset("gs_usage", "account")
 COUNTERS = _SLOTS_AT  # bytes at the beginning, without the processes
 _WORD, _WANTS_AT = struct.Struct("<Q"), offset("gs_slot", "wants")
+_DRIVER, _DRIVER_AT = struct.Struct("<12H"), offset("gs_slot", "driver_mib")
 
 
 class Slot(NamedTuple):
@@ -59,6 +60,7 @@ class Slot(NamedTuple):
     bytes: tuple[int, ...]  # per device of the container
     host: tuple[int, ...] = ()  # the same in host memory, of oversubscribed shares
     wants: tuple[int, int] = (0, 0)  # (device, bytes) that it waits for, see gpushare_abi.h
+    driver_mib: tuple[int, ...] = ()  # of `bytes`: what the driver takes beyond allocations, of the first 12 devices
 
 
 class Bucket(NamedTuple):
@@ -102,6 +104,10 @@ class Usage(NamedTuple):
         """Return the same for the host part of an oversubscribed share."""
         return sum(slot.host[device] for slot in self.slots if device < len(slot.host))
 
+    def driver_bytes(self, device: int) -> int:
+        """Return the part of `used_bytes` that the driver takes for contexts, code, streams and graphs."""
+        return sum(slot.driver_mib[device] << 20 for slot in self.slots if device < len(slot.driver_mib))
+
     def wanted_bytes(self, device: int) -> int:
         """Return what processes wait for that containers borrowed from this one's request; 0: none waits."""
         return sum(slot.wants[1] for slot in self.slots if slot.wants[0] == device)
@@ -128,7 +134,8 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
             host = tuple(charged[host_part(device)] for device in range(count)) if count <= MAX_DEVICES // 2 else ()
             (wants,) = _WORD.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE + _WANTS_AT)
             waits = (wants >> 56, wants & (1 << 56) - 1)
-            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host, waits))
+            driver = _DRIVER.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE + _DRIVER_AT)[:count]
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host, waits, driver))
             generations[index] = generation
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))
