@@ -32,7 +32,8 @@ Search this page for a part of your message that has no names or numbers in it. 
 """
 # Messages of other programs that gpushare causes: (text, why, what to do)
 SYMPTOMS = (
-    ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container reached its limit. The limit covers all its processes together, with the CUDA context of each", "`gpushare list` shows the usage; request more, or run `gpushare limit set ID --memory +2Gi` while it runs"),
+    ("`CUDA_ERROR_OUT_OF_MEMORY` (2), `CUDA out of memory`", "the container reached its limit. The limit covers all its processes together, and all that the driver takes for contexts, code, streams and graphs", "`gpushare list` shows the usage and `gpushare inspect ID` the driver's part; request more, or run `gpushare limit set ID --memory +2Gi` while it runs"),
+    ("`cuMemGetInfo` or `torch.cuda.mem_get_info()` shows 0 bytes free", "the driver itself takes more for the container than its limit has left", "`gpushare inspect ID` shows how much; run `gpushare limit set ID --memory +1Gi`, or fewer processes"),
     ("`CUDA_ERROR_NOT_PERMITTED` (800) from `cuInit`; NVML: `Insufficient Permissions`", "the share's limits file is missing, damaged or of another version, or the container already runs its maximum number of processes", "set `GPUSHARE_LOG=1` in its environment to get the reason on standard error; then start a new container"),
     ("`CUDA_ERROR_NO_DEVICE` (100), `No devices were found`", "the driver itself has no GPU, or `CUDA_VISIBLE_DEVICES` names a device that the container does not have", "run `gpushare doctor`; in the container device numbers start at 0"),
     ("`libcuda.so.1: cannot open shared object file`, `nvidia-smi: not found`", "the container did not request a GPU, or another runtime started it", "set `GPUSHARE_MEMORY` and `--runtime gpushare`; `gpushare explain BUNDLE` shows the request"),

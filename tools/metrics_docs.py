@@ -56,8 +56,9 @@ A program can load the driver's library by its path and allocate memory without 
 ([security.md](security.md)). At every interval `gpushare export` reads the memory of each process from NVML, finds the
 container of each process by its cgroup or its pid namespace, and compares the sum with the container's limit:
 
-* `gpushare_memory_physical_bytes` is that sum, and `gpushare_memory_over_bytes` its part beyond the limit. The size of
-  a CUDA context is not known exactly, so each process may use 64 MiB, or a quarter of a context if that is more. On a
+* `gpushare_memory_physical_bytes` is that sum, and `gpushare_memory_over_bytes` its part beyond the limit. The
+  driver takes memory that no call can refuse, and some drivers give the shim no count. So each process may exceed the
+  limit by 64 MiB, or by a quarter of a context if that is more. On a
   device of which the container has no share, nothing is allowed. For an oversubscribed share the limit here is that of
   device and host together.
 * If the container is over the limit at two queries in a row, gpushare writes one line to `log.decisions`

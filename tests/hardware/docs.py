@@ -33,13 +33,17 @@ the limits, and what gpushare assumes about GPUs and drivers.
 ## Does gpushare work here?
 
 ```sh
+make build
 make gpu-check
 ```
 
 Run it as root on a machine with an NVIDIA GPU (compute capability 5.0 or later) while nothing else
-uses the GPU. It takes about two minutes. It needs no network and no container engine, installs
-nothing, and changes no setting of the card. It uses the first GPU, or the one in
-`CUDA_VISIBLE_DEVICES`. The check `containers` also needs `runc`.
+uses the GPU. `make build` needs Debian or Ubuntu and a network. `make gpu-check` takes at most two
+and a half minutes. It needs no network and no container engine, installs nothing, and changes no
+setting of the card. It uses the first GPU, or the one in `CUDA_VISIBLE_DEVICES`. The check
+`containers` also needs `runc`. Without `make build` it tests only the driver, unless it finds a
+[carried shim](#carry-everything-to-a-machine-without-a-network) or can compile one. If no GPU works,
+it uses the simulator and reports that in its first line.
 
 It prints a result for each check:
 
@@ -52,8 +56,8 @@ It prints a result for each check:
 | absent | this machine lacks what the check needs |
 | not run | no time was left, or a framework does not work here without gpushare either |
 
-The exit code is 0 if everything held, 1 if something was missed or failed, and 2 if nothing could
-be checked.
+The exit code is 1 if something was missed or failed, 2 if nothing could be checked, and otherwise
+0. Checks that are absent or not run do not change it: see how many are `held`.
 
 ## Measure everything
 
@@ -61,9 +65,10 @@ be checked.
 make gpu-check GPU_ARGS=--all
 ```
 
-This runs every check, within 6 minutes. After each check, the results so far are saved to
-`build/gpu-check.json`. If a check fails, hangs or crashes, the other checks still run. If the run is
-interrupted, continue it:
+This runs every check, and stops after 6 minutes; checks that had no time left are reported as not
+run. After each check, the results so far are saved to `build/gpu-check.json`. If a check fails,
+hangs or crashes, the other checks still run. If the run was interrupted, or checks were not run,
+continue it:
 
 ```sh
 make gpu-check GPU_ARGS="--all --resume build/gpu-check.json"
@@ -75,7 +80,8 @@ another driver or an older format.
 | option | effect |
 |---|---|
 | `GPU_ARGS="--list"` | list the checks and their time limits |
-| `GPU_ARGS="--only modules,slices"` | run these checks; with `--resume`, again |
+| `GPU_ARGS="--only modules,slices"` | run these checks and `context`, which others need; with `--resume`: again |
+| `GPU_ARGS="--simulated"` | use the simulator, also where there is a GPU |
 | `GPU_ARGS="--short"` | shorten all checks; the figures are less exact |
 | `GPU_ARGS="--out FILE"` | write the JSON file elsewhere |
 | `GPU_ARGS="--budget 200"` | stop after this many seconds; later checks are reported as not run |
@@ -84,13 +90,15 @@ another driver or an older format.
   device time. The throughput is reported beside it: a card at its power limit clocks higher when it
   works less, so 30 % of the device time can be 34 % of the native throughput. Programs that run side
   by side begin behind a barrier. If they did not overlap, the check fails.
-* **Compiling.** The *shim* is gpushare's library in front of the driver. In a tree in which
-  `make build` has run, `make gpu-check` brings the shim up to date. Elsewhere it compiles the shim,
-  if the folder `build/zstd` was copied there from such a tree. That needs `gcc`, `make`, `python3`
-  3.9 or later and the headers of CUDA 13, from a CUDA toolkit or from the packages that PyTorch
-  needs. Without a shim, only the checks of the driver itself run.
+* **Compiling.** The *shim* is gpushare's library in front of the driver. After `make build`,
+  `make gpu-check` keeps it up to date. In a tree without `make build`, it uses a carried
+  `build/shim` (next section). Otherwise it compiles the shim, which needs a copy of `build/zstd`,
+  `gcc`, `make`, `python3` 3.9 or later, and the headers of CUDA 13, from a CUDA toolkit or from the
+  packages that PyTorch needs. Without a shim, only the checks of the driver itself run.
 * **Frameworks.** The checks use the first `python3` that has PyTorch; `GPU_PYTHON=/path/to/python3`
-  selects another one. CuPy, Numba, JAX and Triton are checked if that Python has them.
+  selects another one, such as that of a virtual environment, which is not in the PATH of root:
+  `sudo make gpu-check GPU_PYTHON=/path/to/venv/bin/python`. CuPy, Numba, JAX and Triton are checked
+  if that Python has them.
 * **Private mounts.** Programs run natively and under the shim. For the run under the shim, it is
   mounted over the driver's files in a private mount namespace, and for a user other than root also
   in a user namespace. Most containers forbid both kinds of namespaces: there only the native part
@@ -119,9 +127,10 @@ tar -rf build/tree.tar build/shim/libcuda.so build/shim/libnvidia-ml.so build/gp
 | `libcudart.so.11.0` | the check `private-loader` leaves out CUDA 11 |
 
 The machine with the GPU needs `bash`, `python3` 3.9 or later and the driver. To carry PyTorch as
-well, run `pip download --dest build/wheels torch` with the Python version of that machine, add
-`build/wheels` to the archive, and there run
-`pip install --no-index --find-links build/wheels torch`.
+well, run `pip download --dest build/wheels torch` with the Python version of that machine, then
+`tar -rf build/tree.tar build/wheels`. There, in the folder `gpushare`, run
+`python3 -m venv venv && venv/bin/pip install --no-index --find-links build/wheels torch`, and name
+this Python: `sudo GPU_PYTHON=$PWD/venv/bin/python tests/hardware/start --all`.
 
 Copy `build/tree.tar` to the machine with the GPU. Run there, in the folder with the copy:
 

@@ -5,10 +5,10 @@ bypass the shim. Not on the start path.
     Owners(leases)              -> owner    by cgroup, else by pid namespace
     Watch().follow(...)                     reports once, and stops the container if configured
 
-A container can write any value into its usage file, but it cannot change the driver's numbers. Context sizes are known
-only approximately (`Device.context_bytes`). So a container is over its limit if the driver counts more than the limit
-plus `slack_bytes` for its processes. Leases and the driver's numbers are not read at the same moment, so `Watch` acts
-only if two consecutive comparisons find a container over its limit.
+A container can write any value into its usage file, but it cannot change the driver's numbers. The driver takes memory
+for streams and graphs that no call can refuse, and some drivers give the shim no count. So a container is over its
+limit if the driver counts more than the limit plus `slack_bytes` for its processes. Leases and the driver's numbers
+are not read at the same moment, so `Watch` acts only if two consecutive comparisons find a container over its limit.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Comparison(NamedTuple):
 
 
 def slack_bytes(device: Device, processes: int) -> int:
-    """The greatest expected difference between the true size of contexts and the size that the shim charges for
-    them."""
+    """The memory by which an honest container may exceed its limit: what the driver takes without a reservation, and
+    the error of models where the shim has no count of the driver's."""
     return processes * max(64 * _MIB, device.context_bytes // 4)
 
 
