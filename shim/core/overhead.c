@@ -231,7 +231,8 @@ void gs_overhead_before(int dev, uint64_t bytes) {
     uint32_t dirty = atomic_load_explicit(&gs_overhead_dirty, memory_order_relaxed);
     if (!is_device(dev) || !bytes || !(dirty & (LOW(dev) | HIGH(dev))))
         return;
-    compare_locked(dev, dirty & HIGH(dev) || is_near(dev, bytes));
+    if (is_near(dev, bytes))
+        compare_locked(dev, true);
 }
 
 void gs_overhead_explain(int dev) {
