@@ -15,9 +15,7 @@ const struct gs_limits *gs_compute_limits_file;
 static _Atomic(struct gs_compute *) table[GS_MAX_COMPUTES];
 
 uint64_t gs_compute_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    return gs_now_ns();
 }
 
 /* ---- limits -----------------------------------------------------------------------------------

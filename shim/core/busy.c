@@ -104,12 +104,6 @@ void gs_busy_return(uint32_t depth) {
     gs_busy_add(gs_own_seat, depth - 1);
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static bool others_are_idle(void) {
     for (unsigned i = 0; i < SEATS; i++)
         if (&seat[i] != gs_own_seat && atomic_load(&seat[i].depth))
@@ -119,13 +113,13 @@ static bool others_are_idle(void) {
 
 bool gs_hold_others(void) {
     int saved = errno;
-    uint64_t since_ns = now_ns();
+    uint64_t since_ns = gs_now_ns();
     passed_before = atomic_load(&passed);
     atomic_store(&gs_gate, 1);
     bool seen = atomic_load(&ready) && (atomic_load(&gs_busy_fences) ||
                                         syscall(SYS_membarrier, PRIVATE_EXPEDITED, 0) == 0);
     bool idle = seen && others_are_idle();
-    while (seen && !idle && now_ns() - since_ns < LONGEST_NS) {
+    while (seen && !idle && gs_now_ns() - since_ns < LONGEST_NS) {
         sched_yield();
         idle = others_are_idle();
     }

@@ -173,8 +173,6 @@ static int list(list_fn *which, int dev) {
 static enum gs_counted count(int dev, uint64_t *bytes) {
     uint32_t pid = (uint32_t)getpid();
     *bytes = 0;
-    if (!find_device(dev))
-        return GS_NOT_COUNTED;
     enum gs_counted found = GS_NOT_COUNTED;
     for (unsigned i = 0; i < 2 && found != GS_LISTED; i++) {
         int n = list(nvml.list[i], dev);

@@ -21,6 +21,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "include/gpushare_abi.h"
 
@@ -152,6 +153,13 @@ void gs_warn(uint32_t warning);
 /* Call `each` for every live process that has charges on `dev`; returns how many there were. */
 unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg);
 
+/* The monotonic clock, in nanoseconds. */
+static inline uint64_t gs_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
     return bytes >= GS_NO_BYTES ? GS_NO_BYTES : (bytes + unit - 1) / unit * unit;
 }
@@ -159,8 +167,9 @@ static inline uint64_t gs_round_up(uint64_t bytes, uint64_t unit) {
 /* Devices whose overhead may have changed since it was compared with the driver's count: low half,
  * by a call; high half: a second has passed. 0 for an ordinary allocation. */
 extern _Atomic uint32_t gs_overhead_dirty;
-/* Compare before a reservation if that is due. */
-void gs_overhead_before(int dev, uint64_t bytes);
+#define GS_OVERHEAD_NEAR (UINT64_C(128) << 20) /* of room: a reservation waits for a comparison */
+/* Compare if anything may have changed. */
+void gs_overhead_settle(int dev);
 /* After a refusal: log once if a program's start alone takes most of the limit. */
 void gs_overhead_explain(int dev);
 

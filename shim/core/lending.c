@@ -54,12 +54,6 @@ uint64_t gs_free_now(int dev, const struct gs_whole *whole, uint64_t free_real) 
     return own > free_real && gs_others_borrow(dev, false) ? own : free_real;
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 bool gs_reclaim(struct gs_reclaim *reclaim, int dev, uint64_t bytes) {
     const struct timespec nap = {.tv_nsec = NAP_NS};
     struct gs_slot *slot = gs_slot();
@@ -70,8 +64,8 @@ bool gs_reclaim(struct gs_reclaim *reclaim, int dev, uint64_t bytes) {
         struct gs_whole whole = gs_whole(dev);
         if (gs_used(dev) > whole.request || !gs_others_borrow(dev, true))
             return false;
-        reclaim->since_ns = now_ns();
-    } else if (now_ns() - reclaim->since_ns > PATIENCE_NS) {
+        reclaim->since_ns = gs_now_ns();
+    } else if (gs_now_ns() - reclaim->since_ns > PATIENCE_NS) {
         return false;
     }
     /* Each waiting thread states its own need again and again: any of them is enough. */

@@ -24,7 +24,6 @@
 #include "busy.h"
 #include "overhead.h"
 
-#define NEAR (UINT64_C(128) << 20) /* of room: here a reservation waits for a comparison */
 #define LARGE (UINT64_C(16) << 20) /* pending bytes that are compared at once */
 /* Comparisons take a twentieth of the time at most, after a start with a quarter of a second of
  * them. One that was delayed counts 20 ms. */
@@ -63,12 +62,6 @@ static struct overhead {
 static bool is_device(int dev) {
     const struct gs_view *view = gs_region();
     return view && dev >= 0 && (uint32_t)dev < view->limits->n_devices;
-}
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 /* Of a context, and listed for no process: measured by the host. */
@@ -137,7 +130,7 @@ static uint64_t settled(struct overhead *o, uint64_t want, bool exact) {
 /* Other threads wait meanwhile, if `held`, until the new charge is in force. */
 static void compare_held(int dev, bool held) {
     struct overhead *o = &overhead[dev];
-    uint64_t since_ns = now_ns(), counted;
+    uint64_t since_ns = gs_now_ns(), counted;
     uint64_t before = charged(dev), pending = atomic_load(&o->pending);
     bool answered = counted_bytes(dev, o, &counted);
     uint64_t after = charged(dev);
@@ -147,10 +140,10 @@ static void compare_held(int dev, bool held) {
         return;
     }
     o->failures = 0;
-    uint64_t end_ns = now_ns(), took_ns = end_ns - since_ns, paid_ns = atomic_load(&o->paid_ns);
-    atomic_store(&o->rests_ns, end_ns + REST * (took_ns < DELAYED_NS ? took_ns : DELAYED_NS));
-    atomic_store(&o->paid_ns, (paid_ns > end_ns ? paid_ns : end_ns) +
-                                  SHARE * (took_ns < DELAYED_NS ? took_ns : DELAYED_NS));
+    uint64_t end_ns = gs_now_ns(), took_ns = end_ns - since_ns, paid_ns = atomic_load(&o->paid_ns);
+    took_ns = took_ns < DELAYED_NS ? took_ns : DELAYED_NS;
+    atomic_store(&o->rests_ns, end_ns + REST * took_ns);
+    atomic_store(&o->paid_ns, (paid_ns > end_ns ? paid_ns : end_ns) + SHARE * took_ns);
     uint64_t all = before > after ? before : after;
     uint64_t ours = o->bytes + pending + atomic_load(&o->bounds);
     uint64_t known = all > ours ? all - ours : 0;
@@ -191,7 +184,7 @@ static void compare_locked(int dev, bool must) {
         atomic_fetch_and(&gs_overhead_dirty, ~(LOW(dev) | HIGH(dev)));
         return;
     }
-    if (!must && now_ns() + START_NS < atomic_load(&overhead[dev].paid_ns))
+    if (!must && gs_now_ns() + START_NS < atomic_load(&overhead[dev].paid_ns))
         return;
     uint64_t number = atomic_load(&overhead[dev].number);
     uint32_t depth = gs_busy_leave();
@@ -210,7 +203,7 @@ static void mark(int dev) {
 
 /* Threads that are refused all the time leave time for threads that wait at the gate. */
 void gs_overhead_refusing(int dev) {
-    if (is_device(dev) && now_ns() >= atomic_load(&overhead[dev].rests_ns))
+    if (is_device(dev) && gs_now_ns() >= atomic_load(&overhead[dev].rests_ns))
         compare_locked(dev, true);
 }
 
@@ -220,19 +213,11 @@ void gs_overhead_settle(int dev) {
         compare_locked(dev, true);
 }
 
-/* Whether `bytes` more leave little room: then every growth must be charged at once, since another
- * process of the container cannot compare for this one. */
-static bool is_near(int dev, uint64_t bytes) {
-    uint64_t limit = gs_limit(dev), used = gs_used(dev), room = used < limit ? limit - used : 0;
-    return room < bytes || room - bytes < NEAR;
-}
-
-void gs_overhead_before(int dev, uint64_t bytes) {
-    uint32_t dirty = atomic_load_explicit(&gs_overhead_dirty, memory_order_relaxed);
-    if (!is_device(dev) || !bytes || !(dirty & (LOW(dev) | HIGH(dev))))
-        return;
-    if (is_near(dev, bytes))
-        compare_locked(dev, true);
+/* Whether little room is left: then every growth must be charged at once, since another process of
+ * the container cannot compare for this one. */
+static bool is_near(int dev) {
+    uint64_t limit = gs_limit(dev), used = gs_used(dev);
+    return used >= limit || limit - used < GS_OVERHEAD_NEAR;
 }
 
 void gs_overhead_explain(int dev) {
@@ -293,7 +278,7 @@ void gs_overhead_contexts(int dev, int change) {
 static void grew(int dev, uint64_t bytes) {
     uint64_t pending = atomic_fetch_add(&overhead[dev].pending, bytes) + bytes;
     mark(dev);
-    compare_locked(dev, pending >= LARGE || is_near(dev, 0));
+    compare_locked(dev, pending >= LARGE || is_near(dev));
 }
 
 void gs_overhead_bound(int dev, int64_t bytes) {

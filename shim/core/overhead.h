@@ -60,8 +60,6 @@ void gs_overhead_undone(int dev, uint64_t number, uint64_t model);
 void gs_overhead_keeps(int dev, uint64_t bytes);
 /* Compare before a reservation is refused. */
 void gs_overhead_refusing(int dev);
-/* Bring the charge up to date before it is shown. */
-void gs_overhead_settle(int dev);
 
 /* Each second, by the parked thread. Return true if the program has made no call for some time that
  * could compare: then its next launch does. */

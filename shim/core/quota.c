@@ -185,9 +185,8 @@ static uint64_t whole_limit(const struct gs_limits *limits, int dev) {
 /* Whether `bytes` more fit. Also check both parts together: after the residency boundary moved, one
  * part may still hold its earlier bytes, so each has room although the sum does not. `all`: what
  * all processes hold, exited ones included. */
-static bool has_room(const struct gs_view *view, int dev, uint64_t bytes, bool moves,
-                     uint64_t *all) {
-    uint64_t limit = gs_limit(dev);
+static bool has_room(const struct gs_view *view, int dev, uint64_t limit, uint64_t bytes,
+                     bool moves, uint64_t *all) {
     if (bytes > limit || !within(view->usage, dev, limit - bytes, all))
         return false;
     uint64_t whole = moves ? GS_UNLIMITED : whole_limit(view->limits, dev);
@@ -240,12 +239,21 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         return true;
     if (bytes >= GS_NO_BYTES)
         return false;
-    uint64_t all;
+    uint64_t all = 0;
     for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {
         if (attempt)
             back_off(view->usage, slot, attempt);
         /* Check first: a reservation that is bound to fail would make concurrent ones fail too. */
-        if (!has_room(view, dev, bytes, moves, &all)) {
+        uint64_t limit = gs_limit(dev);
+        bool fits = has_room(view, dev, limit, bytes, moves, &all);
+        bool near = all + bytes + GS_OVERHEAD_NEAR > limit;
+        if (__builtin_expect(near && !moves && !attempt &&
+                                 atomic_load_explicit(&gs_overhead_dirty, memory_order_relaxed),
+                             0)) {
+            gs_overhead_settle(dev);
+            fits = has_room(view, dev, limit, bytes, moves, &all);
+        }
+        if (!fits) {
             if (++refusals == REFUSALS)
                 return false;
             continue;
@@ -254,7 +262,7 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         __atomic_fetch_add(&slot->bytes[dev], bytes, __ATOMIC_SEQ_CST);
         /* Read the limit after the addition: a host that lowers the limit and then reads the use
          * sees everything that the earlier limit allowed. */
-        if (has_room(view, dev, 0, moves, &all)) {
+        if (has_room(view, dev, gs_limit(dev), 0, moves, &all)) {
             if (all >
                 atomic_load_explicit(&view->usage->account[dev].peak_bytes, memory_order_relaxed))
                 gs_account_peak(dev);
@@ -266,8 +274,6 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
 }
 
 bool gs_reserve(int dev, uint64_t bytes) {
-    if (__builtin_expect(atomic_load_explicit(&gs_overhead_dirty, memory_order_relaxed), 0))
-        gs_overhead_before(dev, bytes);
     return reserve(dev, bytes, false);
 }
 

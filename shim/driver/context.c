@@ -78,12 +78,6 @@ void gs_context_grow(CUcontext context, int64_t bytes) {
 
 /* ---- destroying contexts -------------------------------------------------------------------- */
 
-/* Streams and graphs end with their context. */
-static void objects_gone(CUcontext context) {
-    gs_streams_context_gone(context);
-    gs_graphs_context_gone(context);
-}
-
 static void release_context(const struct gs_entry *entry) {
     gs_release(entry->dev, entry->bytes);
     gs_context_forget();
@@ -105,8 +99,6 @@ static CUresult destroy_context(CUcontext context, CUresult (*call)(CUcontext)) 
     gs_captures_context_gone(context);
     gs_now_current(NULL);
     gs_drop_end(dropped, result == CUDA_SUCCESS);
-    if (result == CUDA_SUCCESS)
-        objects_gone(context);
     if (known && result == CUDA_SUCCESS)
         release_context(&entry);
     else if (known)
@@ -175,7 +167,6 @@ static void primary_gone(CUdevice device) {
     CUcontext context = primary[device].context;
     gs_compute_context_lost(context);
     gs_captures_context_gone(context);
-    objects_gone(context);
     if (context && gs_map_take(&gs_contexts, gs_context_key(context), &entry))
         release_context(&entry);
     gs_release(gs_dev_of(device), primary[device].unnamed);
@@ -213,8 +204,10 @@ void gs_primary_unused(CUdevice device) {
     gs_lock(&gs_self()->lock_context);
     if (primary[device].retained)
         primary[device].retained--;
-    if (!primary_active(device))
+    if (!primary_active(device)) {
+        gs_drop_end(gs_drop_begin(primary[device].context), true);
         primary_gone(device);
+    }
     gs_unlock(&gs_self()->lock_context);
 }
 

@@ -16,7 +16,7 @@ static struct gs_map executables;
 /* Their number; while it is 0, launches skip the look-up. */
 static _Atomic uint64_t with_memory;
 /* executable graph -> what is charged for the graph itself; extra = 1 once it has run */
-static struct gs_map graphs;
+struct gs_map gs_graphs;
 
 #define NODE_BYTES 4096u /* charged for each node where the driver has no count */
 
@@ -97,39 +97,25 @@ static void graph_made(CUgraphExec exec, CUgraph graph) {
                              .context = gs_context_key(here.context),
                              .dev = here.dev,
                              .kind = GS_KIND_WHOLE};
-    if (gs_map_take(&graphs, key_of(exec), &old)) /* of a graph that ended with its context */
+    if (gs_map_take(&gs_graphs, key_of(exec), &old)) /* of a graph that ended with its context */
         gs_release(old.dev, old.bytes);
-    if (!gs_map_put(&graphs, key_of(exec), &entry))
+    if (!gs_map_put(&gs_graphs, key_of(exec), &entry))
         gs_release(here.dev, entry.bytes);
 }
 
 static void graph_ran(CUgraphExec exec) {
     struct gs_entry entry;
-    if (gs_map_get(&graphs, key_of(exec), &entry) && !entry.extra &&
-        gs_map_swap(&graphs, key_of(exec), 0, 1))
+    if (gs_map_get(&gs_graphs, key_of(exec), &entry) && !entry.extra &&
+        gs_map_swap(&gs_graphs, key_of(exec), 0, 1))
         gs_overhead_grew(entry.dev, 0);
 }
 
 static void graph_gone(CUgraphExec exec) {
     struct gs_entry entry;
-    if (!gs_slot() || !gs_map_take(&graphs, key_of(exec), &entry))
+    if (!gs_slot() || !gs_map_take(&gs_graphs, key_of(exec), &entry))
         return;
     gs_release(entry.dev, entry.bytes);
     gs_overhead_shrank(entry.dev);
-}
-
-static bool is_in(uint64_t key, const struct gs_entry *entry, void *context) {
-    (void)key;
-    return entry->context == gs_context_key(context);
-}
-
-static void release(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)key, (void)arg;
-    gs_release(entry->dev, entry->bytes);
-}
-
-void gs_graphs_context_gone(CUcontext context) {
-    gs_map_take_all(&graphs, is_in, release, context);
 }
 
 /* ---- records of executable graphs ------------------------------------------------------------ */

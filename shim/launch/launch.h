@@ -159,10 +159,6 @@ static inline void gs_compute_waits(CUstream stream) {
  */
 
 void gs_stream_gone(CUstream stream);
-/* A context is gone, with its streams and executable graphs. */
-void gs_streams_context_gone(CUcontext context);
-void gs_graphs_context_gone(CUcontext context);
-
 void gs_captures_stream_gone(CUstream stream);
 void gs_captures_context_gone(CUcontext context);
 

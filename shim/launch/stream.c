@@ -8,7 +8,7 @@
 #define EVENT_BYTES 4096u
 
 /* stream -> what is charged for it; extra = the number of the comparison before it was created */
-static struct gs_map streams;
+struct gs_map gs_streams;
 
 static void created(CUstream stream, const struct gs_here *here) {
     struct gs_entry entry = {.context = gs_context_key(here->context),
@@ -16,7 +16,7 @@ static void created(CUstream stream, const struct gs_here *here) {
                              .dev = here->dev,
                              .kind = GS_KIND_WHOLE};
     entry.bytes = gs_overhead_grew(here->dev, STREAM_BYTES);
-    if (!gs_map_put(&streams, (uint64_t)(uintptr_t)stream, &entry))
+    if (!gs_map_put(&gs_streams, (uint64_t)(uintptr_t)stream, &entry))
         gs_release(here->dev, entry.bytes);
 }
 
@@ -30,24 +30,10 @@ static CUresult note(CUresult result, const CUstream *stream) {
 void gs_stream_gone(CUstream stream) {
     struct gs_entry entry;
     gs_captures_stream_gone(stream);
-    if (!gs_slot() || !gs_map_take(&streams, (uint64_t)(uintptr_t)stream, &entry))
+    if (!gs_slot() || !gs_map_take(&gs_streams, (uint64_t)(uintptr_t)stream, &entry))
         return;
     gs_release(entry.dev, entry.bytes);
     gs_overhead_undone(entry.dev, entry.extra, STREAM_BYTES);
-}
-
-static bool is_in(uint64_t key, const struct gs_entry *entry, void *context) {
-    (void)key;
-    return entry->context == gs_context_key(context);
-}
-
-static void release(uint64_t key, const struct gs_entry *entry, void *arg) {
-    (void)key, (void)arg;
-    gs_release(entry->dev, entry->bytes);
-}
-
-void gs_streams_context_gone(CUcontext context) {
-    gs_map_take_all(&streams, is_in, release, context);
 }
 
 GS_EXPORT CUresult CUDAAPI cuStreamCreate(CUstream *phStream, unsigned int Flags) {

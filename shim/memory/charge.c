@@ -193,7 +193,7 @@ static void collect(uint64_t key, const struct gs_entry *entry, void *arg) {
 }
 
 struct gs_dropped *gs_drop_begin(CUcontext context) {
-    struct gs_map *const maps[] = {&gs_memory, &gs_objects, &gs_loaded};
+    struct gs_map *const maps[] = {&gs_memory, &gs_objects, &gs_loaded, &gs_streams, &gs_graphs};
     struct gs_dropped *dropped = calloc(1, sizeof(*dropped));
     if (!dropped || !context)
         return dropped;

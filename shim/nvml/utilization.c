@@ -29,9 +29,7 @@ static bool is_accounted(int dev) {
 /* Percent of the device's time in the last complete windows, for all processes together. */
 static unsigned own_percent(int dev) {
     const struct gs_bucket *bucket = &gs_region()->usage->bucket[dev];
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    uint64_t now = (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec, charged = 0;
+    uint64_t now = gs_now_ns(), charged = 0;
     uint64_t last = now / GS_RECENT_NS;
     for (uint64_t w = last > WINDOWS ? last - WINDOWS : 0; w < last; w++) {
         uint64_t cell = atomic_load(&bucket->recent[w % GS_RECENT]);

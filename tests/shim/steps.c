@@ -65,8 +65,8 @@ static void launches(int n, const char *name) {
     }
     int (*launch)() = (int (*)())dlsym(cuda, name);
     for (int i = -200; i < n; i++) {
-        if (allocates) /* it compares the charge, so that no comparison is due */
-            CALL("cuCtxSynchronize");
+        if (i == 0 && allocates)
+            sleep(3); /* the shim's own thread marks a comparison as due each second */
         if (i >= 0)
             before();
         int code = allocates    ? launch(&address, (size_t)4 << 20)

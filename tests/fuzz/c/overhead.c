@@ -4,8 +4,8 @@
 
 _Atomic uint32_t gs_overhead_dirty;
 
-void gs_overhead_before(int dev, uint64_t bytes) {
-    (void)dev, (void)bytes;
+void gs_overhead_settle(int dev) {
+    (void)dev;
 }
 
 void gs_overhead_explain(int dev) {
