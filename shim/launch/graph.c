@@ -15,8 +15,6 @@ _Static_assert(sizeof(CUgraphExec) == sizeof(uint64_t), "handles are keys");
 static struct gs_map executables;
 /* Their number; while it is 0, launches skip the look-up. */
 static _Atomic uint64_t with_memory;
-/* executable graph -> what is charged for the graph itself; extra = 1 once it has run */
-struct gs_map gs_graphs;
 
 #define NODE_BYTES 4096u /* charged for each node where the driver has no count */
 

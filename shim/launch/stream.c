@@ -7,9 +7,6 @@
 #define EVENTS 64u                       /* events whose memory is worth a comparison */
 #define EVENT_BYTES 4096u
 
-/* stream -> what is charged for it; extra = the number of the comparison before it was created */
-struct gs_map gs_streams;
-
 static void created(CUstream stream, const struct gs_here *here) {
     struct gs_entry entry = {.context = gs_context_key(here->context),
                              .extra = gs_overhead_number(here->dev),

@@ -6,6 +6,8 @@
 
 struct gs_map gs_objects;
 struct gs_map gs_loaded;
+struct gs_map gs_streams;
+struct gs_map gs_graphs;
 
 /* Before a refusal, return the unused memory of this process's pools to the driver. If the caller
  * then allocates on the host (oversubscription/virtual.c), no refusal is counted. */

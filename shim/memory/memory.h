@@ -43,8 +43,10 @@ void gs_uncharge(uint64_t key, const struct gs_entry *entry);
 
 extern struct gs_map gs_objects; /* arrays, mipmapped arrays, modules */
 extern struct gs_map gs_loaded;  /* code and local memory of contexts: code/use.c, local.c */
-extern struct gs_map gs_streams; /* launch/stream.c */
-extern struct gs_map gs_graphs;  /* executable graphs: launch/graph.c */
+/* launch/stream.c: streams; extra = the number of the comparison before they were created */
+extern struct gs_map gs_streams;
+/* launch/graph.c: executable graphs; extra = 1 once they have run */
+extern struct gs_map gs_graphs;
 
 /* Entries of a context that is about to be destroyed: taken out of the maps, then released, or put
  * back if the context remains. */

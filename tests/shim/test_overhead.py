@@ -475,6 +475,24 @@ def test_managed_memory_is_charged_once() -> None:
         assert run(box, program, helpers=STREAMS) == ["40", "160"]
 
 
+def test_destroyed_context_takes_its_streams_and_graphs_with_it() -> None:
+    """Where the driver has no count their models are charged, which nothing else would release."""
+    program = """
+        start()
+        context, before = c_void_p(), info()[0]
+        ok(cuda.cuCtxCreate_v2(byref(context), 0, 0))
+        made, graphs = streams(10), graph(1000)
+        print((before - info()[0]) // MIB > 20)
+        ok(cuda.cuCtxDestroy_v2(context))
+        start()
+        print((before - info()[0]) // MIB)
+    """
+    words = ["python3", "-c", PRELUDE + STREAMS + MAKE + textwrap.dedent(program)]
+    with Box([1 * GIB]) as box:
+        done = box.run(["sh", "-c", f'rm {LIBDIR}/libnvidia-ml.so*; exec "$@"', "sh", *words])
+        assert done.stdout.split() == ["True", "0"], done.stderr
+
+
 @pytest.mark.parametrize(("calls", "within_s"), [("launch()", 8), ("launch(); ok(cuda.cuCtxSynchronize())", 4)])
 def test_growth_without_a_call_of_the_program_is_charged(calls: str, within_s: float) -> None:
     """Once a second before a call that blocks; a program that never waits compares at a launch after some seconds."""
@@ -501,6 +519,29 @@ def test_growth_without_a_call_of_the_program_is_charged(calls: str, within_s: f
             time.sleep(0.05)
         assert process.poll() is None, "not charged"
         process.kill()
+
+
+def test_growth_that_no_call_showed_is_compared_near_the_limit() -> None:
+    """100 MiB seem free and 50 are: within a second an allocation of 60 is refused, whatever the program calls."""
+    program = """
+        start()
+        block = []
+        ok(alloc(info()[0] - 100 * MIB, block))
+        print("ready", flush=True)
+        sys.stdin.readline()
+        until = time.monotonic() + 10
+        while (result := alloc(60 * MIB, block)) == SUCCESS and time.monotonic() < until:
+            ok(cuda.cuMemFree_v2(block.pop()))  # nothing here blocks
+        print(result)
+    """
+    words = ["python3", "-c", PRELUDE + textwrap.dedent(program)]
+    with (
+        Box([1 * GIB]) as box,
+        box.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout and process.stdout.readline()
+        grow(box, 50 * MIB)
+        assert process.communicate("\n")[0] == "2\n"
 
 
 def compiled(folder: Path, name: str, *flags: str) -> str:
