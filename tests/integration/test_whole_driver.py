@@ -11,6 +11,7 @@ import pytest
 
 from simulator import simhost
 from tests.integration import ns_util
+from tests.shim.inside import PRELUDE
 from tests.support import driverhost
 from tests.support.host import PYTHON, Node, python_mounts
 from tests.support.runc import Container, RuntimeFailed
@@ -83,6 +84,29 @@ def test_compat32_gives_32_bit_libraries(container: MakeContainer, simhost: Path
         assert {name for name in listed if name.startswith("lib") and name.endswith((".so.0", ".so.1"))} == libraries
         assert "\tlibGLX_nvidia.so.0 (libc6) => /usr/lib/i386-linux-gnu/libGLX_nvidia.so.0" in listed
         one.close()
+
+
+STREAMS = (
+    PRELUDE
+    + """
+start()
+before, stream = info()[0], c_void_p()
+for _ in range(10):
+    ok(cuda.cuStreamCreate(byref(stream), 1))
+print((before - info()[0]) // MIB, *(name for name in os.listdir(sys.argv[1]) if name == "libnvidia-ml.so.1"))
+"""
+)
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("compute", []), ("compute,utility", ["libnvidia-ml.so.1"])])
+def test_memory_is_counted_without_utility(
+    container: MakeContainer, node: Node, way: str, asked: str, seen: list[str]
+) -> None:
+    """The streams of this simulated device take nothing. Where the shim finds no NVML, it charges 2 MiB for each."""
+    env = {**SHARE, "NVIDIA_DRIVER_CAPABILITIES": asked}
+    one = container([PYTHON, "-c", STREAMS, LIBDIR], env=env, mounts=python_mounts(), **node.way(way))
+    assert one.run() == 0, one.stderr
+    assert one.stdout.split() == ["0", *seen]
 
 
 CONNECT = """
