@@ -116,6 +116,8 @@ CUresult gs_compute_admit(struct gs_admission *a, const void *function, struct g
 /* `result`: what the driver returned. */
 void gs_compute_launched_marked(struct gs_admission *a, CUresult result);
 static inline void gs_compute_launched(struct gs_admission *a, CUresult result) {
+    if (a->s && atomic_load(&a->s->launch_ns))
+        gs_throttle_entered(a->s, gs_now_ns());
     if (a->s)
         gs_throttle_went(a->s);
     if (a->mark)

@@ -80,13 +80,19 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     for (uint32_t i = 0; i < segment->n_functions; i++) {
         struct gs_predictor *f = segment->function[i];
         int64_t ns = atomic_load(&f->ns);
+        f->delayed = segment->late ? f->delayed + 1 : 0;
+        if (f->delayed && f->delayed <= DELAYED) {
+            f->probing = false;
+            continue;
+        }
+        f->delayed = 0;
         double took = (double)segment->expected_ns[i] * ratio;
         float step = weight / 32, first = weight / (float)(f->samples + 1);
         step = step > first ? step : first;
         step = step < 0.5f ? step : 0.5f;
         f->samples++;
-        gs_throttle_timed(f, (int64_t)took, weight > 1.5f || own > 4 * (int64_t)t->slice_ns,
-                          segment->end_ns);
+        gs_throttle_timed(f, (int64_t)(took < (double)own ? took : (double)own),
+                          weight > 1.5f || own > 4 * (int64_t)t->slice_ns, segment->end_ns);
         if (segment->single && segment->start_event >= 0)
             f->single_ns += (own - f->single_ns) / (f->single_ns ? 8 : 1);
         if (segment->probe || ns == GS_UNKNOWN) {

@@ -103,12 +103,25 @@ bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment) 
     return gs_throttle_started(t, segment);
 }
 
+/* A start event is recorded before the launch: the device has no work from then until the driver
+ * has the launch, which takes longer if the driver loads code first or the thread is interrupted.
+ * Then it is unknown when the kernel began, and the whole time of a single launch is charged, which
+ * bounds what a program gains by interrupting itself. But the function is not timed by it. */
+static void skip_latency(struct gs_segment *segment) {
+    uint64_t took = segment->end_ns - segment->start_ns, latency = segment->latency_ns;
+    if (latency <= LATENCY)
+        segment->start_ns += min64(latency, took);
+    else
+        segment->late = segment->single && latency > took / 8;
+}
+
 static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
     gs_throttle_waited(t, segment);
     segment->before_ns = t->covered_ns;
-    segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns;
+    segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns + EDGE;
     segment->start_ns = max64(segment->start_ns, t->covered_ns);
     segment->end_ns = max64(segment->start_ns, segment->end_ns);
+    skip_latency(segment);
     t->covered_ns = segment->end_ns;
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);

@@ -69,6 +69,17 @@ static bool is_underway(struct gs_throttle_stream *s, uint64_t now) {
     return false;
 }
 
+/* Measure from here, just after the start event, until the driver has the launch. */
+static void expect_entry(const struct gs_throttle *t, struct gs_throttle_stream *s) {
+    atomic_store(&s->entered_ns, 0);
+    atomic_store(&s->launch_ns, t->env->now(t->env->arg));
+}
+
+static uint64_t entry_latency(struct gs_throttle_stream *s) {
+    uint64_t from = atomic_exchange(&s->launch_ns, 0), to = atomic_load(&s->entered_ns);
+    return from && to > from ? to - from : 0;
+}
+
 /* Record markers in at most GS_STREAMS streams. Skip further streams, and streams with an admitted
  * launch that has not reached them. Return false if no marker could be recorded; the launches are
  * then measured by the next marker. */
@@ -84,6 +95,9 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
             continue;
         }
         s->skipped_ns = 0;
+        uint64_t latency = entry_latency(s);
+        if (!open->many) /* else another stream may have had work meanwhile */
+            open->latency_ns = latency;
         open->work_ns += atomic_exchange(&s->work_ns, 0);
         int event = t->env->mark(t->env->arg, s->id);
         if (event >= 0)
@@ -268,6 +282,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         t->open.idle = t->others_ppm && !s->waited && t->env->idle(t->env->arg, s->id);
         t->open.start_event = t->env->mark(t->env->arg, s->id);
         t->open.waited = s->waited && t->open.start_event >= 0;
+        if (t->open.start_event >= 0)
+            expect_entry(t, s);
         t->busy_from_ns = idle ? now : t->busy_from_ns;
     }
     s->waited = false;

@@ -77,6 +77,7 @@ struct gs_predictor {
     uint32_t samples;
     int64_t single_ns; /* of a launch that was measured alone */
     bool probing;
+    uint8_t delayed;    /* measurements in a row that began too late to count */
     float moment[2];    /* weighted means of measured/expected and of its square */
     int64_t longest_ns; /* longest recent launch: trust.c */
     uint64_t longest_at_ns;
@@ -91,7 +92,9 @@ struct gs_throttle_stream {
     _Atomic int64_t work_ns;   /* expected work launched since the last marker */
     _Atomic uint32_t underway; /* launches that were admitted and are not in the stream yet */
     uint64_t skipped_ns;       /* since when it could not be marked */
-    bool waited; /* it has waited for another context or the host since its last marker */
+    _Atomic uint64_t launch_ns,
+        entered_ns; /* of the launch after a start event; 0: no such launch */
+    bool waited;    /* it has waited for another context or the host since its last marker */
     struct gs_throttle_stream *next_dirty;
 };
 
@@ -117,9 +120,11 @@ struct gs_segment {
     int64_t expected_ns[GS_FUNCTIONS]; /* of one launch of each function */
     int64_t work_ns, hint_ns;
     uint64_t opened_ns, marked_ns; /* host time */
+    uint64_t latency_ns;           /* from the start event until the driver had the launch */
     bool clean;                    /* the device had work of this context from start to end */
     bool single;                   /* one launch on an idle device, marked before and after */
     bool probe;                    /* its only function was unknown */
+    bool late;                     /* the driver had the launch so late that it was not timed */
     bool blind;                    /* a capture was open during the interval */
     bool waited;                   /* its stream waited before it, up to start_event */
     bool idle; /* its stream was empty, so it did not wait for work of this context */
@@ -201,6 +206,12 @@ void gs_predictor_init(struct gs_predictor *f);
 uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
                           struct gs_predictor *f);
 void gs_throttle_launched(struct gs_throttle *t);
+/* The driver has returned from a launch, at host time `now`; call before gs_throttle_went. Needed
+ * only if `s->launch_ns` is not 0. */
+static inline void gs_throttle_entered(struct gs_throttle_stream *s, uint64_t now) {
+    uint64_t none = 0;
+    atomic_compare_exchange_strong(&s->entered_ns, &none, now);
+}
 /* Called instead of it if the device refused the launch. */
 void gs_throttle_refused(struct gs_throttle *t, struct gs_predictor *f);
 /* The launch is in its stream, or was refused. Until then, for 5 ms at most, that stream is not

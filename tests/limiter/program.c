@@ -3,11 +3,11 @@
 
 #include "vt.h"
 
-const char *const kernel_name[KERNELS] = {"5us",       "50us",    "1ms",      "20ms",
-                                          "lognormal", "bimodal", "changing", "cycling",
-                                          "cold",      "growing", "endless"};
-const char *const program_name[PROGRAMS] = {"stream", "streams", "graph", "sync",
-                                            "pause",  "pair",    "poll",  "threads"};
+const char *const kernel_name[KERNELS] = {"5us",     "50us",     "1ms",     "20ms", "lognormal",
+                                          "bimodal", "changing", "cycling", "cold", "growing",
+                                          "endless", "5to65us",  "30to80us"};
+const char *const program_name[PROGRAMS] = {"stream", "streams", "graph",   "sync", "pause",
+                                            "pair",   "poll",    "threads", "train"};
 
 static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     static const double mean_us[KERNELS] = {5, 50, 1000, 20000};
@@ -18,6 +18,13 @@ static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     else if (kernel == K_BIMODAL)
         us = uniform(&host->rng) < 0.1 ? 1000 : 50;
     return us * factor[function] * (1 + 0.02 * normal(&host->rng)) * 1000;
+}
+
+/* A training step: functions whose durations differ, and stay the same in each step. */
+static double training_ns(struct host *host, enum kernel kernel) {
+    double least = kernel == K_5_TO_65US ? 5e3 : 30e3, most = kernel == K_5_TO_65US ? 65e3 : 80e3;
+    struct rng of_function = {(uint64_t)host->function};
+    return least + (most - least) * uniform(&of_function) * (1 + 0.01 * normal(&host->rng));
 }
 
 /* One function and grid whose launches change their duration at launch `n`. */
@@ -54,7 +61,7 @@ static bool choose_of_pair(struct host *host) {
 
 bool choose(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6, 1, 1, 1, 1, 1};
+    static const int nodes[KERNELS] = {10, 10, 3, 2, 6, 6, 1, 1, 1, 1, 1, 1, 1};
     host->kind = KERNEL;
     if (tenant->program == P_PAIR && !choose_of_pair(host))
         return false;
@@ -65,7 +72,11 @@ bool choose(struct host *host) {
     host->function = (int)(host->launches % FUNCTIONS);
     host->stream = tenant->program == P_STREAMS ? host->launches % STREAMS : 0;
     host->kernel_ns = kernel_ns(host, tenant->kernel, host->function);
-    if (tenant->kernel >= K_CHANGING) {
+    if (tenant->program == P_TRAIN)
+        host->function = (int)(host->launches % STEP);
+    if (tenant->kernel >= K_5_TO_65US) {
+        host->kernel_ns = training_ns(host, tenant->kernel);
+    } else if (tenant->kernel >= K_CHANGING) {
         host->function = 0;
         host->kernel_ns = turning_ns(tenant->kernel, host->launches);
     }
@@ -80,7 +91,14 @@ bool choose(struct host *host) {
 }
 
 bool wants_sync(const struct host *host) {
-    return host->world->tenant[host->tenant].program == P_SYNC;
+    enum program program = host->world->tenant[host->tenant].program;
+    return program == P_SYNC || (program == P_TRAIN && host->launches % STEP == 0);
+}
+
+uint64_t stall_ns(const struct host *host) {
+    const struct tenant *tenant = &host->world->tenant[host->tenant];
+    bool now = tenant->program == P_TRAIN && host->launches % (20 * STEP) == 0;
+    return now ? (uint64_t)(tenant->stall_ms * 1e6) : 0;
 }
 
 /* Waits by polling, or by reading memory that the kernel writes: the limiter does not observe
@@ -92,7 +110,7 @@ bool polls(const struct host *host) {
 /* Bursts of some 2 ms of launches or 40 launches, then a pause without synchronisation. */
 uint64_t pause_ns(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
-    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1, 1, 400, 40, 1};
+    static const uint32_t burst[KERNELS] = {400, 40, 4, 2, 20, 20, 1, 1, 400, 40, 1, 1, 1};
     if (tenant->program != P_PAUSE && !host->pauses)
         return 0;
     if (host->burst_left--)

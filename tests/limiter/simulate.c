@@ -16,6 +16,11 @@ static struct thread *next_thread(struct host *host) {
     return next;
 }
 
+static void went(struct host *host) {
+    gs_throttle_entered(&host->streams[host->stream], host->clock_ns);
+    gs_throttle_went(&host->streams[host->stream]);
+}
+
 /* While a thread is between its admission and the driver, other threads are admitted and record
  * events. Sometimes that takes long, because the thread is preempted. */
 static void step_threads(struct world *world, struct host *host) {
@@ -38,7 +43,7 @@ static void step_threads(struct world *world, struct host *host) {
     } else {
         gpu_push(host->gpu, host->context, host->stream, thread->kernel_ns, KERNEL);
         if (ours && uniform(&host->rng) >= world->lost)
-            gs_throttle_went(&host->streams[host->stream]);
+            went(host);
         if (thread->mark)
             gs_throttle_launched(&host->throttle);
         thread->launching = false;
@@ -47,6 +52,14 @@ static void step_threads(struct world *world, struct host *host) {
     }
     uint64_t next = next_thread(host)->clock_ns;
     host->clock_ns = next > host->clock_ns ? next : host->clock_ns;
+}
+
+/* The driver hands the kernel to the device at the end of its call. */
+static uint64_t launch_ns(struct host *host) {
+    const struct tenant *t = &host->world->tenant[host->tenant];
+    bool first = t->program == P_TRAIN && host->launches <= STEP;
+    double us = first && t->first_us > 0 ? t->first_us : t->latency_us;
+    return us > 0 ? (uint64_t)(us * (0.7 + 0.6 * uniform(&host->rng)) * 1000) : 0;
 }
 
 static void step(struct world *world, struct host *host) {
@@ -66,6 +79,10 @@ static void step(struct world *world, struct host *host) {
         host->syncing = false;
         if (ours)
             gs_throttle_sync_end(&host->throttle);
+        if (stall_ns(host)) {
+            host->clock_ns += stall_ns(host);
+            return;
+        }
     }
     if (t->program == P_THREADS && c->kernels < QUEUE) {
         step_threads(world, host);
@@ -80,19 +97,27 @@ static void step(struct world *world, struct host *host) {
         host->clock_ns = UINT64_MAX;
         return;
     }
-    uint64_t until = may_launch(host);
+    uint64_t until = host->launching ? 0 : may_launch(host);
     if (until) {
         host->clock_ns = late(world, host, until);
         return;
     }
+    uint64_t latency = host->launching ? 0 : launch_ns(host);
+    if (latency) {
+        host->launching = true;
+        host->clock_ns += latency;
+        return;
+    }
+    host->launching = false;
     gpu_push(gpu, host->context, host->stream, host->kernel_ns, host->kind);
     host->chosen = false;
-    host->clock_ns += 2000 + (uint64_t)(uniform(&host->rng) * 2000);
     if (ours)
-        gs_throttle_went(&host->streams[host->stream]);
+        went(host);
+    if (!t->cpu_us)
+        host->clock_ns += 2000 + (uint64_t)(uniform(&host->rng) * 2000);
     if (ours && host->streams[host->stream].mark)
         gs_throttle_launched(&host->throttle);
-    host->clock_ns += pause_ns(host);
+    host->clock_ns += pause_ns(host) + (uint64_t)(t->cpu_us * 1000);
     if (wants_sync(host) || polls(host)) {
         if (ours && !polls(host))
             gs_throttle_sync_begin(&host->throttle);

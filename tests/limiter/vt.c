@@ -4,13 +4,14 @@
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic|oracle) mode (hard|soft) weight priority spoof (spoof.c) join leave kill (ms)
- * change (percent) at capture (ms). Options of the world: seed ms slice_us switch_us
- * (when the previous context has no more work) preempt_us (when it has; 0: the same) whole_kernels
- * (1: no preemption within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us
- * skew_us (of clocks) told_switch_us told_slice_us stall lost (of a thread's launches) devices
- * (process i of a container is on device i % devices; the ledger is of the first, but `done` of
- * all) corpus (a file: the activity of spoof=corpus) burst_ms (the oracle's) one_queue (1: probe
- * events are behind the program's work, as when all streams share a queue of the device) */
+ * change (percent) at capture (ms) cpu_us latency_us first_us stall_ms (vt.h). Options of the
+ * world: seed ms slice_us switch_us (when the previous context has no more work) preempt_us (when
+ * it has; 0: the same) whole_kernels (1: no preemption within kernels) prompt_probes (1: probe
+ * events do not wait) bubble_ns jitter_us skew_us (of clocks) told_switch_us told_slice_us stall
+ * lost (of a thread's launches) devices (process i of a container is on device i % devices; the
+ * ledger is of the first, but `done` of all) corpus (a file: the activity of spoof=corpus) burst_ms
+ * (the oracle's) one_queue (1: probe events are behind the program's work, as when all streams
+ * share a queue of the device) */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,69 +26,75 @@ static int find(const char *const *names, int n, const char *name) {
     exit(2);
 }
 
-static void tenant_word(struct tenant *t, const char *key, const char *value) {
+/* Where an option of a tenant goes: times in ms to nanoseconds, shares in percent to millionths. */
+struct option {
+    const char *name;
+    double scale;
+    uint64_t *ns;
+    uint32_t *count;
+    double *number;
+    int *small;
+};
+
+static void set_option(const struct option *o, double number) {
+    if (o->ns)
+        *o->ns = (uint64_t)(number * o->scale);
+    else if (o->count)
+        *o->count = (uint32_t)(number * o->scale);
+    else if (o->small)
+        *o->small = (int)number;
+    else
+        *o->number = number;
+}
+
+static bool named_word(struct tenant *t, const char *key, const char *value) {
     static const char *const laws[] = {"none", "ours", "classic", "oracle"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
-    static const char *const keys[] = {
-        "limit", "ppm",  "kernel", "program", "processes", "law", "mode",    "weight", "priority",
-        "spoof", "join", "leave",  "kill",    "change",    "at",  "unequal", "capture"};
-    double number = strtod(value, NULL);
-    uint64_t ms = (uint64_t)number * MS;
-    switch (find(keys, sizeof(keys) / sizeof(*keys), key)) {
-    case 0:
-        t->limit.ppm = (uint32_t)(number * 10000);
-        if (number >= 100)
-            t->limit.mode = GS_THROTTLE_UNLIMITED;
-        break;
-    case 1:
-        t->limit.ppm = (uint32_t)number;
-        break;
-    case 2:
+    if (!strcmp(key, "kernel"))
         t->kernel = (enum kernel)find(kernel_name, KERNELS, value);
-        break;
-    case 3:
+    else if (!strcmp(key, "program"))
         t->program = (enum program)find(program_name, PROGRAMS, value);
-        break;
-    case 4:
-        t->processes = (int)number;
-        break;
-    case 5:
+    else if (!strcmp(key, "law"))
         t->law = (enum law)find(laws, 4, value);
-        break;
-    case 6:
+    else if (!strcmp(key, "mode"))
         t->limit.mode = (enum gs_throttle_mode)find(modes, 3, value);
-        break;
-    case 7:
-        t->limit.weight = (uint32_t)number;
-        break;
-    case 8:
-        t->limit.priority = (uint32_t)number;
-        break;
-    case 9:
+    else if (!strcmp(key, "spoof"))
         t->spoof = (enum spoof)find(spoof_name, SPOOFS, value);
-        break;
-    case 10:
-        t->join_ns = ms;
-        break;
-    case 11:
-        t->leave_ns = ms;
-        break;
-    case 12:
-        t->kill_ns = ms;
-        break;
-    case 13:
-        t->limit_then_ppm = (uint32_t)(number * 10000);
-        break;
-    case 14:
-        t->limit_at_ns = ms;
-        break;
-    case 15:
-        t->unequal = number != 0;
-        break;
-    case 16:
-        t->capture_ns = ms;
-        break;
-    }
+    else
+        return false;
+    return true;
+}
+
+static void tenant_word(struct tenant *t, const char *key, const char *value) {
+    double number = strtod(value, NULL);
+    const struct option options[] = {
+        {.name = "limit", .scale = 10000, .count = &t->limit.ppm},
+        {.name = "ppm", .scale = 1, .count = &t->limit.ppm},
+        {.name = "weight", .scale = 1, .count = &t->limit.weight},
+        {.name = "priority", .scale = 1, .count = &t->limit.priority},
+        {.name = "change", .scale = 10000, .count = &t->limit_then_ppm},
+        {.name = "processes", .small = &t->processes},
+        {.name = "unequal", .small = &t->unequal},
+        {.name = "join", .scale = 1e6, .ns = &t->join_ns},
+        {.name = "leave", .scale = 1e6, .ns = &t->leave_ns},
+        {.name = "kill", .scale = 1e6, .ns = &t->kill_ns},
+        {.name = "at", .scale = 1e6, .ns = &t->limit_at_ns},
+        {.name = "capture", .scale = 1e6, .ns = &t->capture_ns},
+        {.name = "cpu_us", .number = &t->cpu_us},
+        {.name = "latency_us", .number = &t->latency_us},
+        {.name = "first_us", .number = &t->first_us},
+        {.name = "stall_ms", .number = &t->stall_ms},
+    };
+    size_t k = 0, n = sizeof(options) / sizeof(*options);
+    if (named_word(t, key, value))
+        return;
+    while (k < n && strcmp(options[k].name, key) != 0)
+        k++;
+    if (k == n)
+        find(NULL, 0, key);
+    set_option(&options[k], number);
+    if (!strcmp(key, "limit") && number >= 100)
+        t->limit.mode = GS_THROTTLE_UNLIMITED;
 }
 
 static void parse_tenant(struct world *world, char *text) {
@@ -159,7 +166,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     host->throttle.limit = t->limit;
     for (uint32_t i = 0; i < STREAMS; i++)
         host->streams[i].id = i;
-    for (int i = 0; i < FUNCTIONS; i++)
+    for (int i = 0; i < STEP; i++)
         gs_predictor_init(&host->predictor[i]);
 }
 

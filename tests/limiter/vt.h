@@ -7,6 +7,7 @@
 #include "limiter/throttle.h"
 
 #define FUNCTIONS 3
+#define STEP 500 /* launches of a training step, each of another function */
 #define MAX_PROCESSES 8
 
 enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC, LAW_ORACLE };
@@ -22,9 +23,22 @@ enum kernel {
     K_COLD,
     K_GROWING,
     K_ENDLESS,
+    K_5_TO_65US,
+    K_30_TO_80US,
     KERNELS
 };
-enum program { P_STREAM, P_STREAMS, P_GRAPH, P_SYNC, P_PAUSE, P_PAIR, P_POLL, P_THREADS, PROGRAMS };
+enum program {
+    P_STREAM,
+    P_STREAMS,
+    P_GRAPH,
+    P_SYNC,
+    P_PAUSE,
+    P_PAIR,
+    P_POLL,
+    P_THREADS,
+    P_TRAIN,
+    PROGRAMS
+};
 #define THREADS 4
 enum spoof {
     SPOOF_NONE,
@@ -53,9 +67,13 @@ struct tenant {
     enum spoof spoof;
     struct gs_throttle_limit limit;
     int processes;
-    bool unequal; /* all processes but the first mostly pause */
+    int unequal; /* all processes but the first mostly pause */
     uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* a capture lasts 500 ms */
     uint32_t limit_then_ppm;
+    double cpu_us;     /* of the host between two launches; 0: 2 to 4 */
+    double latency_us; /* from the beginning of a launch until the device has it */
+    double first_us;   /* the same for the first launch of a function */
+    double stall_ms;   /* without a launch, after every twentieth training step */
 };
 
 /* The classic limiter: a bucket of launches in each process, refilled by utilisation each tick. */
@@ -86,7 +104,7 @@ struct host {
     bool pauses;
     struct rng rng;
     uint64_t clock_ns; /* when it continues; UINT64_MAX while it waits for the device */
-    bool chosen, syncing;
+    bool chosen, syncing, launching;
     uint32_t launches, burst_left;
     int function;
     uint32_t stream;
@@ -95,7 +113,7 @@ struct host {
     int kind; /* KERNEL, RELEASER, WAITER */
     struct gs_throttle throttle;
     struct gs_throttle_stream streams[STREAMS];
-    struct gs_predictor predictor[FUNCTIONS];
+    struct gs_predictor predictor[STEP];
     struct classic classic;
     uint64_t marks, slow, forbidden; /* forbidden: events recorded or queried while capturing */
 };
@@ -126,6 +144,7 @@ void simulate(struct world *world);
 /* program.c: chooses the next launch of a process; false: none now. */
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);
+uint64_t stall_ns(const struct host *host); /* after a synchronisation */
 bool polls(const struct host *host); /* true if it waits without a call that the shim intercepts */
 uint64_t pause_ns(struct host *host);
 /* spoof.c: returns the published page `page` of a context; NULL: there are no more. */
