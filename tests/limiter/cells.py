@@ -55,6 +55,7 @@ class Ledger(NamedTuple):
     charged_ns: int
     recent_ns: int
     bins: tuple[int, ...]
+    request_us: tuple[int, ...]  # of an interactive program
 
     def shares(self, window_ms: int, start_ms: int = WARM_MS) -> list[float]:
         """Return the percentage of each whole window."""
@@ -80,7 +81,7 @@ def simulate(tenants: Sequence[Tenant], *, program: Path | None = None, **world:
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(argv)}: {done.returncode}\n{done.stderr}")
     rows: list[dict[str, Any]] = json.loads(done.stdout)["tenants"]
-    return [Ledger(**{**row, "bins": tuple(row["bins"])}) for row in rows]
+    return [Ledger(**{**row, "bins": tuple(row["bins"]), "request_us": tuple(row["request_us"])}) for row in rows]
 
 
 def jain(values: Iterable[float]) -> float:

@@ -7,7 +7,8 @@ const char *const kernel_name[KERNELS] = {"5us",     "50us",     "1ms",     "20m
                                           "bimodal", "changing", "cycling", "cold", "growing",
                                           "endless", "5to65us",  "30to80us"};
 const char *const program_name[PROGRAMS] = {"stream", "streams", "graph",   "sync", "pause",
-                                            "pair",   "poll",    "threads", "train"};
+                                            "pair",   "poll",    "threads", "train",
+                                            "interactive"};
 
 static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     static const double mean_us[KERNELS] = {5, 50, 1000, 20000};
@@ -92,12 +93,15 @@ bool choose(struct host *host) {
 
 bool wants_sync(const struct host *host) {
     enum program program = host->world->tenant[host->tenant].program;
-    return program == P_SYNC || (program == P_TRAIN && host->launches % STEP == 0);
+    return program == P_SYNC || (program == P_TRAIN && host->launches % STEP == 0) ||
+           (program == P_INTERACTIVE && host->launches % REQUEST == 0);
 }
 
-uint64_t stall_ns(const struct host *host) {
+uint64_t stall_ns(struct host *host) {
     const struct tenant *tenant = &host->world->tenant[host->tenant];
     bool now = tenant->program == P_TRAIN && host->launches % (20 * STEP) == 0;
+    if (tenant->program == P_INTERACTIVE) /* a request each 50 ms on average */
+        return (uint64_t)(-log(1 - uniform(&host->rng)) * 50e6);
     return now ? (uint64_t)(tenant->stall_ms * 1e6) : 0;
 }
 

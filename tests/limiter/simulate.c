@@ -79,8 +79,12 @@ static void step(struct world *world, struct host *host) {
         host->syncing = false;
         if (ours)
             gs_throttle_sync_end(&host->throttle);
-        if (stall_ns(host)) {
-            host->clock_ns += stall_ns(host);
+        if (t->program == P_INTERACTIVE && host->requests < REQUESTS)
+            host->request_us[host->requests++] = (uint32_t)((host->clock_ns - host->asked_ns) / US);
+        uint64_t stall = stall_ns(host);
+        host->asked_ns = host->clock_ns + stall;
+        if (stall) {
+            host->clock_ns += stall;
             return;
         }
     }

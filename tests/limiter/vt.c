@@ -207,6 +207,13 @@ static void print(const struct world *world) {
                (unsigned long long)recent_ns(world, i));
         for (uint64_t k = 0; k < gpu->bins; k++)
             printf("%s%llu", k ? "," : "", (unsigned long long)gpu->bin[i][k]);
+        printf("], \"request_us\": [");
+        const char *comma = "";
+        for (int k = 0; k < world->hosts; k++)
+            for (uint32_t r = 0; world->host[k]->tenant == i && r < world->host[k]->requests; r++) {
+                printf("%s%u", comma, world->host[k]->request_us[r]);
+                comma = ",";
+            }
         printf("]}");
     }
     printf("]}\n");

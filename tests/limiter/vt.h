@@ -7,6 +7,8 @@
 #include "limiter/throttle.h"
 
 #define FUNCTIONS 3
+#define REQUEST 20 /* launches of a request of an interactive program */
+#define REQUESTS 4096
 #define STEP 500 /* launches of a training step, each of another function */
 #define MAX_PROCESSES 8
 
@@ -37,6 +39,7 @@ enum program {
     P_POLL,
     P_THREADS,
     P_TRAIN,
+    P_INTERACTIVE,
     PROGRAMS
 };
 #define THREADS 4
@@ -115,6 +118,9 @@ struct host {
     struct gs_throttle_stream streams[STREAMS];
     struct gs_predictor predictor[STEP];
     struct classic classic;
+    uint64_t asked_ns; /* when its current request began */
+    uint32_t requests;
+    uint32_t request_us[REQUESTS]; /* how long each of them took */
     uint64_t marks, slow, forbidden; /* forbidden: events recorded or queried while capturing */
 };
 
@@ -144,7 +150,7 @@ void simulate(struct world *world);
 /* program.c: chooses the next launch of a process; false: none now. */
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);
-uint64_t stall_ns(const struct host *host); /* after a synchronisation */
+uint64_t stall_ns(struct host *host); /* after a synchronisation */
 bool polls(const struct host *host); /* true if it waits without a call that the shim intercepts */
 uint64_t pause_ns(struct host *host);
 /* spoof.c: returns the published page `page` of a context; NULL: there are no more. */
