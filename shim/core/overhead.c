@@ -116,15 +116,15 @@ static uint64_t without_imports(int dev, const struct overhead *o, uint64_t want
     return best;
 }
 
-/* The new overhead after a comparison gave `want`. `exact`: nothing changed meanwhile. Otherwise
- * memory of other threads' calls may count for either: the overhead then never falls, and rises to
- * the least that two comparisons in a row gave. */
-static uint64_t settled(struct overhead *o, uint64_t want, bool exact) {
+/* The new overhead after a comparison gave `want`; `now`: with what is pending. `exact`: nothing
+ * changed meanwhile. Otherwise memory of other threads' calls may count for either: the charge then
+ * never falls, and rises to the least that two comparisons in a row gave. */
+static uint64_t settled(struct overhead *o, uint64_t now, uint64_t want, bool exact) {
     uint64_t least = o->doubtful && o->other < want ? o->other : want;
-    bool rises = o->doubtful && least > o->bytes;
-    o->doubtful = !exact && !rises && want != o->bytes;
+    bool rises = o->doubtful && least > now;
+    o->doubtful = !exact && !rises && want != now;
     o->other = want;
-    return exact ? want : rises ? least : o->bytes;
+    return exact ? want : rises ? least : now;
 }
 
 /* Other threads wait meanwhile, if `held`, until the new charge is in force. */
@@ -148,7 +148,7 @@ static void compare_held(int dev, bool held) {
     uint64_t ours = o->bytes + pending + atomic_load(&o->bounds);
     uint64_t known = all > ours ? all - ours : 0;
     uint64_t want = without_imports(dev, o, counted > known ? counted - known : 0);
-    want = settled(o, want, exact && before == after);
+    want = settled(o, o->bytes + pending, want, exact && before == after);
     if (o->doubtful) {
         atomic_fetch_or(&gs_overhead_dirty, LOW(dev));
         return; /* what is pending stays charged */

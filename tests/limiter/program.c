@@ -6,9 +6,8 @@
 const char *const kernel_name[KERNELS] = {"5us",     "50us",     "1ms",     "20ms", "lognormal",
                                           "bimodal", "changing", "cycling", "cold", "growing",
                                           "endless", "5to65us",  "30to80us"};
-const char *const program_name[PROGRAMS] = {"stream", "streams", "graph",   "sync", "pause",
-                                            "pair",   "poll",    "threads", "train",
-                                            "interactive"};
+const char *const program_name[PROGRAMS] = {"stream", "streams", "graph",   "sync",  "pause",
+                                            "pair",   "poll",    "threads", "train", "interactive"};
 
 static double kernel_ns(struct host *host, enum kernel kernel, int function) {
     static const double mean_us[KERNELS] = {5, 50, 1000, 20000};

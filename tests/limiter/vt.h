@@ -120,7 +120,7 @@ struct host {
     struct classic classic;
     uint64_t asked_ns; /* when its current request began */
     uint32_t requests;
-    uint32_t request_us[REQUESTS]; /* how long each of them took */
+    uint32_t request_us[REQUESTS];   /* how long each of them took */
     uint64_t marks, slow, forbidden; /* forbidden: events recorded or queried while capturing */
 };
 
@@ -151,7 +151,7 @@ void simulate(struct world *world);
 bool choose(struct host *host);
 bool wants_sync(const struct host *host);
 uint64_t stall_ns(struct host *host); /* after a synchronisation */
-bool polls(const struct host *host); /* true if it waits without a call that the shim intercepts */
+bool polls(const struct host *host);  /* true if it waits without a call that the shim intercepts */
 uint64_t pause_ns(struct host *host);
 /* spoof.c: returns the published page `page` of a context; NULL: there are no more. */
 const struct gs_activity *told(struct world *world, int context, unsigned page);

@@ -598,6 +598,16 @@ def test_overhead_is_exact_while_threads_allocate(query_ns: int, sandbox: bool, 
         process.communicate("\n")
 
 
+def test_unsure_count_releases_nothing(tmp_path: Path) -> None:
+    """While another thread has reserved 2 MiB that the driver has not allocated, its count is as much too low."""
+    program = tmp_path / "unsure_count"
+    sources = (TREE / "tests/shim/unsure_count.c", TREE / "shim/core/overhead.c")
+    flags = ("-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{TREE}/shim")
+    subprocess.run(["gcc", *flags, "-o", program, *sources], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["100", "104", "104", "102", "102", "108", "102"], done.stderr
+
+
 @pytest.mark.parametrize("steps", ["+R+-", "+R+R+R+-", "+-+-+-", "+c-+-+d", "+cR+d", "+R++--"])
 def test_charge_follows_primary_contexts(steps: str) -> None:
     """+ retain, - release, R reset, c create, d destroy: the driver's own number of uses decides."""
