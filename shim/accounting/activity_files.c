@@ -31,7 +31,7 @@ struct head {
     uint8_t reserved[40];
     uint64_t owner[GS_MAX_PAGES];
 };
-_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, turn), "struct gs_pages");
+_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, migration), "struct gs_pages");
 
 static bool header_is_valid(const struct head *p) {
     return p->magic == GS_PAGES_MAGIC && p->version == GS_ABI_VERSION &&
@@ -282,31 +282,73 @@ uint32_t gs_activity_others_ppm(const struct gs_compute *c) {
     return (uint32_t)min64(ppm, 1000000);
 }
 
-struct gs_turn *gs_activity_slice(int dev) {
-    return gs_activity_are_open(dev) ? &device[dev].own->turn : NULL;
+struct gs_migration *gs_activity_slice(int dev) {
+    return gs_activity_are_open(dev) ? &device[dev].own->migration : NULL;
 }
 
-void gs_activity_slices(int dev,
-                        void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
-                        void *arg) {
+/* Read `bytes` at `offset` of the activity file of each other container, and call for each. */
+static void read_others(int dev, size_t bytes, size_t offset,
+                        void (*each)(const struct index *index, uint32_t number, void *arg),
+                        void *to, void *arg) {
     const struct gs_device_limit *limit = device[dev].limit;
     int saved = errno;
     struct index index = current_index((unsigned)dev);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
         char path[PATH_MOST];
-        struct gs_turn turn;
+        struct stat st;
         if (!is_used(&index, i) || i == limit->page)
             continue;
         snprintf(path, sizeof(path), PEER_PATH, limit->uuid_text, i);
         int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
-        struct stat st;
-        if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) &&
-            read_at(fd, &turn, sizeof(turn), offsetof(struct gs_pages, turn)))
-            each(&turn, i, arg);
+        if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && read_at(fd, to, bytes, offset))
+            each(&index, i, arg);
         if (fd >= 0)
             close(fd);
     }
     errno = saved;
+}
+
+struct slices {
+    struct gs_migration migration;
+    void (*each)(const struct gs_migration *migration, uint32_t number, void *arg);
+    void *arg;
+};
+
+static void each_slice(const struct index *index, uint32_t number, void *arg) {
+    struct slices *s = arg;
+    (void)index;
+    s->each(&s->migration, number, s->arg);
+}
+
+void gs_activity_slices(int dev,
+                        void (*each)(const struct gs_migration *migration, uint32_t number,
+                                     void *arg),
+                        void *arg) {
+    struct slices s = {.each = each, .arg = arg};
+    read_others(dev, sizeof(s.migration), offsetof(struct gs_pages, migration), each_slice,
+                &s.migration, &s);
+}
+
+struct gs_turn *gs_activity_turn(int dev) {
+    return gs_activity_are_open(dev) ? &device[dev].own->turn : NULL;
+}
+
+struct turns {
+    struct gs_turn turn;
+    struct gs_turn_of *out;
+    unsigned n, max;
+};
+
+static void each_turn(const struct index *index, uint32_t number, void *arg) {
+    struct turns *t = arg;
+    if (t->n < t->max)
+        t->out[t->n++] = (struct gs_turn_of){t->turn, number, granted_to(index, number)};
+}
+
+unsigned gs_activity_turns(int dev, struct gs_turn_of *out, unsigned max) {
+    struct turns t = {.out = out, .max = max};
+    read_others(dev, sizeof(t.turn), offsetof(struct gs_pages, turn), each_turn, &t.turn, &t);
+    return t.n;
 }
 
 unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned max) {

@@ -146,6 +146,10 @@ static uint32_t env_others(void *arg) {
     return gs_activity_others_ppm(arg);
 }
 
+static unsigned env_turns(void *arg, struct gs_turn_of *out, unsigned max) {
+    return gs_activity_turns(((struct gs_compute *)arg)->dev, out, max);
+}
+
 static unsigned env_peers(void *arg, struct gs_peer *out, unsigned max) {
     struct gs_compute *c = arg;
     if (!c->peers_read) {
@@ -198,12 +202,14 @@ static struct gs_compute *make_record(const struct gs_here *here) {
     c->probe_stream = NULL;
     struct gs_activity left;
     gs_activity_claim(c, &left);
-    c->env =
-        (struct gs_throttle_env){c, env_now, env_mark, env_done, env_peers, env_idle, env_others};
+    c->env = (struct gs_throttle_env){c,         env_now,  env_mark,   env_done,
+                                      env_peers, env_idle, env_others, env_turns};
     gs_throttle_init(&c->throttle, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      load_relaxed(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
     uint32_t slice_ns = load_relaxed(&l->slice_ns), switch_ns = load_relaxed(&l->switch_ns);
+    c->throttle.turn = gs_activity_turn(c->dev);
+    c->throttle.round_ns = load_relaxed(&gs_compute_limits_file->round_us) * US;
     c->throttle.slice_ns = slice_ns ? slice_ns : c->throttle.slice_ns;
     c->throttle.switch_ns = switch_ns ? switch_ns : c->throttle.switch_ns;
     c->limits_seen = 0;

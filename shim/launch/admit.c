@@ -169,7 +169,7 @@ static uint64_t ask_limiter(struct gs_compute *c, CUcontext context, struct requ
         *mark = w->s->throttle.mark || (w->stream == CU_STREAM_PER_THREAD && c->per_thread > 1 &&
                                         !until && !c->throttle.capturing);
         if (gs_throttle_counts(&c->throttle, &w->s->throttle, w->f))
-            w->limiter_epoch = atomic_load(&c->throttle.turn);
+            w->limiter_epoch = atomic_load(&c->throttle.epoch);
     }
     leave_context(&b, c);
     return until;

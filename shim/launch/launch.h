@@ -62,7 +62,7 @@ gs_remembered_passes(struct gs_remembered *r, const void *function, CUstream str
     if (__builtin_expect(
             r->function != function || r->stream != stream ||
                 r->epoch != atomic_load_explicit(&gs_compute_epoch, memory_order_relaxed) ||
-                r->limiter_epoch != atomic_load_explicit(&r->throttle->turn, memory_order_relaxed),
+                r->limiter_epoch != atomic_load_explicit(&r->throttle->epoch, memory_order_relaxed),
             0))
         return false;
     /* Then only three registers are free. Keeping the limiter in one of them would need a fourth,

@@ -162,9 +162,9 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
 static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *segment,
                              const struct gs_peer *peer, unsigned n, int64_t *own) {
     const struct gs_activity *a = &t->page->buffer[atomic_load(&t->page->index) & 1];
-    uint32_t count = a->n < GS_RUNS ? a->n : GS_RUNS, turns = segment->turns;
+    uint32_t count = a->n < GS_RUNS ? a->n : GS_RUNS, left = segment->preemptions;
     int64_t sum = 0;
-    for (uint32_t i = 0; i + 1 < count && turns; i++) {
+    for (uint32_t i = 0; i + 1 < count && left; i++) {
         const struct gs_run *run = nth_newest(a, i), *last = nth_newest(a, i + 1);
         if (last->run_ns != GS_CUT_OFF || run->start_ns < segment->start_ns ||
             run->start_ns > segment->end_ns)
@@ -173,14 +173,14 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
         c.wait = c.before_ns <= last->end_ns; /* not reported yet */
         learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns);
         sum += t->cost[switch_kind(&c)].ns;
-        turns--;
+        left--;
         /* Where kernels are whole, it ran until the next context was switched in; that one may have
          * completed only its marker. */
         struct company next = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns + EDGE);
         uint64_t in = next.first_ns, out = last->end_ns + t->cost[GS_PREEMPTION].ns;
         *own += t->whole && in > out && in < UINT64_MAX ? (int64_t)(in - out) : 0;
     }
-    return sum + turns * (int64_t)t->cost[GS_PREEMPTION].ns;
+    return sum + left * (int64_t)t->cost[GS_PREEMPTION].ns;
 }
 
 /* Without preemption inside kernels, a kernel that is longer than a slice has ended before another
@@ -202,9 +202,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     /* A context that was idle starts with a whole slice, whatever other contexts report. */
     if (segment->start_event >= 0 && !segment->waited)
         t->slice_from_ns = segment->start_ns;
-    bool sure, begun = !segment->turns && segment->n_marked == 1 &&
+    bool sure, begun = !segment->preemptions && segment->n_marked == 1 &&
                        segment->end_ns - t->slice_from_ns <= whole(t);
-    bool hit = segment->sighted ? segment->turns > 0 /* whatever other contexts report */
+    bool hit = segment->sighted ? segment->preemptions > 0 /* whatever other contexts report */
                                 : c->contexts && (c->inside || took > (int64_t)whole(t));
     most = gs_throttle_busy(t, segment, &sure);
     t->doubtful = !sure && took > 2 * most;
@@ -286,7 +286,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->turns && !t->whole) &&
+    if (c.wait && !(segment->sighted && segment->preemptions && !t->whole) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);
@@ -301,6 +301,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         own += switch_charge(t, segment, &c, reported);
     if (segment->start_event >= 0) /* the marker's own time comes after its timestamp */
         own += t->marker_ns;
+    gs_turn_measured(t, segment, c.contexts > 0, now);
     record_use(t->bucket, segment, own);
     if (segment->launches && own > 0)
         atomic_store(&t->bucket->launch_ns, (uint64_t)own / segment->launches);

@@ -128,10 +128,10 @@ static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, u
     gs_throttle_sighted(t, segment);
     /* The run after a preemption is never empty: its start tells when that ended. */
     uint64_t start = min64(max64(segment->start_ns, t->told_ns),
-                           segment->end_ns - (segment->turns > 0)),
+                           segment->end_ns - (segment->preemptions > 0)),
              took = segment->end_ns - start;
     struct gs_run run = {start, segment->end_ns, took};
-    if (!segment->sighted || !segment->turns)
+    if (!segment->sighted || !segment->preemptions)
         run.run_ns = min64(took, gs_throttle_first_guess(t, segment));
     t->told_ns = segment->end_ns;
     SHOW(t->finished, t->finished + 1);

@@ -91,6 +91,10 @@ static uint32_t cost_of(const struct gs_throttle *t, const struct gs_peer *peer,
     return measured_by ? (uint32_t)(sum / measured_by) : t->switch_ns;
 }
 
+static bool was_active(const struct gs_activity *a, uint64_t since) {
+    return a->n && a->run[a->last % GS_RUNS].end_ns >= since;
+}
+
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
     uint64_t weights = t->limit.weight;
@@ -98,13 +102,16 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
     uint64_t others = t->env->others_ppm(t->env->arg);
     bool ours = false;
     t->contexts = 1;
+    t->rivals = t->siblings = 0;
     for (unsigned i = 0; i < n; i++) {
         const struct gs_activity *a = peer[i].activity;
         bool seen = peer[i].container == t->container;
+        t->rivals += !seen && (a->busy_until_ns >= now || was_active(a, now - min64(now, LATELY)));
         if (a->busy_until_ns < now && (!a->n || a->run[a->last % GS_RUNS].end_ns + BURST < now))
             continue;
         t->contexts++;
         ours |= seen;
+        t->siblings += seen;
         for (uint32_t k = 0; k < containers && !seen; k++)
             seen = counted[k] == peer[i].container;
         if (!seen) {

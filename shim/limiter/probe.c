@@ -10,14 +10,19 @@
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
 
+/* Whether another context is likely to run meanwhile. */
+static bool is_shared(const struct gs_throttle *t) {
+    return t->contexts > 1 + t->siblings ? !t->in_turn : t->contexts > 1;
+}
+
 /* Return the time to the next probe event: long while no other context seems to be active. */
 static uint64_t probe_interval(const struct gs_throttle *t) {
-    return t->contexts > 1 ? SOON : SELDOM;
+    return is_shared(t) ? SOON : SELDOM;
 }
 
 /* After a longer time without a known activity, another context may have run and stopped. */
 static uint64_t max_gap(const struct gs_throttle *t) {
-    return t->contexts > 1 ? 700 * US : 3 * MS;
+    return is_shared(t) ? 700 * US : 3 * MS;
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
@@ -51,7 +56,7 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
     /* A prompt probe event in the same interval was not queued behind its work. */
     t->late_ns = t->prompt_ns > max64(segment->start_ns, t->covered_ns) + EDGE ? 0 : at;
     t->tied -= t->tied / 8;
-    segment->turns++;
+    segment->preemptions++;
     segment->away_ns += (int64_t)(at - from);
     t->told_ns = at;
     gs_throttle_publish(t, &run, now);

@@ -26,7 +26,7 @@ void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now) 
 static uint64_t pay_from_bucket(struct gs_throttle *t, int64_t device_ns, int64_t longest_ns,
                                 uint64_t now, bool anyway) {
     uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
-    uint64_t burst = BURST + 2 * (uint64_t)longest_ns;
+    uint64_t burst = max64(BURST + 2 * (uint64_t)longest_ns, gs_turn_burst(t));
     do {
         /* A later time is invalid: a process of the container wrote it. */
         uint64_t from = tat > now + DEBT ? now : tat;
@@ -48,8 +48,8 @@ static void renew_open(struct gs_throttle *t) {
 
 /* Start a new epoch: no launch counts any more without taking the slow path. */
 static void next_epoch(struct gs_throttle *t) {
-    uint32_t next = atomic_load(&t->turn) + 1;
-    atomic_store(&t->turn, next ? next : 1);
+    uint32_t next = atomic_load(&t->epoch) + 1;
+    atomic_store(&t->epoch, next ? next : 1);
 }
 
 static bool has_room(const struct gs_throttle *t) {
@@ -224,8 +224,12 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         t->capturing ? t->open.launches < gs_throttle_unmarked(f) : has_room(t) && sure && room;
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
-    if (ready)
-        until = *pay <= 0 ? 0 : pay_from_bucket(t, *pay, ns, now, false);
+    if (ready) {
+        bool own;
+        until = gs_turn_admit(t, ns, pay, now, &own);
+        if (!until && *pay > 0)
+            until = pay_from_bucket(t, *pay, ns, now, own);
+    }
     if (until == 0)
         return 0;
     if (ready && t->limit.mode == GS_THROTTLE_SOFT && no_peer_outranks(t, now))
@@ -278,6 +282,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         t->waiting_since_ns = 0;
     }
     bool idle = t->marked == t->finished;
+    t->burst_ns += pay > 0 ? pay : 0;
     if ((idle || s->waited) && !t->open.launches && !t->capturing) {
         t->open.idle = t->others_ppm && !s->waited && t->env->idle(t->env->arg, s->id);
         t->open.start_event = t->env->mark(t->env->arg, s->id);

@@ -50,6 +50,13 @@ struct gs_peer {
     struct gs_throttle_limit granted;   /* from the index, which only the host writes */
 };
 
+/* The turn that another container advertises. */
+struct gs_turn_of {
+    struct gs_turn turn; /* a copy; its content is not trusted */
+    uint32_t container;
+    struct gs_throttle_limit granted;
+};
+
 struct gs_throttle_env {
     void *arg;
     uint64_t (*now)(void *arg);
@@ -64,6 +71,8 @@ struct gs_throttle_env {
     bool (*idle)(void *arg, uint32_t stream);
     /* Return the sum of the grants of all other containers on this device, active or not. */
     uint32_t (*others_ppm)(void *arg);
+    /* Copy what the other containers on this device advertise about their turns; at most `max`. */
+    unsigned (*turns)(void *arg, struct gs_turn_of *out, unsigned max);
 };
 
 #define GS_LOOKS UINT32_MAX
@@ -106,6 +115,14 @@ struct gs_claim {
     bool ignored;        /* until the excess is 0 again */
 };
 
+/* The turns that another container advertised. */
+struct gs_rival {
+    uint64_t from_ns; /* of the last one that was read, at: */
+    uint64_t seen_ns;
+    int64_t claimed_ns; /* in excess of its grant */
+    uint64_t doubted_until_ns;
+};
+
 #define GS_SEGMENTS 32u
 #define GS_STREAMS 16u /* streams that are marked one by one in an interval */
 #define GS_FUNCTIONS 8u
@@ -133,8 +150,8 @@ struct gs_segment {
     uint64_t recorded_ns; /* host time when all markers were recorded; 0: there is one marker */
     uint64_t before_ns;   /* end of the previous interval */
     bool sighted;         /* probe.c covered all of it, and found: */
-    uint32_t turns;       /* number of preemptions */
-    int64_t away_ns;      /* their total duration */
+    uint32_t preemptions;
+    int64_t away_ns; /* their total duration */
 };
 
 /* Switches differ in whether the context that had the device before still has work. */
@@ -148,7 +165,7 @@ struct gs_switch_cost {
 struct gs_throttle {
     /* Read by every launch; first, so that the address needs no register of its own. */
     _Atomic int64_t allowance_ns; /* expected work that is paid and not launched yet */
-    _Atomic uint32_t turn;        /* epoch: changes when streams are marked, never 0 */
+    _Atomic uint32_t epoch;       /* changes when streams are marked, never 0 */
 
     const struct gs_throttle_env *env;
     struct gs_throttle_limit limit; /* may change at any time, through gs_throttle_set_limit */
@@ -194,6 +211,16 @@ struct gs_throttle {
     uint32_t tied;      /* late probes that completed together with work of this context */
     bool tiny;          /* launches in many streams, so short that the device idles between them */
     uint64_t told_ns;   /* device use is published up to here */
+
+    struct gs_turn *turn;            /* what this container advertises; NULL: it takes no turns */
+    uint64_t round_ns;               /* of the turns of all containers; 0: no turns */
+    uint32_t rivals;                 /* other containers that used the device lately */
+    uint32_t siblings;               /* contexts of this container that did, besides this one */
+    int64_t burst_ns, burst_mean_ns; /* work since this container rested */
+    uint64_t turn_launched_ns, stepped_back_ns, outsider_until_ns;
+    uint32_t steps_back, disturbed;
+    bool in_turn; /* the last launch was within the own turn */
+    struct gs_rival rival[GS_MAX_PEERS];
 };
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,

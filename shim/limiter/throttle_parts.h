@@ -23,6 +23,7 @@
 #define EXTEND (8 * MS)             /* activity is published again so long before it expires */
 #define SPARSE 16u                  /* launches that are marked one by one */
 #define DOUBTFUL (64 * (int64_t)MS) /* doubtful time until launches are marked one by one again */
+#define LATELY (100 * MS)           /* containers that worked since then take turns */
 #define LEAST ((int64_t)US)         /* minimum expected duration of a launch */
 #define LATENCY (25 * US)           /* of a launch in the driver, if it does not load code */
 #define DELAYED 3u                  /* launches in a row that begin later count anyway */
@@ -169,6 +170,18 @@ void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
 /* Called before the first unfinished interval completes: decide whether the wait in front of it was
  * idle time. */
 void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
+
+/* ---- turn.c -----------------------------------------------------------------------------------
+ */
+
+/* Return 0 if a launch of `ns` may go, for which `pay` is paid, else when to ask again. `own`:
+ * within the container's turn, so that it is paid although the bucket may lack some of it. */
+uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own);
+/* An interval was charged; `company`: another container was on the device during it. */
+void gs_turn_measured(struct gs_throttle *t, const struct gs_segment *segment, bool company,
+                      uint64_t now);
+/* Return the credit that must be saved for a turn; 0: none. */
+uint64_t gs_turn_burst(const struct gs_throttle *t);
 
 /* ---- throttle.c -------------------------------------------------------------------------- */
 

@@ -62,9 +62,20 @@ static uint32_t env_others(void *arg) {
     return ppm < 1000000 ? (uint32_t)ppm : 1000000;
 }
 
+static unsigned env_turns(void *arg, struct gs_turn_of *out, unsigned max) {
+    const struct host *host = arg;
+    struct world *world = host->world;
+    unsigned n = 0;
+    for (int i = 0; i < world->tenants && n < max; i++)
+        if (i != host->tenant)
+            out[n++] = (struct gs_turn_of){world->turn[host->gpu - world->gpu][i], (uint32_t)i,
+                                           world->tenant[i].limit};
+    return n;
+}
+
 void set_env(struct world *world) {
-    world->env = (struct gs_throttle_env){NULL,      env_now,  env_mark,  env_done,
-                                          env_peers, env_idle, env_others};
+    world->env = (struct gs_throttle_env){NULL,      env_now,  env_mark,   env_done,
+                                          env_peers, env_idle, env_others, env_turns};
 }
 
 void classic_tick(struct host *host) {

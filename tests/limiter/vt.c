@@ -164,6 +164,9 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     gs_throttle_init(&host->throttle, env, &world->bucket[device][tenant], world->page[k],
                      (uint32_t)tenant);
     host->throttle.limit = t->limit;
+    host->throttle.rate_ppm = t->limit.ppm;
+    host->throttle.turn = &world->turn[device][tenant];
+    host->throttle.round_ns = (uint64_t)(world->round_us * 1000);
     for (uint32_t i = 0; i < STREAMS; i++)
         host->streams[i].id = i;
     for (int i = 0; i < STEP; i++)
@@ -245,7 +248,8 @@ static void parse(struct world *world, struct options *o, int argc, char **argv)
                  {"stall", &world->stall},
                  {"lost", &world->lost},
                  {"one_queue", &world->one_queue},
-                 {"burst_ms", &world->burst_ms}};
+                 {"burst_ms", &world->burst_ms},
+                 {"round_us", &world->round_us}};
     for (int i = 1; i < argc; i++) {
         size_t k = 0, n = sizeof(words) / sizeof(*words);
         char *equals = strchr(argv[i], '=');

@@ -145,6 +145,13 @@ _KEYS = (
         "Compute that may be granted on a device, as a multiple of the device's whole time. With 1.0 every container "
         "can use its whole limit at any time. Only hard limits count; containers without a limit, or with a soft "
         "limit, reserve no compute."),
+    Key("compute.sharing", "compute_sharing", SAME, {"enum": ["slices", "turns"]},
+        "How containers with compute limits share a device that they keep busy together. slices: the device switches "
+        "between them after each time slice, which takes about a tenth of its time. turns: they use it one after the "
+        "other, each for its part of a round; measured in simulations only so far."),
+    Key("compute.round_ms", "round_ms", WHOLE, {"type": "integer", "minimum": 5, "maximum": 1000},
+        "With sharing: turns, the time in which each container has about one turn, in milliseconds. A turn is at least "
+        "2 ms, so with many containers a round is longer."),
     Key("compute.slice_us", "slice_us", WHOLE, {"type": "integer", "minimum": 0, "maximum": 1000000},
         "The device's time slice in microseconds: how long one container runs while other containers wait; 0: the "
         "default, 2000."),

@@ -75,6 +75,8 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
     state = storage.container_dir(config.state_dir, bundle.id)
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
+    if config.compute_sharing == "turns":
+        limits = limits._replace(round_us=1000 * config.round_ms)
     if config.turn_ms and any(share.virtual_bytes and not share.lending for share in shares):
         turns = tuple(turn_bytes(share.device, config) for share in shares)
         limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)

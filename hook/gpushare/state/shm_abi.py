@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("version", "I"),
         ("size", "I"),
         ("n_devices", "I"),
-        ("flags", "I"),
+        ("round_us", "I"),
         ("nonce", "Q"),
         ("generation", "Q"),
         ("mps_token", "Q"),
@@ -151,13 +151,20 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("buffer", f"{2 * 1192}x"),
         ("reserved2", "40x"),
     ),
-    "gs_turn": (
+    "gs_migration": (
         ("held_from_ns", "Q"),
         ("held_until_ns", "Q"),
         ("used_ns", "Q"),
         ("wants_from_ns", "Q"),
         ("wants_until_ns", "Q"),
         ("brought_bytes", "Q"),
+    ),
+    "gs_turn": (
+        ("from_ns", "Q"),
+        ("until_ns", "Q"),
+        ("work_until_ns", "Q"),
+        ("wants_until_ns", "Q"),
+        ("arrival_ns", "Q"),
     ),
     "gs_pages": (
         ("magic", "Q"),
@@ -167,8 +174,9 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("high", "I"),
         ("reserved", "40x"),
         ("owner", f"{MAX_PAGES}Q"),
-        ("turn", "48x"),
-        ("reserved2", "3728x"),
+        ("migration", "48x"),
+        ("turn", "40x"),
+        ("reserved2", "3688x"),
         ("page", f"{MAX_PAGES * 2432}x"),
     ),
     "gs_peers": (
@@ -330,6 +338,7 @@ def pack_limits(
     mps: tuple[int, int, int] = (0, 0, 0),
     turn_us: int = 0,
     turn_mib: Sequence[int] = (),
+    round_us: int = 0,
 ) -> bytes:
     """Return a complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: the fields of MPS. `turn_mib`: of
     each device, in that order.
@@ -341,7 +350,19 @@ def pack_limits(
         slots = [share.slot for share in ordered]
         raise RegionError(f"shares have slots {slots}, must be 0, 1, ... and at most {MAX_DEVICES}")
     device, token, uid = mps
-    head = (LIMITS_MAGIC, ABI_VERSION, LIMITS_SIZE, len(ordered), 0, nonce, generation, token, uid, device, turn_us)
+    head = (
+        LIMITS_MAGIC,
+        ABI_VERSION,
+        LIMITS_SIZE,
+        len(ordered),
+        round_us,
+        nonce,
+        generation,
+        token,
+        uid,
+        device,
+        turn_us,
+    )
     whole = bytearray(packer("gs_limits").pack(*head))
     if any(not share.device.model.startswith(constants.SIMULATED_MODEL) for share in ordered):
         kib = (constants.INIT_BYTES >> 10, constants.CONTEXT_UNLISTED_BYTES >> 10)

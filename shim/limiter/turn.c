@@ -1,0 +1,286 @@
+/* Turns: containers that saturate a device together have it one after the other. While two contexts
+ * have work, the device switches between them after each slice and loses a tenth of its time; with
+ * turns, once in a turn.
+ *
+ * No process hands out turns. In its activity file each container advertises whether it has the
+ * turn, until when, and whether it waits for one (struct gs_turn), and it reads what the others
+ * advertise. The waiting container whose bucket has the earliest arrival time takes the next turn.
+ * So turns only decide when a container launches; how much it may use is still decided by its
+ * bucket, which is paid during the turn from what was saved before it.
+ *
+ *   alone             no turns: the bucket alone decides
+ *   own turn          launch what ends within it
+ *   short bursts      a container that saved credit launches short bursts into another one's turn
+ *   otherwise         sleep until the turn of the holder ends
+ *
+ * Nothing here waits for another container to act. A holder that was killed or stopped, or whose
+ * kernel does not end, is waited for until its turn ends, and GRACE at most. What a container
+ * advertises is believed as far as its grant goes, which only the host writes. */
+#include "throttle_parts.h"
+
+#define LEAST_TURN (2 * (int64_t)MS)
+#define LEAD (0 * US)            /* the next container launches so long before the turn ends */
+#define NO_WORK (200 * US)       /* without work a turn is over */
+#define GRACE (25 * MS)          /* the longest wait for work that outlasts its turn */
+#define CUT_IN (2 * (int64_t)MS) /* a burst in another turn: on average, and at most twice */
+#define REST (500 * US)          /* without work: what follows is another burst */
+#define STEP_BACK (300 * US)     /* the container that waited longer has so long to take the turn */
+#define STEPS_BACK 4u
+#define RENEWED MS          /* how much later than needed an advertised wait ends */
+#define DOUBTED (1000 * MS) /* a container that advertises falsely is ignored for so long */
+#define SPARE_CLAIM (100 * (int64_t)MS)
+#define OUTSIDER \
+    (3000 * MS)      /* without turns, if one of them was disturbed by work of no container */
+#define DISTURBED 8u /* weight of a preempted interval against one that was not */
+#define DISTURBED_MOST 64u
+
+static int64_t turn_ns(const struct gs_throttle *t, uint32_t ppm) {
+    int64_t ns = (int64_t)((double)t->round_ns * ppm / 1e6);
+    return ns > LEAST_TURN ? ns : LEAST_TURN;
+}
+
+/* The device time that can be paid from `now` on, if nothing but this container uses it. */
+static int64_t affordable(const struct gs_throttle *t, uint64_t now) {
+    int64_t turn = turn_ns(t, t->rate_ppm), most = turn * 2;
+    uint64_t tat = atomic_load(&t->bucket->tat_ns);
+    double share = t->rate_ppm / 1e6, saved = (double)now - (double)tat;
+    double ns = share < 0.99 ? saved * share / (1 - share) : (double)turn + saved;
+    return ns < (double)most ? (int64_t)ns : most;
+}
+
+/* How much must be affordable for a turn to begin. */
+static int64_t enough(const struct gs_throttle *t) {
+    return turn_ns(t, t->rate_ppm) * 3 / 4;
+}
+
+static bool is_own(const struct gs_turn *own, uint64_t now) {
+    return atomic_load(&own->from_ns) <= now && atomic_load(&own->until_ns) > now;
+}
+
+uint64_t gs_turn_burst(const struct gs_throttle *t) {
+    if (!t->turn || !t->round_ns || !t->rivals)
+        return 0;
+    return (uint64_t)((double)turn_ns(t, t->rate_ppm) * 2 * 1e6 / t->rate_ppm);
+}
+
+/* ---- what others advertise ------------------------------------------------------------------- */
+
+struct seen {
+    uint64_t again_ns; /* when the turn of another container ends, or may have ended; 0: none */
+    uint64_t ends_ns;  /* the same, as advertised */
+    uint64_t wakes_ns; /* when the container that goes first looks again; 0: none goes first */
+    uint32_t number;   /* of that container */
+    bool first;        /* the container that has the turn took it first */
+};
+
+/* Whether the container used no more than its grant, by what it advertised so far. */
+static bool is_credible(struct gs_throttle *t, const struct gs_turn_of *other, uint64_t from,
+                        uint64_t until, uint64_t now) {
+    struct gs_rival *r = &t->rival[other->container % GS_MAX_PEERS];
+    double share = gs_throttle_may_have(&other->granted) / 1e6 * 4 / 3;
+    if (until && from != r->from_ns) {
+        uint64_t since = r->seen_ns ? now - min64(r->seen_ns, now) : 0;
+        double left = (double)r->claimed_ns - (double)since * share;
+        r->claimed_ns = (left > 0 ? (int64_t)left : 0) + (int64_t)(until - from);
+        r->seen_ns = now;
+        r->from_ns = from;
+        if (r->claimed_ns > SPARE_CLAIM + 3 * turn_ns(t, gs_throttle_may_have(&other->granted)))
+            r->doubted_until_ns = now + DOUBTED;
+    }
+    return r->doubted_until_ns < now;
+}
+
+/* When the other container's turn is over, as far as known; 0: it has none. */
+static uint64_t turn_ends(const struct gs_throttle *t, const struct gs_turn_of *other,
+                          uint64_t from, uint64_t until, uint64_t now, uint64_t *ends) {
+    uint64_t work = atomic_load(&other->turn.work_until_ns);
+    uint64_t most = 3 * (uint64_t)turn_ns(t, gs_throttle_may_have(&other->granted));
+    if (!until || from > now + LEAD || until < from)
+        return 0;
+    until = min64(until, from + most);
+    uint64_t last = max64(until, min64(work, until + GRACE));
+    *ends = last;
+    if (last <= now + LEAD || work + NO_WORK <= now)
+        return 0;
+    return min64(last - LEAD, work + NO_WORK);
+}
+
+static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from, uint64_t now) {
+    struct seen seen = {.again_ns = 0};
+    struct gs_turn_of other[MAX_PEERS];
+    unsigned n = t->env->turns(t->env->arg, other, MAX_PEERS);
+    for (unsigned i = 0; i < n; i++) {
+        const struct gs_turn *turn = &other[i].turn;
+        uint64_t began = atomic_load(&turn->from_ns), until = atomic_load(&turn->until_ns);
+        uint64_t wants = atomic_load(&turn->wants_until_ns), its = atomic_load(&turn->arrival_ns);
+        if (!is_credible(t, &other[i], began, until, now))
+            continue;
+        uint64_t ends = 0, again = turn_ends(t, &other[i], began, until, now, &ends);
+        if (again) {
+            seen.again_ns = max64(seen.again_ns, again);
+            seen.ends_ns = max64(seen.ends_ns, ends);
+            seen.first |= began < from || (began == from && other[i].container < t->container);
+        } else if (wants > now && wants < now + 2 * GRACE + 2 * t->round_ns &&
+                   (its < arrival || (its == arrival && other[i].container < t->container))) {
+            uint64_t wakes = wants > RENEWED ? wants - RENEWED : 1;
+            seen.number =
+                !seen.wakes_ns || wakes < seen.wakes_ns ? other[i].container : seen.number;
+            seen.wakes_ns = !seen.wakes_ns || wakes < seen.wakes_ns ? wakes : seen.wakes_ns;
+        }
+    }
+    return seen;
+}
+
+/* ---- the own turn ---------------------------------------------------------------------------- */
+
+/* Work is on the device until then, at least. */
+static void advertise_work(struct gs_throttle *t, uint64_t until, uint64_t now) {
+    uint64_t known = atomic_load(&t->turn->work_until_ns);
+    while ((known < until || known > now + DEBT) &&
+           !atomic_compare_exchange_weak(&t->turn->work_until_ns, &known, until))
+        ;
+}
+
+/* When all work that this context launched is expected to be over: the device does it from when it
+ * completed the last interval, or from when it switched to this container. */
+static uint64_t ends_at(const struct gs_throttle *t, uint64_t now) {
+    uint64_t from = atomic_load(&t->turn->from_ns);
+    if (t->in_flight_ns <= 0)
+        return now;
+    uint64_t begins = t->covered_ns < from ? from + t->cost[GS_HANDOVER].ns : t->covered_ns;
+    return max64(now, begins + (uint64_t)t->in_flight_ns * (1 + t->siblings));
+}
+
+/* Work of `ns` will be launched. The next launch may come as long after this one as this one after
+ * the last. */
+static void launches(struct gs_throttle *t, int64_t ns, uint64_t now) {
+    uint64_t gap = min64(now - min64(t->turn_launched_ns, now), 2 * MS);
+    uint64_t more = min64(now + 2 * gap, atomic_load(&t->turn->until_ns));
+    t->turn_launched_ns = now;
+    advertise_work(t, max64(ends_at(t, now) + (uint64_t)ns, more), now);
+}
+
+/* Whether a launch of `ns` may go within the own turn; reduce what is paid in advance to what is
+ * left of it. A launch longer than that goes if more than half of it fits, so that turns are of the
+ * right length on average; the first launch of a turn always goes. */
+static bool fits(const struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now) {
+    uint64_t debt = (uint64_t)((double)turn_ns(t, t->rate_ppm) / 2 * 1e6 / t->rate_ppm);
+    int64_t room = (int64_t)(atomic_load(&t->turn->until_ns) - ends_at(t, now));
+    if (*pay > ns && *pay > room)
+        *pay = room > ns ? room : ns;
+    if (t->turn_launched_ns < atomic_load(&t->turn->from_ns))
+        return true;
+    return ns / 2 <= room && atomic_load(&t->bucket->tat_ns) <= now + debt;
+}
+
+/* The container that goes first may sleep until another one's turn ends that ended early. Then this
+ * one has the turn meanwhile. */
+static void take(struct gs_throttle *t, const struct seen *seen, int64_t length, uint64_t now) {
+    if (seen->wakes_ns > now)
+        length = (int64_t)min64((uint64_t)length, seen->wakes_ns - now + LEAD);
+    atomic_store(&t->turn->work_until_ns, now + (uint64_t)length);
+    atomic_store(&t->turn->from_ns, now);
+    atomic_store(&t->turn->until_ns,
+                 max64(now, min64(seen->ends_ns, now + LEAD)) + (uint64_t)length);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+/* A container that rests most of the time and has work for a moment does not wait for the end of a
+ * turn. Both switches are charged to it. */
+static bool may_cut_in(const struct gs_throttle *t, int64_t ns, uint64_t now) {
+    return t->burst_mean_ns <= CUT_IN && t->burst_ns + ns <= 2 * CUT_IN &&
+           atomic_load(&t->bucket->tat_ns) <= now;
+}
+
+/* A launch asks for the first time: after a rest another burst begins. */
+static void begin_burst(struct gs_throttle *t, uint64_t now) {
+    if (t->in_flight_ns > 0 || t->open.launches || t->waiting_since_ns ||
+        now < t->covered_ns + REST || !t->burst_ns)
+        return;
+    t->burst_mean_ns += (t->burst_ns - t->burst_mean_ns) / 4;
+    t->burst_ns = 0;
+}
+
+/* Wait for the container that goes first to take the turn. One that does not is ignored. */
+static uint64_t step_back(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
+    if (seen->wakes_ns > now + STEP_BACK)
+        return 0;
+    if (now < t->stepped_back_ns + STEP_BACK)
+        return t->stepped_back_ns + STEP_BACK;
+    t->stepped_back_ns = now;
+    if (++t->steps_back < STEPS_BACK)
+        return now + STEP_BACK;
+    t->steps_back = 0;
+    t->rival[seen->number % GS_MAX_PEERS].doubted_until_ns = now + DOUBTED;
+    return 0;
+}
+
+uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own) {
+    struct gs_turn *turn = t->turn;
+    *own = t->in_turn = false;
+    if (!turn || !t->round_ns || !t->rivals || t->limit.mode == GS_THROTTLE_UNLIMITED ||
+        now < t->outsider_until_ns)
+        return 0;
+    begin_burst(t, now);
+    if (is_own(turn, now)) {
+        bool rested = now > atomic_load(&turn->work_until_ns) + NO_WORK / 2;
+        if (fits(t, ns, pay, now) &&
+            (!rested || !survey(t, 0, atomic_load(&turn->from_ns), now).again_ns)) {
+            launches(t, *pay > ns ? *pay : ns, now);
+            return *own = t->in_turn = true, 0;
+        }
+        gs_throttle_give_back(t, 0, now);
+        advertise_work(t, ends_at(t, now), now);
+        if (!rested)
+            return atomic_load(&turn->until_ns);
+    }
+    if (may_cut_in(t, ns, now))
+        return 0;
+    advertise_work(t, ends_at(t, now), now); /* of the last turn, which may be late */
+    int64_t length = affordable(t, now), lacks = enough(t) - length;
+    if (lacks > 0 && t->limit.mode != GS_THROTTLE_SOFT) {
+        double share = t->rate_ppm / 1e6;
+        double later = share < 0.99 ? (double)lacks * (1 - share) / share : (double)lacks;
+        return now + 20 * US + (uint64_t)later;
+    }
+    uint64_t arrival = atomic_load(&t->bucket->tat_ns);
+    struct seen seen = survey(t, arrival, now, now);
+    uint64_t again = seen.again_ns;
+    if (again)
+        t->steps_back = 0;
+    else if (seen.wakes_ns)
+        again = step_back(t, &seen, now);
+    if (!again) {
+        take(t, &seen, max64((uint64_t)length, (uint64_t)enough(t)), now);
+        if (!survey(t, arrival, now, now).first) {
+            atomic_store(&turn->wants_until_ns, 0);
+            t->steps_back = 0;
+            launches(t, *pay > ns ? *pay : ns, now);
+            return *own = t->in_turn = true, 0;
+        }
+        atomic_store(&turn->until_ns, 0);
+        again = now + STEP_BACK;
+    }
+    again = max64(again, now + 50 * US);
+    atomic_store(&turn->arrival_ns, arrival);
+    atomic_store(&turn->wants_until_ns, again + RENEWED);
+    return again;
+}
+
+/* An interval of this context has completed: whether work of no container ran within the own turn.
+ */
+void gs_turn_measured(struct gs_throttle *t, const struct gs_segment *segment, bool company,
+                      uint64_t now) {
+    if (!t->turn || !t->round_ns || segment->start_ns < atomic_load(&t->turn->from_ns) ||
+        segment->end_ns > atomic_load(&t->turn->until_ns) || company)
+        return;
+    if (segment->preemptions)
+        t->disturbed += DISTURBED;
+    else
+        t->disturbed -= t->disturbed > 0;
+    if (t->disturbed < DISTURBED_MOST)
+        return;
+    t->disturbed = 0;
+    t->outsider_until_ns = now + OUTSIDER;
+    atomic_store(&t->turn->until_ns, 0);
+}
