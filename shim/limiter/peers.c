@@ -106,7 +106,10 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
     for (unsigned i = 0; i < n; i++) {
         const struct gs_activity *a = peer[i].activity;
         bool seen = peer[i].container == t->container;
-        t->rivals += !seen && (a->busy_until_ns >= now || was_active(a, now - min64(now, LATELY)));
+        bool works = a->busy_until_ns >= now || was_active(a, now - min64(now, LATELY));
+        if (works && peer[i].granted.mode != GS_THROTTLE_HARD)
+            t->free_until_ns = max64(t->free_until_ns, now + LATELY);
+        t->rivals += !seen && works;
         if (a->busy_until_ns < now && (!a->n || a->run[a->last % GS_RUNS].end_ns + BURST < now))
             continue;
         t->contexts++;

@@ -10,31 +10,33 @@
 #define SELDOM (2 * MS)
 #define TIED_ALL 1024u
 
-/* Whether another context is likely to run meanwhile. */
-static bool is_shared(const struct gs_throttle *t) {
-    return t->contexts > 1 + t->siblings ? !t->in_turn : t->contexts > 1;
+/* Return whether another context may run meanwhile: not during the own turn, unless work is late.
+ */
+static bool is_shared(const struct gs_throttle *t, uint64_t now) {
+    bool alone = t->in_turn && now <= atomic_load(&t->turn->work_until_ns);
+    return t->contexts > (alone ? 1 + t->siblings : 1);
 }
 
 /* Return the time to the next probe event: long while no other context seems to be active. */
-static uint64_t probe_interval(const struct gs_throttle *t) {
-    return is_shared(t) ? SOON : SELDOM;
+static uint64_t probe_interval(const struct gs_throttle *t, uint64_t now) {
+    return is_shared(t, now) ? SOON : SELDOM;
 }
 
 /* After a longer time without a known activity, another context may have run and stopped. */
-static uint64_t max_gap(const struct gs_throttle *t) {
-    return is_shared(t) ? 700 * US : 3 * MS;
+static uint64_t max_gap(const struct gs_throttle *t, uint64_t now) {
+    return is_shared(t, now) ? 700 * US : 3 * MS;
 }
 
 uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now) {
     if (t->capturing || t->marked == t->finished || !t->others_ppm || t->tiny ||
         t->limit.mode == GS_THROTTLE_UNLIMITED) /* probe events would slow it down */
         return UINT64_MAX;
-    return max64(now, t->look_ns) + probe_interval(t);
+    return max64(now, t->look_ns) + probe_interval(t, now);
 }
 
 void gs_throttle_probe(struct gs_throttle *t, uint64_t now) {
     if (t->look_event >= 0 || gs_throttle_next_probe(t, now) == UINT64_MAX ||
-        now < t->look_ns + probe_interval(t) * 3 / 4)
+        now < t->look_ns + probe_interval(t, now) * 3 / 4)
         return;
     t->look_event = t->env->mark(t->env->arg, GS_LOOKS);
     t->look_ns = now;
@@ -42,7 +44,7 @@ void gs_throttle_probe(struct gs_throttle *t, uint64_t now) {
 
 /* This context was on the device at `at`. */
 static void note_own_activity(struct gs_throttle *t, uint64_t at) {
-    if (at > t->sign_ns + max_gap(t))
+    if (at > t->sign_ns + max_gap(t, at))
         t->sight_ns = at;
     t->sign_ns = max64(t->sign_ns, at);
 }
@@ -83,7 +85,7 @@ void gs_throttle_probed(struct gs_throttle *t, uint64_t now) {
         return;
     if (segment->start_event >= 0)
         note_own_activity(t, segment->start_ns);
-    if (t->look_ns > t->sign_ns + max_gap(t))
+    if (t->look_ns > t->sign_ns + max_gap(t, t->look_ns))
         t->sight_ns = at;
     if (at <= t->look_ns + PROMPT)
         t->prompt_ns = at;

@@ -217,8 +217,9 @@ struct gs_throttle {
     uint32_t rivals;                 /* other containers that used the device lately */
     uint32_t siblings;               /* contexts of this container that did, besides this one */
     int64_t burst_ns, burst_mean_ns; /* work since this container rested */
-    uint64_t turn_launched_ns, stepped_back_ns, outsider_until_ns;
-    uint32_t steps_back, disturbed;
+    uint64_t turn_launched_ns, stepped_back_ns, free_until_ns;
+    uint64_t turn_busy_ns; /* of the last turn */
+    uint32_t steps_back, disturbed, left_idle;
     bool in_turn; /* the last launch was within the own turn */
     struct gs_rival rival[GS_MAX_PEERS];
 };

@@ -177,9 +177,9 @@ void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
 /* Return 0 if a launch of `ns` may go, for which `pay` is paid, else when to ask again. `own`:
  * within the container's turn, so that it is paid although the bucket may lack some of it. */
 uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own);
-/* An interval was charged; `company`: another container was on the device during it. */
-void gs_turn_measured(struct gs_throttle *t, const struct gs_segment *segment, bool company,
-                      uint64_t now);
+/* An interval is charged `own`; `company`: another container was on the device meanwhile. */
+void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
+                     bool company, uint64_t now);
 /* Return the credit that must be saved for a turn; 0: none. */
 uint64_t gs_turn_burst(const struct gs_throttle *t);
 

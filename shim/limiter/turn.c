@@ -8,14 +8,15 @@
  * So turns only decide when a container launches; how much it may use is still decided by its
  * bucket, which is paid during the turn from what was saved before it.
  *
- *   alone             no turns: the bucket alone decides
+ *   alone, or beside a container without a hard limit
+ *                     no turns: the bucket alone decides
  *   own turn          launch what ends within it
  *   short bursts      a container that saved credit launches short bursts into another one's turn
  *   otherwise         sleep until the turn of the holder ends
  *
  * Nothing here waits for another container to act. A holder that was killed or stopped, or whose
- * kernel does not end, is waited for until its turn ends, and GRACE at most. What a container
- * advertises is believed as far as its grant goes, which only the host writes. */
+ * kernel does not end, is waited for until its turn ends, and GRACE at most. No container is
+ * believed to have a turn more often than its grant allows, which only the host writes. */
 #include "throttle_parts.h"
 
 #define LEAST_TURN (2 * (int64_t)MS)
@@ -29,9 +30,9 @@
 #define RENEWED MS          /* how much later than needed an advertised wait ends */
 #define DOUBTED (1000 * MS) /* a container that advertises falsely is ignored for so long */
 #define SPARE_CLAIM (100 * (int64_t)MS)
-#define OUTSIDER \
-    (3000 * MS)      /* without turns, if one of them was disturbed by work of no container */
-#define DISTURBED 8u /* weight of a preempted interval against one that was not */
+#define FREE (3000 * MS) /* without turns, if they are of no use */
+#define LEFT_IDLE 3u     /* turns in a row in which the device was idle for a quarter */
+#define DISTURBED 8u     /* weight of a preempted interval against one that was not */
 #define DISTURBED_MOST 64u
 
 static int64_t turn_ns(const struct gs_throttle *t, uint32_t ppm) {
@@ -215,11 +216,26 @@ static uint64_t step_back(struct gs_throttle *t, const struct seen *seen, uint64
     return 0;
 }
 
+/* A container that leaves the device idle in its own turns takes none for a while: it uses the
+ * device while others have it, as it did without turns. */
+static void turn_is_over(struct gs_throttle *t, uint64_t now) {
+    uint64_t from = atomic_load(&t->turn->from_ns), until = atomic_load(&t->turn->until_ns);
+    if (!t->turn_busy_ns || until <= from || t->charged != t->marked)
+        return;
+    bool idle = t->turn_busy_ns * 4 < (until - from) * 3;
+    t->turn_busy_ns = 0;
+    t->left_idle = idle ? t->left_idle + 1 : 0;
+    if (t->left_idle < LEFT_IDLE)
+        return;
+    t->left_idle = LEFT_IDLE - 1; /* the next time one turn decides */
+    t->free_until_ns = now + FREE;
+}
+
 uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own) {
     struct gs_turn *turn = t->turn;
     *own = t->in_turn = false;
-    if (!turn || !t->round_ns || !t->rivals || t->limit.mode == GS_THROTTLE_UNLIMITED ||
-        now < t->outsider_until_ns)
+    if (!turn || !t->round_ns || !t->rivals || t->limit.mode != GS_THROTTLE_HARD ||
+        now < t->free_until_ns)
         return 0;
     begin_burst(t, now);
     if (is_own(turn, now)) {
@@ -234,6 +250,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         if (!rested)
             return atomic_load(&turn->until_ns);
     }
+    turn_is_over(t, now);
     if (may_cut_in(t, ns, now))
         return 0;
     advertise_work(t, ends_at(t, now), now); /* of the last turn, which may be late */
@@ -251,7 +268,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     else if (seen.wakes_ns)
         again = step_back(t, &seen, now);
     if (!again) {
-        take(t, &seen, max64((uint64_t)length, (uint64_t)enough(t)), now);
+        take(t, &seen, length > enough(t) ? length : enough(t), now);
         if (!survey(t, arrival, now, now).first) {
             atomic_store(&turn->wants_until_ns, 0);
             t->steps_back = 0;
@@ -267,13 +284,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     return again;
 }
 
-/* An interval of this context has completed: whether work of no container ran within the own turn.
- */
-void gs_turn_measured(struct gs_throttle *t, const struct gs_segment *segment, bool company,
-                      uint64_t now) {
-    if (!t->turn || !t->round_ns || segment->start_ns < atomic_load(&t->turn->from_ns) ||
-        segment->end_ns > atomic_load(&t->turn->until_ns) || company)
-        return;
+/* Whether work of no container ran within the own turn. */
+static void note_outsider(struct gs_throttle *t, const struct gs_segment *segment, uint64_t now) {
     if (segment->preemptions)
         t->disturbed += DISTURBED;
     else
@@ -281,6 +293,21 @@ void gs_turn_measured(struct gs_throttle *t, const struct gs_segment *segment, b
     if (t->disturbed < DISTURBED_MOST)
         return;
     t->disturbed = 0;
-    t->outsider_until_ns = now + OUTSIDER;
+    t->free_until_ns = now + FREE;
     atomic_store(&t->turn->until_ns, 0);
+}
+
+static bool is_in_turn(const struct gs_throttle *t, const struct gs_segment *segment) {
+    return t->turn && t->round_ns && segment->start_ns >= atomic_load(&t->turn->from_ns) &&
+           segment->start_ns <= atomic_load(&t->turn->until_ns);
+}
+
+void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
+                     bool company, uint64_t now) {
+    bool disturbed = company || segment->preemptions;
+    if (!is_in_turn(t, segment))
+        return;
+    t->turn_busy_ns += disturbed ? segment->end_ns - segment->start_ns : (uint64_t)own;
+    if (!company)
+        note_outsider(t, segment, now);
 }

@@ -27,7 +27,7 @@ void gpu_push(struct gpu *gpu, int index, uint32_t id, double ns, int event) {
         return;
     }
     s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event, false};
-    gpu->signals->waiters[c->tenant] += event == WAITER;
+    gpu->signals->waiters[c->group] += event == WAITER;
     c->items++;
     c->left_ns += event == WAITER ? 0 : ns;
     c->kernels += event < 0;
@@ -96,7 +96,7 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
         stamp(gpu, c, item->event);
     } else {
         c->kernels--;
-        gpu->signals->released[c->tenant] += item->event == RELEASER;
+        gpu->signals->released[c->group] += item->event == RELEASER;
         gpu->done[c->tenant]++;
         if (c->waits_room) {
             c->waits_room = false;
@@ -133,9 +133,9 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
             continue;
         struct item *item = &s->ring[s->head % RING];
         item->begun = true;
-        if (item->event == WAITER && gpu->signals->released[c->tenant]) {
-            gpu->signals->released[c->tenant]--;
-            gpu->signals->waiters[c->tenant]--;
+        if (item->event == WAITER && gpu->signals->released[c->group]) {
+            gpu->signals->released[c->group]--;
+            gpu->signals->waiters[c->group]--;
             item->left_ns = 1;
         }
         active++;

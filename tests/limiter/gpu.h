@@ -39,6 +39,7 @@ struct stream {
 
 struct context {
     int tenant;
+    int group;                         /* whose signals its waiters and releasers use */
     double width;                      /* this many streams run at full speed at once */
     struct stream stream[STREAMS + 1]; /* the last stream is the limiter's own */
     uint32_t kernels, items;           /* not yet done */

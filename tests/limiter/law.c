@@ -62,14 +62,48 @@ static uint32_t env_others(void *arg) {
     return ppm < 1000000 ? (uint32_t)ppm : 1000000;
 }
 
+const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garbage"};
+
+/* holds: one turn after the other, each no longer than granted; long: a turn without end; first: it
+ * waits since ever and takes no turn; garbage: random words. */
+static struct gs_turn claimed(struct host *host, int tenant, const struct gs_turn *real) {
+    uint64_t now = host->clock_ns, turn = 4 * MS;
+    struct gs_turn claim = *real;
+    switch (host->world->tenant[tenant].claim) {
+    case CLAIM_HOLDS:
+        claim.from_ns = now / turn * turn;
+        claim.until_ns = claim.work_until_ns = claim.from_ns + turn;
+        break;
+    case CLAIM_LONG:
+        claim.from_ns = 1;
+        claim.until_ns = claim.work_until_ns = UINT64_MAX / 2;
+        break;
+    case CLAIM_FIRST:
+        claim.until_ns = claim.arrival_ns = 0;
+        claim.wants_until_ns = now + 2 * MS;
+        break;
+    case CLAIM_GARBAGE:
+        claim.from_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
+        claim.until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
+        claim.work_until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
+        claim.wants_until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
+        claim.arrival_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
+        break;
+    default:
+        break;
+    }
+    return claim;
+}
+
 static unsigned env_turns(void *arg, struct gs_turn_of *out, unsigned max) {
-    const struct host *host = arg;
+    struct host *host = arg;
     struct world *world = host->world;
     unsigned n = 0;
     for (int i = 0; i < world->tenants && n < max; i++)
         if (i != host->tenant)
-            out[n++] = (struct gs_turn_of){world->turn[host->gpu - world->gpu][i], (uint32_t)i,
-                                           world->tenant[i].limit};
+            out[n++] =
+                (struct gs_turn_of){claimed(host, i, &world->turn[host->gpu - world->gpu][i]),
+                                    (uint32_t)i, world->tenant[i].limit};
     return n;
 }
 

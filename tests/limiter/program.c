@@ -48,10 +48,14 @@ static double turning_ns(enum kernel kernel, uint32_t n) {
  * process. */
 static bool choose_of_pair(struct host *host) {
     const struct signals *signals = &host->world->signals;
+    const struct context *c = host->gpu->context[host->context];
+    const struct tenant *tenant = &host->world->tenant[host->tenant];
     bool waiter = host->launches % 2 == 0;
-    if (host->world->tenant[host->tenant].processes > 1)
+    if (tenant->processes > 1)
         waiter = host->context % 2 == 0;
-    if (waiter == (signals->waiters[host->tenant] > 0))
+    if (host->world->pairs_of[c->group] > 1)
+        waiter = tenant->waits_for >= 0;
+    if (waiter == (signals->waiters[c->group] > 0))
         return false;
     host->kind = waiter ? WAITER : RELEASER;
     host->function = host->stream = waiter ? 0 : 1;

@@ -71,6 +71,10 @@ static void step(struct world *world, struct host *host) {
         host->clock_ns = UINT64_MAX;
         return;
     }
+    if (host->clock_ns >= t->stop_ns && host->clock_ns < t->stop_ns + t->stop_for_ns) {
+        host->clock_ns = t->stop_ns + t->stop_for_ns;
+        return;
+    }
     if (host->clock_ns >= t->limit_at_ns)
         host->throttle.limit.ppm = t->limit_then_ppm;
     host->throttle.capturing =

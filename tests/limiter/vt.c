@@ -4,14 +4,14 @@
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
  * (ours|none|classic|oracle) mode (hard|soft) weight priority spoof (spoof.c) join leave kill (ms)
- * change (percent) at capture (ms) cpu_us latency_us first_us stall_ms (vt.h). Options of the
- * world: seed ms slice_us switch_us (when the previous context has no more work) preempt_us (when
- * it has; 0: the same) whole_kernels (1: no preemption within kernels) prompt_probes (1: probe
- * events do not wait) bubble_ns jitter_us skew_us (of clocks) told_switch_us told_slice_us stall
- * lost (of a thread's launches) devices (process i of a container is on device i % devices; the
- * ledger is of the first, but `done` of all) corpus (a file: the activity of spoof=corpus) burst_ms
- * (the oracle's) one_queue (1: probe events are behind the program's work, as when all streams
- * share a queue of the device) */
+ * change (percent) at capture stop stop_for (ms) claim no_turns waits_for cpu_us latency_us
+ * first_us stall_ms (vt.h). Options of the world: seed ms slice_us switch_us (when the previous
+ * context has no more work) preempt_us (when it has; 0: the same) whole_kernels (1: no preemption
+ * within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us skew_us (of
+ * clocks) told_switch_us told_slice_us stall lost (of a thread's launches) devices (process i of a
+ * container is on device i % devices; the ledger is of the first, but `done` of all) corpus (a
+ * file: the activity of spoof=corpus) burst_ms (the oracle's) one_queue (1: probe events are behind
+ * the program's work, as when all streams share a queue of the device) */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,6 +58,8 @@ static bool named_word(struct tenant *t, const char *key, const char *value) {
         t->law = (enum law)find(laws, 4, value);
     else if (!strcmp(key, "mode"))
         t->limit.mode = (enum gs_throttle_mode)find(modes, 3, value);
+    else if (!strcmp(key, "claim"))
+        t->claim = (enum claim)find(claim_name, CLAIMS, value);
     else if (!strcmp(key, "spoof"))
         t->spoof = (enum spoof)find(spoof_name, SPOOFS, value);
     else
@@ -80,6 +82,10 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
         {.name = "kill", .scale = 1e6, .ns = &t->kill_ns},
         {.name = "at", .scale = 1e6, .ns = &t->limit_at_ns},
         {.name = "capture", .scale = 1e6, .ns = &t->capture_ns},
+        {.name = "no_turns", .small = &t->no_turns},
+        {.name = "waits_for", .small = &t->waits_for},
+        {.name = "stop", .scale = 1e6, .ns = &t->stop_ns},
+        {.name = "stop_for", .scale = 1e6, .ns = &t->stop_for_ns},
         {.name = "cpu_us", .number = &t->cpu_us},
         {.name = "latency_us", .number = &t->latency_us},
         {.name = "first_us", .number = &t->first_us},
@@ -101,6 +107,8 @@ static void parse_tenant(struct world *world, char *text) {
     struct tenant *t = &world->tenant[world->tenants++];
     *t = (struct tenant){.law = LAW_OURS,
                          .processes = 1,
+                         .waits_for = -1,
+                         .stop_ns = UINT64_MAX,
                          .limit = {.ppm = 1000000},
                          .leave_ns = UINT64_MAX,
                          .kill_ns = UINT64_MAX,
@@ -142,6 +150,8 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     int k = world->hosts++;
     host->world = world;
     host->tenant = c->tenant = tenant;
+    c->group = t->waits_for >= 0 ? t->waits_for : tenant;
+    world->pairs_of[c->group] += process == 0;
     host->context = k;
     host->rng.state = seed * 1000003 + (uint64_t)k * 7919;
     host->pauses = t->unequal && process > 0;
@@ -166,7 +176,7 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     host->throttle.limit = t->limit;
     host->throttle.rate_ppm = t->limit.ppm;
     host->throttle.turn = &world->turn[device][tenant];
-    host->throttle.round_ns = (uint64_t)(world->round_us * 1000);
+    host->throttle.round_ns = t->no_turns ? 0 : (uint64_t)(world->round_us * 1000);
     for (uint32_t i = 0; i < STREAMS; i++)
         host->streams[i].id = i;
     for (int i = 0; i < STEP; i++)

@@ -59,6 +59,10 @@ enum spoof {
     SPOOFS
 };
 
+/* False claims about turns: see env_turns in law.c. */
+enum claim { CLAIM_NONE, CLAIM_HOLDS, CLAIM_LONG, CLAIM_FIRST, CLAIM_GARBAGE, CLAIMS };
+
+extern const char *const claim_name[CLAIMS];
 extern const char *const kernel_name[KERNELS];
 extern const char *const program_name[PROGRAMS];
 extern const char *const spoof_name[SPOOFS];
@@ -73,10 +77,14 @@ struct tenant {
     int unequal; /* all processes but the first mostly pause */
     uint64_t join_ns, leave_ns, kill_ns, limit_at_ns, capture_ns; /* a capture lasts 500 ms */
     uint32_t limit_then_ppm;
-    double cpu_us;     /* of the host between two launches; 0: 2 to 4 */
-    double latency_us; /* from the beginning of a launch until the device has it */
-    double first_us;   /* the same for the first launch of a function */
-    double stall_ms;   /* without a launch, after every twentieth training step */
+    enum claim claim;
+    int no_turns;                  /* it pays no attention to turns */
+    int waits_for;                 /* its kernels wait for those of this container; -1: none */
+    uint64_t stop_ns, stop_for_ns; /* all its processes are stopped then */
+    double cpu_us;                 /* of the host between two launches; 0: 2 to 4 */
+    double latency_us;             /* from the beginning of a launch until the device has it */
+    double first_us;               /* the same for the first launch of a function */
+    double stall_ms;               /* without a launch, after every twentieth training step */
 };
 
 /* The classic limiter: a bucket of launches in each process, refilled by utilisation each tick. */
@@ -141,7 +149,8 @@ struct world {
     struct gs_turn turn[DEVICES][MAX_TENANTS];
     double round_us; /* of turns; 0: none */
     struct oracle oracle[DEVICES][MAX_TENANTS];
-    double burst_ms; /* the oracle's */
+    double burst_ms;           /* the oracle's */
+    int pairs_of[MAX_TENANTS]; /* containers that use the signals of this one */
     int tenants, hosts;
     double jitter_us, skew_us, stall, lost, one_queue;
     uint64_t end_ns;
