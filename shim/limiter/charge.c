@@ -80,12 +80,6 @@ static void update_predictors(const struct gs_throttle *t, struct gs_segment *se
     for (uint32_t i = 0; i < segment->n_functions; i++) {
         struct gs_predictor *f = segment->function[i];
         int64_t ns = atomic_load(&f->ns);
-        f->delayed = segment->late ? f->delayed + 1 : 0;
-        if (f->delayed && f->delayed <= DELAYED) {
-            f->probing = false;
-            continue;
-        }
-        f->delayed = 0;
         double took = (double)segment->expected_ns[i] * ratio;
         float step = weight / 32, first = weight / (float)(f->samples + 1);
         step = step > first ? step : first;

@@ -103,25 +103,28 @@ bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment) 
     return gs_throttle_started(t, segment);
 }
 
-/* A start event is recorded before the launch: the device has no work from then until the driver
- * has the launch, which takes longer if the driver loads code first or the thread is interrupted.
- * Then it is unknown when the kernel began, and the whole time of a single launch is charged, which
- * bounds what a program gains by interrupting itself. But the function is not timed by it. */
-static void skip_latency(struct gs_segment *segment) {
-    uint64_t took = segment->end_ns - segment->start_ns, latency = segment->latency_ns;
-    if (latency <= LATENCY)
-        segment->start_ns += min64(latency, took);
-    else
-        segment->late = segment->single && latency > took / 8;
+/* The device has no work until the driver has the launch, which takes long if the driver loads code
+ * first or the thread is interrupted. Start events on an idle device tell how timestamps differ
+ * from the host's clock. */
+static uint64_t begins_with_launch(struct gs_throttle *t, const struct gs_segment *segment) {
+    int64_t lag = (int64_t)(segment->start_ns - segment->launch_ns);
+    if (!segment->entered_ns)
+        return segment->start_ns;
+    if (segment->start_event < 0)
+        return t->lag_known ? max64(segment->start_ns, segment->entered_ns + (uint64_t)t->lag_ns)
+                            : segment->start_ns;
+    if (!t->lag_known || lag < t->lag_ns + (int64_t)EDGE)
+        t->lag_ns = t->lag_known ? t->lag_ns + (lag - t->lag_ns) / 8 : lag;
+    t->lag_known = true;
+    return segment->start_ns + segment->entered_ns - segment->launch_ns;
 }
 
 static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
     gs_throttle_waited(t, segment);
     segment->before_ns = t->covered_ns;
     segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns + EDGE;
-    segment->start_ns = max64(segment->start_ns, t->covered_ns);
+    segment->start_ns = max64(begins_with_launch(t, segment), t->covered_ns);
     segment->end_ns = max64(segment->start_ns, segment->end_ns);
-    skip_latency(segment);
     t->covered_ns = segment->end_ns;
     t->in_flight_ns -= segment->work_ns;
     atomic_store(&t->bucket->done_ns, now);

@@ -13,7 +13,7 @@
 /* Return whether another context may run meanwhile: not during the own turn, unless work is late.
  */
 static bool is_shared(const struct gs_throttle *t, uint64_t now) {
-    bool alone = t->in_turn && now <= atomic_load(&t->turn->work_until_ns);
+    bool alone = t->in_turn && now <= t->turn_work_until_ns;
     return t->contexts > (alone ? 1 + t->siblings : 1);
 }
 

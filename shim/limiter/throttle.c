@@ -69,15 +69,19 @@ static bool is_underway(struct gs_throttle_stream *s, uint64_t now) {
     return false;
 }
 
-/* Measure from here, just after the start event, until the driver has the launch. */
+/* Note the time now, just after the start event, and when the driver has the launch. */
 static void expect_entry(const struct gs_throttle *t, struct gs_throttle_stream *s) {
     atomic_store(&s->entered_ns, 0);
     atomic_store(&s->launch_ns, t->env->now(t->env->arg));
 }
 
-static uint64_t entry_latency(struct gs_throttle_stream *s) {
-    uint64_t from = atomic_exchange(&s->launch_ns, 0), to = atomic_load(&s->entered_ns);
-    return from && to > from ? to - from : 0;
+/* If other streams had launches, they may have had work meanwhile. */
+static void note_entry(struct gs_segment *open, struct gs_throttle_stream *s) {
+    uint64_t launch = atomic_exchange(&s->launch_ns, 0), entered = atomic_load(&s->entered_ns);
+    if (!open->many && launch && entered > launch) {
+        open->launch_ns = launch;
+        open->entered_ns = entered;
+    }
 }
 
 /* Record markers in at most GS_STREAMS streams. Skip further streams, and streams with an admitted
@@ -95,9 +99,7 @@ static bool mark_some(struct gs_throttle *t, uint64_t now) {
             continue;
         }
         s->skipped_ns = 0;
-        uint64_t latency = entry_latency(s);
-        if (!open->many) /* else another stream may have had work meanwhile */
-            open->latency_ns = latency;
+        note_entry(open, s);
         open->work_ns += atomic_exchange(&s->work_ns, 0);
         int event = t->env->mark(t->env->arg, s->id);
         if (event >= 0)
@@ -301,6 +303,8 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     bool measure_single = t->sparse && (t->open.start_event >= 0 || (behind && !unlimited));
     if (single && !t->capturing && (!known || outlier || measure_single)) {
         s->mark = t->open.single = true;
+        if (t->open.start_event < 0)
+            expect_entry(t, s);
         t->open.probe = f->probing = !known;
     }
     gs_throttle_publish(t, NULL, now);

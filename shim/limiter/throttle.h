@@ -86,7 +86,6 @@ struct gs_predictor {
     uint32_t samples;
     int64_t single_ns; /* of a launch that was measured alone */
     bool probing;
-    uint8_t delayed;    /* measurements in a row that began too late to count */
     float moment[2];    /* weighted means of measured/expected and of its square */
     int64_t longest_ns; /* longest recent launch: trust.c */
     uint64_t longest_at_ns;
@@ -136,14 +135,13 @@ struct gs_segment {
     struct gs_predictor *function[GS_FUNCTIONS];
     int64_t expected_ns[GS_FUNCTIONS]; /* of one launch of each function */
     int64_t work_ns, hint_ns;
-    uint64_t opened_ns, marked_ns; /* host time */
-    uint64_t latency_ns;           /* from the start event until the driver had the launch */
-    bool clean;                    /* the device had work of this context from start to end */
-    bool single;                   /* one launch on an idle device, marked before and after */
-    bool probe;                    /* its only function was unknown */
-    bool late;                     /* the driver had the launch so late that it was not timed */
-    bool blind;                    /* a capture was open during the interval */
-    bool waited;                   /* its stream waited before it, up to start_event */
+    uint64_t opened_ns, marked_ns;  /* host time */
+    uint64_t launch_ns, entered_ns; /* host time before and after its first launch, if noted */
+    bool clean;                     /* the device had work of this context from start to end */
+    bool single;                    /* one launch on an idle device, marked before and after */
+    bool probe;                     /* its only function was unknown */
+    bool blind;                     /* a capture was open during the interval */
+    bool waited;                    /* its stream waited before it, up to start_event */
     bool idle; /* its stream was empty, so it did not wait for work of this context */
     bool many; /* launches in several streams, else: */
     uint32_t stream;
@@ -174,8 +172,10 @@ struct gs_throttle {
     uint32_t container;
     uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
     struct gs_switch_cost cost[GS_SWITCHES];
-    uint32_t whole;    /* remaining preemptions for which kernels count as whole */
-    uint32_t at_once;  /* consecutive markers that completed when this context was switched in */
+    uint32_t whole;   /* remaining preemptions for which kernels count as whole */
+    uint32_t at_once; /* consecutive markers that completed when this context was switched in */
+    int64_t lag_ns;   /* of timestamps of start events behind the host's clock, on average */
+    bool lag_known;
     uint32_t early_ns; /* how far timestamps are before the host's clock at most */
     uint32_t slice_ns;
     uint32_t marker_ns; /* device time of one event */
@@ -217,6 +217,7 @@ struct gs_throttle {
     uint32_t rivals;                 /* other containers that used the device lately */
     uint32_t siblings;               /* contexts of this container that did, besides this one */
     int64_t burst_ns, burst_mean_ns; /* work since this container rested */
+    uint64_t turn_work_until_ns;     /* expected end of all work, without the gap until the next */
     uint64_t turn_launched_ns, stepped_back_ns, free_until_ns;
     uint64_t turn_busy_ns; /* of the last turn */
     uint32_t steps_back, disturbed, left_idle;

@@ -25,8 +25,6 @@
 #define DOUBTFUL (64 * (int64_t)MS) /* doubtful time until launches are marked one by one again */
 #define LATELY (100 * MS)           /* containers that worked since then take turns */
 #define LEAST ((int64_t)US)         /* minimum expected duration of a launch */
-#define LATENCY (25 * US)           /* of a launch in the driver, if it does not load code */
-#define DELAYED 3u                  /* launches in a row that begin later count anyway */
 #define ON_ITS_WAY (5 * MS) /* maximum time from a launch's admission until it is in its stream */
 #define MAX_PEERS 64u
 #define FINDS 32u              /* measurements until a switch cost is relied on */

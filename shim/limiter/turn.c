@@ -158,7 +158,8 @@ static void launches(struct gs_throttle *t, int64_t ns, uint64_t now) {
     uint64_t gap = min64(now - min64(t->turn_launched_ns, now), 2 * MS);
     uint64_t more = min64(now + 2 * gap, atomic_load(&t->turn->until_ns));
     t->turn_launched_ns = now;
-    advertise_work(t, max64(ends_at(t, now) + (uint64_t)ns, more), now);
+    t->turn_work_until_ns = ends_at(t, now) + (uint64_t)ns;
+    advertise_work(t, max64(t->turn_work_until_ns, more), now);
 }
 
 /* Whether a launch of `ns` may go within the own turn; reduce what is paid in advance to what is

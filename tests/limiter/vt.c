@@ -174,7 +174,6 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     gs_throttle_init(&host->throttle, env, &world->bucket[device][tenant], world->page[k],
                      (uint32_t)tenant);
     host->throttle.limit = t->limit;
-    host->throttle.rate_ppm = t->limit.ppm;
     host->throttle.turn = &world->turn[device][tenant];
     host->throttle.round_ns = t->no_turns ? 0 : (uint64_t)(world->round_us * 1000);
     for (uint32_t i = 0; i < STREAMS; i++)

@@ -4,7 +4,8 @@
  *                       cuLaunchKernel, cuLaunchKernelEx or cuGraphLaunch, or one of these with
  *                       _ptsz; or cuMemAlloc_v2
  *
- * EXITS is how often control left the shim: once for the driver's own function, and again for a
+ * After 1000 steps the rest of a launch is not counted, and EXITS is above 1000. Otherwise EXITS is
+ * how often control left the shim: once for the driver's own function, and again for a
  * clock, a lock's system call or another call of the driver. x86-64. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,6 +19,8 @@
 #include <sys/user.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#define MANY 1000 /* steps: the rest is not counted */
 
 static void *cuda;
 
@@ -110,12 +113,10 @@ static bool in_program(uint64_t at) {
     return at >= (uint64_t)(uintptr_t)&__executable_start && at < (uint64_t)(uintptr_t)&etext;
 }
 
-/* At the first instruction of a library function: runs it to its return address at full speed.
- * Single steps through thousands of instructions would take so long that the limiter probes the
- * device. */
-static void let_return(pid_t pid) {
-    struct user_regs_struct now = registers_of(pid);
-    void *to = (void *)(uintptr_t)ptrace(PTRACE_PEEKDATA, pid, (void *)(uintptr_t)now.rsp, NULL);
+/* Runs to that address at full speed. Single steps through thousands of instructions would take so
+ * long that the limiter probes the device. */
+static void run_to(pid_t pid, void *to) {
+    struct user_regs_struct now;
     long was = ptrace(PTRACE_PEEKTEXT, pid, to, NULL);
     int status;
     if (ptrace(PTRACE_POKETEXT, pid, to, (was & ~0xffl) | 0xcc) ||
@@ -126,6 +127,12 @@ static void let_return(pid_t pid) {
     now.rip = (uint64_t)(uintptr_t)to;
     if (ptrace(PTRACE_SETREGS, pid, NULL, &now))
         exit(1);
+}
+
+/* At the first instruction of a library function. */
+static void let_return(pid_t pid) {
+    struct user_regs_struct now = registers_of(pid);
+    run_to(pid, (void *)(uintptr_t)ptrace(PTRACE_PEEKDATA, pid, (void *)(uintptr_t)now.rsp, NULL));
 }
 
 int main(int argc, char **argv) {
@@ -150,7 +157,9 @@ int main(int argc, char **argv) {
                 inside = at >= start && at < end;
                 steps += inside;
                 exits += was && !inside;
-                if (was && !inside && !in_program(at))
+                if (steps > MANY)
+                    run_to(pid, (void *)(uintptr_t)after), exits += MANY;
+                else if (was && !inside && !in_program(at))
                     let_return(pid);
                 else if (ptrace(PTRACE_SINGLESTEP, pid, NULL, NULL) || waitpid(pid, &status, 0) < 0)
                     return 1;

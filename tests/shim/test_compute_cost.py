@@ -13,7 +13,7 @@ from gpushare.state.shm_abi import DEVICE_LENDING, DEVICE_LENT
 from tests.shim.box import TREE, Box
 from tests.support.busy import build, words
 
-LAUNCHES = 30
+LAUNCHES = 200
 ALLOCATION, ALLOCATION_LENT = 716, 716  # gcc: 683 and 685; before memory was lent 716
 INSTRUCTIONS = 41  # gcc 12: 34 to 40; gcc 14: to 41; comparisons with what the thread cached, two atomic additions
 

@@ -1,0 +1,203 @@
+"""Turns: the work that containers get together, interactive ones among them, and what no other container can spoil.
+
+Shares of a test are of work, in percent of one container alone, on a device with an H100's slices and switches unless
+another is named. With time slices two containers get 89.7 % together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.limiter.cells import Ledger, Tenant, parallel, simulate
+
+H100: dict[str, Any] = {"slice_us": 2090, "told_slice_us": 2090, "switch_us": 143, "preempt_us": 239}
+TURNS = {**H100, "round_us": 20_000}
+WARM_MS = 1000
+SEEDS = (1, 2, 3)
+COMPANIES = {2: (30, 70), 4: (10, 20, 30, 40), 8: (5, 5, 5, 5, 10, 10, 20, 40)}
+EQUAL = {2: (50, 50), 4: (25,) * 4, 8: (12.5,) * 8}
+LEAST_SUM = {2: 97, 4: 95, 8: 94}
+
+
+def saturating(limit: float, kernel: str = "50us", program: str = "stream", more: str = "") -> Tenant:
+    return Tenant(limit, kernel, program, more=more)
+
+
+def work(tenants: list[Tenant], seed: int, ms: int = 4000, **world: Any) -> list[float]:
+    """Return the work of each after the first second."""
+    world = {**TURNS, **world}
+    first, whole = simulate(tenants, ms=WARM_MS, seed=seed, **world), simulate(tenants, ms=ms, seed=seed, **world)
+    return [(b.work_ns - a.work_ns) / (1e4 * (ms - WARM_MS)) for a, b in zip(first, whole)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("n", COMPANIES)
+@pytest.mark.parametrize("companies", [COMPANIES, EQUAL], ids=["unequal", "equal"])
+def test_work_is_the_limit_and_little_is_lost(companies: dict[int, tuple[float, ...]], n: int, seed: int) -> None:
+    limits = companies[n]
+    got = work([saturating(limit) for limit in limits], seed)
+    assert max(abs(share - limit) for share, limit in zip(got, limits)) <= 1.5
+    assert sum(got) >= LEAST_SUM[n]
+
+
+def test_time_slices_lose_a_tenth() -> None:
+    """What the test above shows is due to turns."""
+    got = work([saturating(30), saturating(70)], 1, round_us=0)
+    assert sum(got) < 91 and got[0] < 25
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("limits", COMPANIES.values(), ids=str)
+def test_limit_holds_in_each_second(limits: tuple[float, ...], seed: int) -> None:
+    ledgers = simulate([saturating(limit) for limit in limits], ms=5500, seed=seed, **TURNS)
+    for limit, ledger in zip(limits, ledgers):
+        assert ledger.mae(limit, 1000, WARM_MS) <= 1.5
+
+
+@pytest.mark.parametrize("preempt_us", [20, 100, 239])
+@pytest.mark.parametrize("slice_us", [500, 1024, 5000, 10_000, 30_000])
+def test_other_devices(slice_us: int, preempt_us: int) -> None:
+    """A switch of 500 us takes more of eight containers' turns than they may lose."""
+    if preempt_us > slice_us / 4:
+        preempt_us = slice_us // 4
+    device: dict[str, Any] = {
+        "slice_us": slice_us,
+        "told_slice_us": slice_us,
+        "switch_us": preempt_us * 0.6,
+        "preempt_us": preempt_us,
+    }
+    for n, limits in COMPANIES.items():
+        got = work([saturating(limit) for limit in limits], 1, **device)
+        assert max(abs(share - limit) for share, limit in zip(got, limits)) <= 1.5
+        assert sum(got) >= LEAST_SUM[n]
+
+
+def percentile(values: list[int], part: float) -> int:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+@pytest.mark.parametrize("others", [1, 3, 7])
+def test_interactive_container_waits_for_no_turn(others: int) -> None:
+    """It has a request of 20 launches of 50 us each 50 ms or so. It waits for a slice and two switches at most."""
+    limit = {1: 70.0, 3: 25.0, 7: 12.5}[others]
+    mine = Tenant(100 - others * limit, "50us", "interactive")
+    tenants = [saturating(limit)] * others + [mine]
+    beside = parallel(SEEDS, lambda seed: simulate(tenants, ms=5500, seed=seed, **TURNS)[-1].request_us[2:])
+    alone = parallel(SEEDS, lambda seed: simulate([mine], ms=5500, seed=seed, **TURNS)[-1].request_us[2:])
+    times, free = [us for run in beside for us in run], [us for run in alone for us in run]
+    assert len(times) > 200
+    assert percentile(times, 0.5) - percentile(free, 0.5) <= 1200
+    assert percentile(times, 0.99) - percentile(free, 0.5) <= 3000
+
+
+TWO = (saturating(30), saturating(40))
+
+
+def beside(third: Tenant, start_ms: int = WARM_MS, ms: int = 4500, **world: Any) -> tuple[float, float, float]:
+    """Return the shares of time of TWO and of `third`."""
+    one, two, last = simulate([*TWO, third], ms=ms, **{**TURNS, **world})
+    return one.share(start_ms), two.share(start_ms), last.share(start_ms)
+
+
+def longest_wait_ms(ledger: Ledger, from_ms: int) -> int:
+    """Return the longest time in which the container had nothing of the device, in steps of 10 ms."""
+    return 10 * max(len(part) for part in "".join("x" if ns else "-" for ns in ledger.bins[from_ms // 10 :]).split("x"))
+
+
+@pytest.mark.parametrize("claim", ["holds", "long", "first", "garbage"])
+def test_false_claims_gain_and_cost_nothing(claim: str) -> None:
+    one, two, liar = beside(saturating(30, more=f"claim={claim}"))
+    assert one == pytest.approx(30, abs=1.5)
+    assert two == pytest.approx(40, abs=1.5)
+    assert liar <= 31
+
+
+def test_container_that_takes_no_turns_has_its_limit() -> None:
+    one, two, third = beside(saturating(30, more="no_turns=1"))
+    assert one == pytest.approx(30, abs=1.5) and two == pytest.approx(40, abs=1.5)
+    assert third <= 31
+
+
+@pytest.mark.parametrize("more", ["kill=2000", "stop=2000,stop_for=2500"])
+def test_holder_that_dies_or_stops_delays_nobody(more: str) -> None:
+    """By its turn and 25 ms at most."""
+    tenants = [saturating(30), saturating(30), saturating(40, more=more)]
+    first, second, _ = simulate(tenants, ms=4500, **TURNS)
+    for ledger in (first, second):
+        assert ledger.share(2050) == pytest.approx(30, abs=1)
+        assert longest_wait_ms(ledger, 1990) <= 60
+
+
+def test_kernel_without_end_delays_others_for_a_bounded_time() -> None:
+    """Then the device's own slices share it."""
+    tenants = [saturating(30), saturating(40), saturating(30, "endless")]
+    first, second, _ = simulate(tenants, ms=8500, **TURNS)
+    assert first.share(WARM_MS) >= 28 and second.share(WARM_MS) >= 31  # a third of the device each
+    assert max(longest_wait_ms(ledger, WARM_MS) for ledger in (first, second)) <= 150
+
+
+@pytest.mark.parametrize("more", ["law=none", ""])
+def test_outsider_takes_what_time_slices_give_it(more: str) -> None:
+    """A program without gpushare, or a container without a limit: the limits hold as they do without turns."""
+    one, two, third = beside(Tenant(100, "50us", more=more))
+    assert one == pytest.approx(30, abs=2.5)
+    assert two >= 32 and third <= 38
+
+
+def test_outsider_that_leaves_is_forgotten() -> None:
+    tenants = [saturating(30), saturating(70), Tenant(100, "50us", more="law=none,leave=1500")]
+    whole, before = (simulate(tenants, ms=ms, **TURNS) for ms in (9000, 6000))
+    assert sum(b.work_ns - a.work_ns for a, b in zip(before, whole)) > 0.95 * 3e9
+
+
+@pytest.mark.parametrize("third", [None, saturating(40)])
+def test_containers_that_wait_for_each_other_make_progress(third: Tenant | None) -> None:
+    """Each kernel of one container spins until the other one's has run. A launch that spins without being waited for is
+    charged too little, with turns and without; others have their share."""
+    pair = [Tenant(30, "50us", "pair"), Tenant(30, "50us", "pair", more="waits_for=0")]
+    ledgers = simulate([*pair, *([third] if third else [])], ms=4500, **TURNS)
+    assert all(ledger.done > 10_000 for ledger in ledgers)
+    assert not third or ledgers[-1].share(WARM_MS) >= 37
+
+
+def test_turns_are_of_the_container() -> None:
+    """Its four processes have one turn together."""
+    four, other = simulate([Tenant(30, "50us", processes=4), saturating(60)], ms=4500, **TURNS)
+    assert four.share(WARM_MS) == pytest.approx(30, abs=2)
+    assert other.share(WARM_MS) == pytest.approx(60, abs=2)
+
+
+@pytest.mark.parametrize("mode", ["soft", "soft,priority=1"])
+def test_soft_limit_still_borrows_what_others_leave(mode: str) -> None:
+    """Turns are for hard limits: beside another one all containers use time slices."""
+    soft, hard = simulate([saturating(30, more=f"mode={mode}"), saturating(40)], ms=4500, **TURNS)
+    assert hard.share(WARM_MS) == pytest.approx(40, abs=1)
+    assert soft.share(WARM_MS) == pytest.approx(60, abs=1.5)
+
+
+def test_program_that_leaves_the_device_idle_takes_no_turns() -> None:
+    """Two thirds of its time the device works for it: it gets its share while others have their turn."""
+    train = Tenant(50, "5to65us", "train", more="cpu_us=44,latency_us=8")
+    mine, other = simulate([train, saturating(50)], ms=6500, **TURNS)
+    assert mine.share(WARM_MS) >= 45 and other.share(WARM_MS) >= 49
+
+
+def test_changed_limit_changes_turns() -> None:
+    tenants = [saturating(50, more="change=20,at=2000"), saturating(50)]
+    first, _ = simulate(tenants, ms=4500, **TURNS)
+    assert first.share(1000) > 25 and first.share(2500) == pytest.approx(20, abs=1)
+
+
+@pytest.mark.parametrize("round_us", [5000, 10_000, 50_000])
+def test_other_rounds_hold_the_limit(round_us: int) -> None:
+    one, two = simulate([saturating(30), saturating(70)], ms=4500, **{**TURNS, "round_us": round_us})
+    assert one.share(WARM_MS) == pytest.approx(30, abs=1.5)
+    assert two.share(WARM_MS) == pytest.approx(70, abs=1.5)
+
+
+def test_launches_that_wait_for_a_turn_ask_seldom() -> None:
+    """A thread that waits sleeps until the turn of another container ends."""
+    waiting = simulate([saturating(30), saturating(70)], ms=3000, **TURNS)[0]
+    assert waiting.slow < 3 * 7000
