@@ -31,7 +31,7 @@ struct head {
     uint8_t reserved[40];
     uint64_t owner[GS_MAX_PAGES];
 };
-_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, migration), "struct gs_pages");
+_Static_assert(sizeof(struct head) == offsetof(struct gs_pages, turn), "struct gs_pages");
 
 static bool header_is_valid(const struct head *p) {
     return p->magic == GS_PAGES_MAGIC && p->version == GS_ABI_VERSION &&
@@ -282,8 +282,8 @@ uint32_t gs_activity_others_ppm(const struct gs_compute *c) {
     return (uint32_t)min64(ppm, 1000000);
 }
 
-struct gs_migration *gs_activity_slice(int dev) {
-    return gs_activity_are_open(dev) ? &device[dev].own->migration : NULL;
+struct gs_turn *gs_activity_slice(int dev) {
+    return gs_activity_are_open(dev) ? &device[dev].own->turn : NULL;
 }
 
 /* Read `bytes` at `offset` of the activity file of each other container, and call for each. */
@@ -309,32 +309,30 @@ static void read_others(int dev, size_t bytes, size_t offset,
 }
 
 struct slices {
-    struct gs_migration migration;
-    void (*each)(const struct gs_migration *migration, uint32_t number, void *arg);
+    struct gs_turn turn;
+    void (*each)(const struct gs_turn *turn, uint32_t number, void *arg);
     void *arg;
 };
 
 static void each_slice(const struct index *index, uint32_t number, void *arg) {
     struct slices *s = arg;
     (void)index;
-    s->each(&s->migration, number, s->arg);
+    s->each(&s->turn, number, s->arg);
 }
 
 void gs_activity_slices(int dev,
-                        void (*each)(const struct gs_migration *migration, uint32_t number,
-                                     void *arg),
+                        void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
                         void *arg) {
     struct slices s = {.each = each, .arg = arg};
-    read_others(dev, sizeof(s.migration), offsetof(struct gs_pages, migration), each_slice,
-                &s.migration, &s);
+    read_others(dev, sizeof(s.turn), offsetof(struct gs_pages, turn), each_slice, &s.turn, &s);
 }
 
-struct gs_turn *gs_activity_turn(int dev) {
-    return gs_activity_are_open(dev) ? &device[dev].own->turn : NULL;
+struct gs_compute_turn *gs_activity_turn(int dev) {
+    return gs_activity_are_open(dev) ? &device[dev].own->compute_turn : NULL;
 }
 
 struct turns {
-    struct gs_turn turn;
+    struct gs_compute_turn turn;
     struct gs_turn_of *out;
     unsigned n, max;
 };
@@ -347,7 +345,8 @@ static void each_turn(const struct index *index, uint32_t number, void *arg) {
 
 unsigned gs_activity_turns(int dev, struct gs_turn_of *out, unsigned max) {
     struct turns t = {.out = out, .max = max};
-    read_others(dev, sizeof(t.turn), offsetof(struct gs_pages, turn), each_turn, &t.turn, &t);
+    read_others(dev, sizeof(t.turn), offsetof(struct gs_pages, compute_turn), each_turn, &t.turn,
+                &t);
     return t.n;
 }
 

@@ -209,7 +209,7 @@ static struct gs_compute *make_record(const struct gs_here *here) {
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];
     uint32_t slice_ns = load_relaxed(&l->slice_ns), switch_ns = load_relaxed(&l->switch_ns);
     c->throttle.turn = gs_activity_turn(c->dev);
-    c->throttle.round_ns = load_relaxed(&gs_compute_limits_file->round_us) * US;
+    c->throttle.round_ns = GS_ROUND_MS(load_relaxed(&gs_compute_limits_file->flags)) * MS;
     c->throttle.slice_ns = slice_ns ? slice_ns : c->throttle.slice_ns;
     c->throttle.switch_ns = switch_ns ? switch_ns : c->throttle.switch_ns;
     c->limits_seen = 0;

@@ -118,14 +118,13 @@ bool gs_activity_open(const struct gs_limits *limits, unsigned dev);
 bool gs_activity_are_open(int dev);
 /* Return this container's state of migration slices (oversubscription/migration_slice.c), NULL
  * without activity files. gs_activity_slices() reads the state of the other containers. */
-struct gs_migration *gs_activity_slice(int dev);
+struct gs_turn *gs_activity_slice(int dev);
 void gs_activity_slices(int dev,
-                        void (*each)(const struct gs_migration *migration, uint32_t number,
-                                     void *arg),
+                        void (*each)(const struct gs_turn *turn, uint32_t number, void *arg),
                         void *arg);
 /* Return what this container advertises about its turns, NULL without activity files.
  * gs_activity_turns() copies what the other containers advertise; at most `max`. */
-struct gs_turn *gs_activity_turn(int dev);
+struct gs_compute_turn *gs_activity_turn(int dev);
 unsigned gs_activity_turns(int dev, struct gs_turn_of *out, unsigned max);
 /* `left`: the last report of the process that had the page before and died; all 0 if there was
  * none. */

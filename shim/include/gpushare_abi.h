@@ -78,7 +78,7 @@ struct gs_device_limit {
     uint32_t page;                 /* this container's number in peers/<uuid>/ */
     uint32_t slice_ns;             /* the device's time slice; 0 = default (throttle.c) */
     uint32_t switch_ns;            /* mean cost of a context switch; 0 = default */
-    uint32_t turn_mib; /* device memory kept free for migration slices (gs_migration); 0: none */
+    uint32_t turn_mib; /* device memory kept free for migration slices (gs_turn); 0: none */
     /* The second copy of the values that can change: in force while the generation is even. */
     uint64_t next_memory_limit_bytes;
     uint32_t next_compute_percent;
@@ -89,13 +89,17 @@ struct gs_device_limit {
     uint64_t next_memory_virtual_bytes;
 };
 
+/* The round in which containers with compute limits take turns (struct gs_compute_turn), in
+ * milliseconds; 0: they do not. */
+#define GS_ROUND_MS(flags) ((flags) >> 16)
+
 /* The whole limits file: header, then GS_MAX_DEVICES entries (n_devices in use, slot order). */
 struct gs_limits {
     uint64_t magic;
     uint32_t version;
     uint32_t size; /* sizeof(struct gs_limits) */
     uint32_t n_devices;
-    uint32_t round_us;   /* containers take turns of their share of it; 0: they do not */
+    uint32_t flags;      /* GS_ROUND_MS */
     uint64_t nonce;      /* equals gs_usage.nonce: a usage file of another container is refused */
     uint64_t generation; /* odd: the first copy is in force, even: next_*; a futex for waiting */
     uint64_t mps_token;  /* the MPS daemon of this grant; for the host (mps.py) */
@@ -226,7 +230,7 @@ struct gs_page {
  * memory that is kept free for their memory on the host. One container at a time has its memory
  * there, all of its processes together. Each container advertises its own state. The low ten bits
  * of held_until_ns and of brought_bytes are the number of the slice. */
-struct gs_migration {
+struct gs_turn {
     _Atomic uint64_t held_from_ns;
     _Atomic uint64_t held_until_ns; /* below 1024: none. Ignored beyond one slice from now */
     _Atomic uint64_t used_ns;       /* when it last launched or waited for work in the slice */
@@ -237,7 +241,7 @@ struct gs_migration {
 
 /* The turn of a container that saturates the device together with others (shim/limiter/turn.c).
  * Each container advertises its own, and reads those of the others. */
-struct gs_turn {
+struct gs_compute_turn {
     _Atomic uint64_t from_ns;        /* of its last turn */
     _Atomic uint64_t until_ns;       /* 0: it has none, or gave it back */
     _Atomic uint64_t work_until_ns;  /* when the work that it launched is expected to be over */
@@ -257,8 +261,8 @@ struct gs_pages {
     _Atomic uint32_t high; /* no page at or above this number was ever used */
     uint8_t reserved[40];
     _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: free */
-    struct gs_migration migration;
     struct gs_turn turn;
+    struct gs_compute_turn compute_turn;
     uint8_t reserved2[3688];
     struct gs_page page[GS_MAX_PAGES];
 };
@@ -320,7 +324,7 @@ GS_AT(gs_limits, magic, 0);
 GS_AT(gs_limits, version, 8);
 GS_AT(gs_limits, size, 12);
 GS_AT(gs_limits, n_devices, 16);
-GS_AT(gs_limits, round_us, 20);
+GS_AT(gs_limits, flags, 20);
 GS_AT(gs_limits, nonce, 24);
 GS_AT(gs_limits, generation, 32);
 GS_AT(gs_limits, mps_token, 40);
@@ -412,22 +416,22 @@ GS_AT(gs_pages, n_pages, 16);
 GS_AT(gs_pages, high, 20);
 GS_AT(gs_pages, reserved, 24);
 GS_AT(gs_pages, owner, 64);
-GS_AT(gs_pages, migration, 320);
-GS_AT(gs_pages, turn, 368);
+GS_AT(gs_pages, turn, 320);
+GS_AT(gs_pages, compute_turn, 368);
 GS_AT(gs_pages, reserved2, 408);
-GS_AT(gs_turn, from_ns, 0);
-GS_AT(gs_turn, until_ns, 8);
-GS_AT(gs_turn, work_until_ns, 16);
-GS_AT(gs_turn, wants_until_ns, 24);
-GS_AT(gs_turn, arrival_ns, 32);
-_Static_assert(sizeof(struct gs_turn) == 40, "gs_turn");
-GS_AT(gs_migration, held_from_ns, 0);
-GS_AT(gs_migration, held_until_ns, 8);
-GS_AT(gs_migration, used_ns, 16);
-GS_AT(gs_migration, wants_from_ns, 24);
-GS_AT(gs_migration, wants_until_ns, 32);
-GS_AT(gs_migration, brought_bytes, 40);
-_Static_assert(sizeof(struct gs_migration) == 48, "gs_migration");
+GS_AT(gs_compute_turn, from_ns, 0);
+GS_AT(gs_compute_turn, until_ns, 8);
+GS_AT(gs_compute_turn, work_until_ns, 16);
+GS_AT(gs_compute_turn, wants_until_ns, 24);
+GS_AT(gs_compute_turn, arrival_ns, 32);
+_Static_assert(sizeof(struct gs_compute_turn) == 40, "gs_compute_turn");
+GS_AT(gs_turn, held_from_ns, 0);
+GS_AT(gs_turn, held_until_ns, 8);
+GS_AT(gs_turn, used_ns, 16);
+GS_AT(gs_turn, wants_from_ns, 24);
+GS_AT(gs_turn, wants_until_ns, 32);
+GS_AT(gs_turn, brought_bytes, 40);
+_Static_assert(sizeof(struct gs_turn) == 48, "gs_turn");
 GS_AT(gs_pages, page, 4096);
 _Static_assert(sizeof(struct gs_pages) == 20 * 4096, "gs_pages");
 

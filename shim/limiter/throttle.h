@@ -52,7 +52,7 @@ struct gs_peer {
 
 /* The turn that another container advertises. */
 struct gs_turn_of {
-    struct gs_turn turn; /* a copy; its content is not trusted */
+    struct gs_compute_turn turn; /* a copy; its content is not trusted */
     uint32_t container;
     struct gs_throttle_limit granted;
 };
@@ -212,7 +212,7 @@ struct gs_throttle {
     bool tiny;          /* launches in many streams, so short that the device idles between them */
     uint64_t told_ns;   /* device use is published up to here */
 
-    struct gs_turn *turn;            /* what this container advertises; NULL: it takes no turns */
+    struct gs_compute_turn *turn;    /* what this container advertises; NULL: it takes no turns */
     uint64_t round_ns;               /* of the turns of all containers; 0: no turns */
     uint32_t rivals;                 /* other containers that used the device lately */
     uint32_t siblings;               /* contexts of this container that did, besides this one */

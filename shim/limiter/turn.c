@@ -3,9 +3,9 @@
  * turns, once in a turn.
  *
  * No process hands out turns. In its activity file each container advertises whether it has the
- * turn, until when, and whether it waits for one (struct gs_turn), and it reads what the others
- * advertise. The waiting container whose bucket has the earliest arrival time takes the next turn.
- * So turns only decide when a container launches; how much it may use is still decided by its
+ * turn, until when, and whether it waits for one (struct gs_compute_turn), and it reads what the
+ * others advertise. The waiting container whose bucket has the earliest arrival time takes the next
+ * turn. So turns only decide when a container launches; how much it may use is still decided by its
  * bucket, which is paid during the turn from what was saved before it.
  *
  *   alone, or beside a container without a hard limit
@@ -54,7 +54,7 @@ static int64_t enough(const struct gs_throttle *t) {
     return turn_ns(t, t->rate_ppm) * 3 / 4;
 }
 
-static bool is_own(const struct gs_turn *own, uint64_t now) {
+static bool is_own(const struct gs_compute_turn *own, uint64_t now) {
     return atomic_load(&own->from_ns) <= now && atomic_load(&own->until_ns) > now;
 }
 
@@ -111,7 +111,7 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
     struct gs_turn_of other[MAX_PEERS];
     unsigned n = t->env->turns(t->env->arg, other, MAX_PEERS);
     for (unsigned i = 0; i < n; i++) {
-        const struct gs_turn *turn = &other[i].turn;
+        const struct gs_compute_turn *turn = &other[i].turn;
         uint64_t began = atomic_load(&turn->from_ns), until = atomic_load(&turn->until_ns);
         uint64_t wants = atomic_load(&turn->wants_until_ns), its = atomic_load(&turn->arrival_ns);
         if (!is_credible(t, &other[i], began, until, now))
@@ -233,7 +233,7 @@ static void turn_is_over(struct gs_throttle *t, uint64_t now) {
 }
 
 uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own) {
-    struct gs_turn *turn = t->turn;
+    struct gs_compute_turn *turn = t->turn;
     *own = t->in_turn = false;
     if (!turn || !t->round_ns || !t->rivals || t->limit.mode != GS_THROTTLE_HARD ||
         now < t->free_until_ns)
@@ -293,7 +293,7 @@ static void note_outsider(struct gs_throttle *t, const struct gs_segment *segmen
         t->disturbed -= t->disturbed > 0;
     if (t->disturbed < DISTURBED_MOST)
         return;
-    t->disturbed = 0;
+    t->disturbed -= DISTURBED; /* the next time one preemption decides */
     t->free_until_ns = now + FREE;
     atomic_store(&t->turn->until_ns, 0);
 }

@@ -3,7 +3,7 @@
  * each kernel that reads it.
  *
  * No process hands out slices. In its activity file each container advertises whether it has the
- * slice, until when, and since when it waits for one (struct gs_migration), and it reads what the
+ * slice, until when, and since when it waits for one (struct gs_turn), and it reads what the
  * others advertise. Advertise the wait; take the slice when it is free and no other container has
  * waited longer. After taking it, check again: if two containers take it at once, at least one sees
  * the other and gives it back.
@@ -54,7 +54,7 @@ bool gs_slices_needed(int dev) {
  * number. */
 #define NUMBER UINT64_C(1023)
 
-static uint64_t number_of(const struct gs_migration *t) {
+static uint64_t number_of(const struct gs_turn *t) {
     return atomic_load(&t->held_until_ns) & NUMBER;
 }
 
@@ -65,7 +65,7 @@ static uint64_t bytes_of_slice(uint64_t advertised, uint64_t number) {
 
 /* ---- what is advertised ---------------------------------------------------------------------- */
 
-static bool is_held(const struct gs_migration *t, uint64_t now, uint64_t length) {
+static bool is_held(const struct gs_turn *t, uint64_t now, uint64_t length) {
     uint64_t until = atomic_load(&t->held_until_ns);
     return until > now && until <= now + length;
 }
@@ -83,7 +83,7 @@ enum { NOT_YET, BEFORE, HOLDS };
 
 /* Return 0 if the container has no slice, else when to check again. After its end a container has a
  * short time to move its memory back. */
-static uint64_t held_for(const struct gs_migration *t, uint64_t now, uint64_t length) {
+static uint64_t held_for(const struct gs_turn *t, uint64_t now, uint64_t length) {
     uint64_t until = atomic_load(&t->held_until_ns), idle = idle_ns(length);
     uint64_t idle_at = atomic_load(&t->used_ns) + idle;
     if (until <= NUMBER || until > now + length || idle_at <= now)
@@ -94,7 +94,7 @@ static uint64_t held_for(const struct gs_migration *t, uint64_t now, uint64_t le
     return there && until + idle > now ? min64(until + idle, idle_at) : 0;
 }
 
-static void survey_peer(const struct gs_migration *t, uint32_t number, void *arg) {
+static void survey_peer(const struct gs_turn *t, uint32_t number, void *arg) {
     struct survey *l = arg;
     uint64_t over = held_for(t, l->now, l->length), wants_since_ns = atomic_load(&t->wants_from_ns);
     uint64_t wants_until = atomic_load(&t->wants_until_ns);
@@ -125,11 +125,11 @@ static struct survey survey_peers(int dev, uint64_t wants_since_ns) {
 /* ---- having the slice ------------------------------------------------------------------------ */
 
 /* End that slice, unless it is no longer the last one. */
-static void end_slice(struct gs_migration *own, uint64_t until) {
+static void end_slice(struct gs_turn *own, uint64_t until) {
     atomic_compare_exchange_strong(&own->held_until_ns, &until, until & NUMBER);
 }
 
-static bool try_take(int dev, struct gs_migration *own, uint64_t now, uint64_t length) {
+static bool try_take(int dev, struct gs_turn *own, uint64_t now, uint64_t length) {
     uint64_t before = atomic_load(&own->held_until_ns);
     if (is_held(own, now, length)) /* another thread or process of this container was first */
         return true;
@@ -160,7 +160,7 @@ static void distrust_blockers(const struct survey *seen) {
 }
 
 /* Return false if the slice was not free in the time in which it should have been. */
-static bool wait_for_slice(int dev, struct gs_migration *own) {
+static bool wait_for_slice(int dev, struct gs_turn *own) {
     uint64_t since = gs_compute_now(), none = 0;
     unsigned others = 0;
     atomic_compare_exchange_strong(&own->wants_from_ns, &none, since);
@@ -188,7 +188,7 @@ static bool wait_for_slice(int dev, struct gs_migration *own) {
 /* Reserve a part of the free room for one allocation. Other processes of the container may reserve
  * theirs at the same time. */
 static uint64_t take_room(int dev, uint64_t bytes) {
-    struct gs_migration *own = gs_activity_slice(dev);
+    struct gs_turn *own = gs_activity_slice(dev);
     uint64_t most = reserved_bytes(dev), seen = atomic_load(&own->brought_bytes), took, advertised;
     do {
         uint64_t number = number_of(own), used = bytes_of_slice(seen, number);
@@ -201,7 +201,7 @@ static uint64_t take_room(int dev, uint64_t bytes) {
 }
 
 static void move_to_host(const struct gs_here *here, CUstream stream) {
-    struct gs_migration *own = gs_activity_slice(here->dev);
+    struct gs_turn *own = gs_activity_slice(here->dev);
     uint64_t number_plus_one = atomic_exchange(&brought_for[here->dev], 0), advertised, left;
     if (!number_plus_one)
         return;
@@ -215,7 +215,7 @@ static void move_to_host(const struct gs_here *here, CUstream stream) {
              !atomic_compare_exchange_strong(&own->brought_bytes, &seen, advertised));
 }
 
-static void move_to_device(const struct gs_here *here, CUstream stream, struct gs_migration *own) {
+static void move_to_device(const struct gs_here *here, CUstream stream, struct gs_turn *own) {
     uint64_t number_plus_one = number_of(own) + 1, before = atomic_load(&brought_for[here->dev]);
     if (before == number_plus_one)
         return;
@@ -230,7 +230,7 @@ static void move_to_device(const struct gs_here *here, CUstream stream, struct g
 }
 
 /* At its end, continue the slice if no other container wants one. */
-static bool extend_slice(int dev, struct gs_migration *own, uint64_t now, uint64_t length) {
+static bool extend_slice(int dev, struct gs_turn *own, uint64_t now, uint64_t length) {
     uint64_t until = atomic_load(&own->held_until_ns);
     if (until <= NUMBER || survey_peers(dev, now).others)
         return false;
@@ -242,7 +242,7 @@ static bool extend_slice(int dev, struct gs_migration *own, uint64_t now, uint64
 
 /* Return whether the slice is still this container's. After some time without use another container
  * may have taken it. */
-static bool is_still_ours(int dev, struct gs_migration *own, uint64_t now, uint64_t length) {
+static bool is_still_ours(int dev, struct gs_turn *own, uint64_t now, uint64_t length) {
     uint64_t used = atomic_load(&own->used_ns);
     if (!is_held(own, now, length) || used + idle_ns(length) <= now)
         return false;
@@ -252,7 +252,7 @@ static bool is_still_ours(int dev, struct gs_migration *own, uint64_t now, uint6
 }
 
 void gs_slice_admit(const struct gs_here *here, CUstream stream) {
-    struct gs_migration *own = gs_activity_slice(here->dev);
+    struct gs_turn *own = gs_activity_slice(here->dev);
     uint64_t until = atomic_load(&own->held_until_ns), now = gs_compute_now(),
              length = slice_length_ns();
     bool ours =
@@ -273,7 +273,7 @@ void gs_slice_admit(const struct gs_here *here, CUstream stream) {
 
 void gs_slice_waits(bool begins) {
     for (int dev = 0; dev < (int)GS_MAX_DEVICES; dev++) {
-        struct gs_migration *own = atomic_load(&brought_for[dev]) ? gs_activity_slice(dev) : NULL;
+        struct gs_turn *own = atomic_load(&brought_for[dev]) ? gs_activity_slice(dev) : NULL;
         if (own)
             atomic_store(&own->used_ns, begins ? gs_compute_now() + LONGEST : gs_compute_now());
     }

@@ -66,9 +66,10 @@ const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garba
 
 /* holds: one turn after the other, each no longer than granted; long: a turn without end; first: it
  * waits since ever and takes no turn; garbage: random words. */
-static struct gs_turn claimed(struct host *host, int tenant, const struct gs_turn *real) {
+static struct gs_compute_turn claimed(struct host *host, int tenant,
+                                      const struct gs_compute_turn *real) {
     uint64_t now = host->clock_ns, turn = 4 * MS;
-    struct gs_turn claim = *real;
+    struct gs_compute_turn claim = *real;
     switch (host->world->tenant[tenant].claim) {
     case CLAIM_HOLDS:
         claim.from_ns = now / turn * turn;

@@ -146,7 +146,7 @@ struct world {
     const uint8_t *corpus; /* activity for SPOOF_CORPUS, used in rotation */
     size_t corpus_size, corpus_at;
     struct gs_bucket bucket[DEVICES][MAX_TENANTS];
-    struct gs_turn turn[DEVICES][MAX_TENANTS];
+    struct gs_compute_turn turn[DEVICES][MAX_TENANTS];
     double round_us; /* of turns; 0: none */
     struct oracle oracle[DEVICES][MAX_TENANTS];
     double burst_ms;           /* the oracle's */

@@ -67,6 +67,7 @@ class Box:
     `whole`: bytes per device on device and host together, for oversubscribed shares.
     `lending`: how memory from `memory` up to `whole` is lent: movable or evict.
     `costs`: of the simulated driver, when the box makes the host (simulator/models.py).
+    `round_ms`: of turns on all devices; 0: time slices.
     `migration_slice`: its length in microseconds, and the bytes of each device reserved for the tenant that has it.
     """
 
@@ -84,6 +85,7 @@ class Box:
         migration_slice: tuple[int, int] = (0, 0),
         lending: str = "",
         costs: Optional[Costs] = None,
+        round_ms: int = 0,
     ) -> None:
         from gpushare.core.model import Share
         from gpushare.state.shm_abi import pack_limits, pack_usage
@@ -113,7 +115,11 @@ class Box:
         self.usage.parent.chmod(0o1777)
         self.limits.write_bytes(
             pack_limits(
-                shares, self.nonce, turn_us=migration_slice[0], turn_mib=[migration_slice[1] >> 20] * len(shares)
+                shares,
+                self.nonce,
+                turn_us=migration_slice[0],
+                turn_mib=[migration_slice[1] >> 20] * len(shares),
+                round_ms=round_ms,
             )
         )
         self.usage.write_bytes(pack_usage(self.nonce, len(shares)))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from simulator.ledger import Ledger
+from tests.shim.box import Box
 from tests.shim.inside import run
-from tests.shim.tenants import boxes, holds, observe, tenants
+from tests.shim.tenants import Tenant, boxes, holds, observe, tenants
 from tests.support.busy import build, words
 
 POINTS = 5.0  # tolerance for a machine with other load; exact figures come from make bench
@@ -66,6 +67,30 @@ def test_limits_hold_on_a_shared_device(name: str) -> None:
         observe(a, SETTLED_S, [one, two])
         holds(one, first, POINTS, 2 * WINDOW_S, least=first - 2 * POINTS)
         holds(two, second, POINTS, 2 * WINDOW_S, least=min(second, 100 - first) - 2 * POINTS)
+
+
+def switching(box: Box, watched: list[Tenant], seconds: float) -> float:
+    """Return the part of its time that the device switches between contexts, in percent."""
+    with Ledger(box.device(0)) as ledger:
+        before = sum(group.switch_ns for group in ledger.groups())
+        observe(box, seconds, watched)
+        return (sum(group.switch_ns for group in ledger.groups()) - before) / (seconds * 1e7)
+
+
+@pytest.mark.parametrize("kernel", [200, 2000])
+def test_turns_hold_the_limits_with_fewer_switches(kernel: int) -> None:
+    """In real processes, which see each other's turns in activity files only."""
+    found = {}
+    for round_ms in (0, 20):
+        with (
+            boxes(30, 70, round_ms=round_ms) as (a, b),
+            tenants((a, {"kernel": kernel}), (b, {"kernel": kernel})) as (one, two),
+        ):
+            observe(a, 2 * SETTLED_S, [one, two])
+            found[round_ms] = min(switching(a, [one, two], WINDOW_S) for _ in range(3))
+            holds(one, 30, POINTS, 2 * WINDOW_S, least=20)
+            holds(two, 70, POINTS, 2 * WINDOW_S, least=60)
+    assert found[20] < found[0] / 2
 
 
 def test_each_device_has_its_own_limit() -> None:

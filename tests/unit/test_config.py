@@ -64,7 +64,7 @@ runtime: {path: /opt/runc}
 memory_overcommit: 1.5
 oversubscription: {host_memory: " 64Gi", scaling: 1.5, turn_ms: 500, turn_memory: 4Gi}
 compute_overcommit: 2
-compute: {slice_us: 1500, switch_us: 80}
+compute: {slice_us: 1500, switch_us: 80, sharing: turns, round_ms: 10}
 placement: {strategy: spread}
 sharing:
   split_count: 10
@@ -123,7 +123,7 @@ def test_every_key_sets_its_field() -> None:
     expected = expected._replace(usage_journal="/data/usage.log", usage_journal_size="8Mi")
     expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
     expected = expected._replace(turn_memory="4Gi")
-    expected = expected._replace(reconcile="stop")
+    expected = expected._replace(reconcile="stop", compute_sharing="turns", round_ms=10)
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name

@@ -84,6 +84,15 @@ def test_limits_have_configured_times() -> None:
     assert first.describe().endswith("; slice 1500 us; switch 80 us")
 
 
+@pytest.mark.parametrize(("sharing", "round_ms"), [("slices", 0), ("turns", 30)])
+def test_limits_have_a_round_only_with_turns(sharing: str, round_ms: int) -> None:
+    host = node()
+    host = host._replace(config=host.config._replace(compute_sharing=sharing, round_ms=30))
+    first = make(host=host).ops[0]
+    assert isinstance(first, WriteLimits) and first.round_ms == round_ms
+    assert first.describe().endswith("; round of turns 30000 us") == (sharing == "turns")
+
+
 def test_usage_size_matches_header() -> None:
     header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
     assert f"sizeof(struct gs_usage) == {storage.TENANT_BYTES // 4096} * 4096" in header.read_text()

@@ -118,8 +118,6 @@ class Config(NamedTuple):
     log: str = "syslog"  # destination of decisions: syslog, none, or the path of a file or socket
     runtime: str = ""  # absolute path of the low-level runtime; "" = found by oci_runtime.find
     compute_overcommit: float = 1.0
-    compute_sharing: str = "slices"  # slices | turns
-    round_ms: int = 20  # in which each container has a turn
     slice_us: int = 0  # the devices' time slice, microseconds; 0 = the shim's default
     switch_us: int = 0
     sharing: tuple[SharingRule, ...] = ()  # the first rule that names a device applies
@@ -130,6 +128,8 @@ class Config(NamedTuple):
     usage_journal: str = "auto"  # auto, none, or the path of a file
     usage_journal_size: str = "64Mi"
     reconcile: str = "report"  # report | stop: for a container that uses more than its limit according to the driver
+    compute_sharing: str = "slices"  # slices | turns
+    round_ms: int = 20  # in which each container has a turn
 
 
 class Node(NamedTuple):

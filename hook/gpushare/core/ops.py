@@ -51,10 +51,10 @@ class WriteLimits(NamedTuple):
     mps: tuple[int, int, int] = (0, 0, 0)  # a mps.Grant
     turn_ms: int = 0
     turn_bytes: tuple[int, ...] = ()  # of each device; () = no migration slices
-    round_us: int = 0  # of the turns on all devices; 0: time slices
+    round_ms: int = 0  # of the turns on all devices; 0: time slices
 
     def describe(self) -> str:
-        times = (("slice", self.slice_us), ("switch", self.switch_us), ("round of turns", self.round_us))
+        times = (("slice", self.slice_us), ("switch", self.switch_us), ("round of turns", 1000 * self.round_ms))
         parts = [_share_text(share) for share in self.shares] + [f"{name} {us} us" for name, us in times if us]
         parts += [f"MPS on slot {self.mps[0] - 1}"] if self.mps[0] else []
         if self.turn_bytes:

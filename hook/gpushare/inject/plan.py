@@ -76,7 +76,7 @@ def _limits(config: Config, bundle: Bundle, shares: tuple[Share, ...], files: Dr
     mps = backends.in_limits(shares, config.state_dir, oci.first_uid(bundle.spec))
     limits = WriteLimits(shares, f"{state}/share/limits", config.slice_us, config.switch_us, mps)
     if config.compute_sharing == "turns":
-        limits = limits._replace(round_us=1000 * config.round_ms)
+        limits = limits._replace(round_ms=config.round_ms)
     if config.turn_ms and any(share.virtual_bytes and not share.lending for share in shares):
         turns = tuple(turn_bytes(share.device, config) for share in shares)
         limits = limits._replace(turn_ms=config.turn_ms, turn_bytes=turns)

@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("version", "I"),
         ("size", "I"),
         ("n_devices", "I"),
-        ("round_us", "I"),
+        ("flags", "I"),
         ("nonce", "Q"),
         ("generation", "Q"),
         ("mps_token", "Q"),
@@ -151,7 +151,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("buffer", f"{2 * 1192}x"),
         ("reserved2", "40x"),
     ),
-    "gs_migration": (
+    "gs_turn": (
         ("held_from_ns", "Q"),
         ("held_until_ns", "Q"),
         ("used_ns", "Q"),
@@ -159,7 +159,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("wants_until_ns", "Q"),
         ("brought_bytes", "Q"),
     ),
-    "gs_turn": (
+    "gs_compute_turn": (
         ("from_ns", "Q"),
         ("until_ns", "Q"),
         ("work_until_ns", "Q"),
@@ -174,8 +174,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("high", "I"),
         ("reserved", "40x"),
         ("owner", f"{MAX_PAGES}Q"),
-        ("migration", "48x"),
-        ("turn", "40x"),
+        ("turn", "48x"),
+        ("compute_turn", "40x"),
         ("reserved2", "3688x"),
         ("page", f"{MAX_PAGES * 2432}x"),
     ),
@@ -338,7 +338,7 @@ def pack_limits(
     mps: tuple[int, int, int] = (0, 0, 0),
     turn_us: int = 0,
     turn_mib: Sequence[int] = (),
-    round_us: int = 0,
+    round_ms: int = 0,
 ) -> bytes:
     """Return a complete limits file: LIMITS_SIZE bytes, devices in slot order. `mps`: the fields of MPS. `turn_mib`: of
     each device, in that order.
@@ -355,7 +355,7 @@ def pack_limits(
         ABI_VERSION,
         LIMITS_SIZE,
         len(ordered),
-        round_us,
+        round_ms << 16,
         nonce,
         generation,
         token,

@@ -222,7 +222,7 @@ def _write_limits(op: WriteLimits) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o444)
     try:
         turns = [size >> 20 for size in op.turn_bytes]
-        more = (1, op.slice_us, op.switch_us, op.mps, 1000 * op.turn_ms, turns, op.round_us)
+        more = (1, op.slice_us, op.switch_us, op.mps, 1000 * op.turn_ms, turns, op.round_ms)
         write_all(fd, shm_abi.pack_limits(op.shares, nonce, *more))
         os.fchmod(fd, 0o444)
     finally:
