@@ -146,6 +146,10 @@ static uint32_t env_others(void *arg) {
     return gs_activity_others_ppm(arg);
 }
 
+static void env_trace(void *arg, const struct gs_trace *record) {
+    gs_trace_write(((struct gs_compute *)arg)->dev, record);
+}
+
 static unsigned env_turns(void *arg, struct gs_turn_of *out, unsigned max) {
     return gs_activity_turns(((struct gs_compute *)arg)->dev, out, max);
 }
@@ -202,8 +206,9 @@ static struct gs_compute *make_record(const struct gs_here *here) {
     c->probe_stream = NULL;
     struct gs_activity left;
     gs_activity_claim(c, &left);
-    c->env = (struct gs_throttle_env){c,         env_now,  env_mark,   env_done,
-                                      env_peers, env_idle, env_others, env_turns};
+    c->env = (struct gs_throttle_env){c,          env_now,   env_mark,
+                                      env_done,   env_peers, env_idle,
+                                      env_others, env_turns, gs_trace_is_on() ? env_trace : NULL};
     gs_throttle_init(&c->throttle, &c->env, &gs_region()->usage->bucket[c->dev], c->page,
                      load_relaxed(&gs_compute_limits_file->device[c->dev].page));
     const struct gs_device_limit *l = &gs_compute_limits_file->device[c->dev];

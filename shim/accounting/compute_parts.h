@@ -134,6 +134,11 @@ unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned m
 /* Return the sum of the host's grants to all other containers, in millionths of the device. */
 uint32_t gs_activity_others_ppm(const struct gs_compute *c);
 
+/* ---- trace.c ------------------------------------------------------------------------ */
+
+bool gs_trace_is_on(void);
+void gs_trace_write(int dev, const struct gs_trace *record);
+
 /* ---- wait.c ------------------------------------------------------------------------- */
 
 /* Sleep until `until_ns`, or until limits change; at most 50 ms. */

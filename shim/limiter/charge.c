@@ -274,6 +274,27 @@ static int64_t idle_while_marking(const struct gs_segment *segment) {
            4;
 }
 
+static void trace(struct gs_throttle *t, const struct gs_segment *segment, struct gs_trace *record,
+                  uint64_t now) {
+    uint64_t due = atomic_load(&t->bucket->tat_ns);
+    if (!t->env->trace)
+        return;
+    record->start_ns = segment->start_ns;
+    record->end_ns = segment->end_ns;
+    record->away_ns = (uint64_t)segment->away_ns;
+    record->expected_ns = segment->work_ns;
+    record->launches = segment->launches;
+    record->preemptions = segment->preemptions;
+    record->single = segment->single;
+    record->in_turn = t->in_turn;
+    record->until_due_ns = due > now ? due - now : 0;
+    record->waited_ns = t->traced_wait_ns;
+    record->why = t->traced_wait_ns ? t->why : GS_WHY_NOT;
+    t->traced_wait_ns = 0;
+    gs_throttle_busy(t, segment, &record->sure);
+    t->env->trace(t->env->arg, record);
+}
+
 bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
                         const struct gs_peer *all, unsigned n_all, uint64_t now) {
     struct gs_peer peer[MAX_PEERS];
@@ -288,6 +309,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     own -= idle_while_marking(segment) < own / 32 ? idle_while_marking(segment) : own / 32;
     add_single_launch(t, segment, own);
     own = own > 0 ? own : 0;
+    struct gs_trace record = {.own_ns = own, .others = c.contexts};
     /* Or a peer's next timestamp is still missing. */
     bool reported = c.before_ns > segment->before_ns ||
                     gs_throttle_company(t, peer, n, segment->before_ns, segment->start_ns).ran;
@@ -295,6 +317,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         own += switch_charge(t, segment, &c, reported);
     if (segment->start_event >= 0) /* the marker's own time comes after its timestamp */
         own += t->marker_ns;
+    record.switch_ns = own - record.own_ns;
     gs_turn_charged(t, segment, own, c.contexts > 0, now);
     record_use(t->bucket, segment, own);
     if (segment->launches && own > 0)
@@ -303,6 +326,8 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
         own = 0;
     if (t->limit.mode != GS_THROTTLE_UNLIMITED)
         gs_throttle_adjust(t, own - segment->work_ns, now);
+    record.charged_ns = own;
+    trace(t, segment, &record, now);
     return true;
 }
 

@@ -226,9 +226,11 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         t->capturing ? t->open.launches < gs_throttle_unmarked(f) : has_room(t) && sure && room;
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
         return 0;
+    enum gs_why why = sure ? GS_WHY_ROOM : GS_WHY_UNKNOWN;
     if (ready) {
         bool own;
         until = gs_turn_admit(t, ns, pay, now, &own);
+        why = until ? GS_WHY_TURN : GS_WHY_BUCKET;
         if (!until && *pay > 0)
             until = pay_from_bucket(t, *pay, ns, now, own);
     }
@@ -238,6 +240,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         return pay_from_bucket(t, *pay, ns, now, true);
     if (!t->waiting_since_ns)
         t->waiting_since_ns = now;
+    t->why = why;
     if (t->in_flight_ns > 0) /* until it is known what that work took */
         until = min64(until, now + max64(POLL, (uint64_t)t->in_flight_ns / 2));
     until = min64(until, gs_throttle_next_probe(t, now));
@@ -281,6 +284,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
         return until;
     if (t->waiting_since_ns) {
         atomic_fetch_add(&t->bucket->waited_ns, now - t->waiting_since_ns);
+        t->traced_wait_ns += now - t->waiting_since_ns;
         t->waiting_since_ns = 0;
     }
     bool idle = t->marked == t->finished;

@@ -57,6 +57,21 @@ struct gs_turn_of {
     struct gs_throttle_limit granted;
 };
 
+/* Reasons for which a launch waits. */
+enum gs_why { GS_WHY_NOT, GS_WHY_BUCKET, GS_WHY_TURN, GS_WHY_ROOM, GS_WHY_UNKNOWN, GS_WHYS };
+
+/* Why an interval was charged so much: one record for each, in the order of charges. */
+struct gs_trace {
+    uint64_t start_ns, end_ns, away_ns; /* measured; away: without the device, by probe events */
+    int64_t expected_ns, own_ns, switch_ns, charged_ns;
+    uint32_t launches, preemptions, others; /* others: contexts with work meanwhile */
+    bool single, sure;
+    bool in_turn;          /* the last launch was in the own turn */
+    uint64_t until_due_ns; /* how far the bucket was from the next launch; 0: it is due */
+    uint64_t waited_ns;    /* since the last record, by launches */
+    enum gs_why why;       /* why the last of them waited */
+};
+
 struct gs_throttle_env {
     void *arg;
     uint64_t (*now)(void *arg);
@@ -73,6 +88,8 @@ struct gs_throttle_env {
     uint32_t (*others_ppm)(void *arg);
     /* Copy what the other containers on this device advertise about their turns; at most `max`. */
     unsigned (*turns)(void *arg, struct gs_turn_of *out, unsigned max);
+    /* NULL, or called for each interval that is charged. */
+    void (*trace)(void *arg, const struct gs_trace *trace);
 };
 
 #define GS_LOOKS UINT32_MAX
@@ -202,7 +219,9 @@ struct gs_throttle {
     uint32_t random;
     int64_t looked_ns[2]; /* of doubtful intervals: measured, expected */
     uint64_t waiting_since_ns;
-    int look_event; /* the pending probe event, or -1; probe.c */
+    uint64_t traced_wait_ns; /* waits since the last trace record */
+    enum gs_why why;         /* why the last launch waited */
+    int look_event;          /* the pending probe event, or -1; probe.c */
     uint64_t look_ns, sign_ns,
         sight_ns;       /* time of the probe; last sign of this context; since when without a gap */
     uint64_t prompt_ns; /* completion of the last probe that was not late */

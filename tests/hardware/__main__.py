@@ -238,7 +238,7 @@ def wanted(check: Check, options: argparse.Namespace) -> bool:
     """Return whether a check without a result runs."""
     if options.only:
         return check.name in (ALWAYS, *options.only)
-    return bool(options.all or check.quick)
+    return bool(options.all or check.quick) and not check.named
 
 
 def main(arguments: Optional[list[str]] = None) -> int:

@@ -36,6 +36,8 @@ class Check(NamedTuple):
     looks for.
 
     `quick`: it belongs to the checks that show in two minutes whether gpushare works on a machine.
+
+    `named`: it runs only if it is named (--only).
     """
 
     name: str
@@ -44,6 +46,7 @@ class Check(NamedTuple):
     limit_s: float
     needs: str = ""
     quick: bool = False
+    named: bool = False
 
 
 def _framework(check: str, name: str, what: str, limit_s: float = 30, needs: str = TORCH, quick: bool = False) -> Check:
@@ -54,6 +57,11 @@ def _framework(check: str, name: str, what: str, limit_s: float = 30, needs: str
 def _program(check: str, name: str, what: str, quick: bool = False) -> Check:
     function = functools.partial(programs.program, name=name)
     return Check(check, f"{what}, alone, 50 %", function, 45, TORCH, quick)
+
+
+def _turns(check: str, percents: tuple[int, ...], what: str, torch: str = "") -> Check:
+    function = functools.partial(compute.turns, percents=percents, torch=torch)
+    return Check(check, what, function, 60, TORCH if torch else "", named=True)
 
 
 CHECKS = (
@@ -119,4 +127,9 @@ CHECKS = (
     _framework("limit.jax", "jax", "JAX", 40, needs=FRAMEWORK),
     _framework("limit.compiled", "compiled", "torch.compile", 60),
     Check("compute.told", "30 % and 70 %, with measured slices configured", compute.shared_told, 30, HARDWARE),
+    # Only on request: turns against time slices
+    _turns("turns.30_70", (30, 70), "30 % and 70 % in turns and with time slices"),
+    _turns("turns.torch", (30, 70), "PyTorch, 30 % and 70 % in turns and with time slices", "torch_work"),
+    _turns("turns.four", compute.FOUR, "10, 20, 30 and 40 % in turns and with time slices"),
+    _turns("turns.eight", compute.EIGHT, "eight shares in turns and with time slices"),
 )

@@ -24,6 +24,9 @@ LEAST_OVERLAP = 0.8  # fraction of each program's run in which all of them ran
 SHORT_OVERLAP = 0.5
 KERNEL_US = 1000
 FOUR = (10, 20, 30, 40)
+EIGHT = (5, 5, 5, 5, 10, 10, 20, 40)
+ROUND_MS = 20  # as configured by default
+LEAST_IN_TURNS = 94  # percent of one program alone, of all programs together
 SAVED_S = 0.1
 TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
 COUNTED = 0.001  # maximum fraction of all rounds missing: a tolerance for none
@@ -150,11 +153,17 @@ def alone(session: Session, percent: int, torch: str = "", **shape: Any) -> Resu
     return verdict(wrong, note, {**values, "limit_percent": percent})
 
 
-def company(session: Session, percents: tuple[int, ...], torch: str = "", told: tuple[int, int] = (0, 0)) -> Result:
+def company(
+    session: Session,
+    percents: tuple[int, ...],
+    torch: str = "",
+    told: tuple[int, int] = (0, 0),
+    round_ms: int = 0,
+) -> Result:
     """Check several shares at once, all with more work than their limits allow."""
     with contextlib.ExitStack() as stack:
         together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
-        places = [stack.enter_context(session.place(None, percent, together, told)) for percent in percents]
+        places = [stack.enter_context(session.place(None, percent, together, told, round_ms)) for percent in percents]
         return side_by_side(Bench(session, stack, torch), percents, places)
 
 
@@ -225,6 +234,15 @@ def shared_told(session: Session) -> Result:
     if not any(session.machine.slices_ns):
         raise processes.Absent("the check `slices` did not measure them")
     return company(session, (30, 70), told=session.machine.slices_ns)
+
+
+def turns(session: Session, percents: tuple[int, ...], torch: str = "") -> Result:
+    """Measure the same shares with time slices and in turns, in which less throughput is lost."""
+    slices, found = (company(session, percents, torch, round_ms=round_ms) for round_ms in (0, ROUND_MS))
+    before, together = (sum(result.values["throughput_percent"]) for result in (slices, found))
+    note = f"{found.note}; {together:.1f} % together, with time slices {before:.1f} %"
+    wrong = [note] if found.verdict != "held" or together < LEAST_IN_TURNS else []
+    return verdict(wrong, note, {**found.values, "slices": slices.values, "round_ms": ROUND_MS})
 
 
 def waiting(session: Session) -> Result:

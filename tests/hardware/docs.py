@@ -74,7 +74,13 @@ continue it:
 make gpu-check GPU_ARGS="--all --resume build/gpu-check.json"
 ```
 
-This keeps every result in the file and runs the other checks. It refuses a file of another GPU,
+Turns ([compute](compute.md#turns)) are measured against time slices only on request, in a minute:
+
+```sh
+make gpu-check GPU_ARGS="--only turns.30_70,turns.torch,turns.four,turns.eight"
+```
+
+`--resume` keeps every result in the file and runs the other checks. It refuses a file of another GPU,
 another driver or an older format.
 
 | option | effect |

@@ -43,6 +43,7 @@ class Limit(NamedTuple):
     compute_percent: Optional[int] = None
     slice_ns: int = 0  # the device's time slice and switch cost; 0: the rate limiter's default
     switch_ns: int = 0
+    round_ms: int = 0  # of turns; 0: time slices
 
 
 class Place:
@@ -71,7 +72,7 @@ class Place:
         company = company or self.directory / "company"
         number = join(company, machine.uuid)
         grant(company, machine.uuid, number, shm_abi.granted(share))
-        limits = bytearray(shm_abi.pack_limits([share], nonce))
+        limits = bytearray(shm_abi.pack_limits([share], nonce, round_ms=limit.round_ms))
         for name, value in (("page", number), ("slice_ns", limit.slice_ns), ("switch_ns", limit.switch_ns)):
             at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", name)
             struct.pack_into("<I", limits, at, value)

@@ -54,9 +54,10 @@ class Session(NamedTuple):
         compute_percent: Optional[int] = None,
         company: Optional[Path] = None,
         told: tuple[int, int] = (0, 0),
+        round_ms: int = 0,
     ) -> Place:
         self.need_shim()
-        return Place(self.machine, Limit(memory_bytes, compute_percent, *told), company)
+        return Place(self.machine, Limit(memory_bytes, compute_percent, *told, round_ms), company)
 
     def tenant(self, what: str, place: Optional[processes.Inside] = None, **arguments: Any) -> processes.Tenant:
         """Start a program with the driver, natively or in a place."""

@@ -109,8 +109,8 @@ static unsigned env_turns(void *arg, struct gs_turn_of *out, unsigned max) {
 }
 
 void set_env(struct world *world) {
-    world->env = (struct gs_throttle_env){NULL,      env_now,  env_mark,   env_done,
-                                          env_peers, env_idle, env_others, env_turns};
+    world->env = (struct gs_throttle_env){NULL,     env_now,    env_mark,  env_done, env_peers,
+                                          env_idle, env_others, env_turns, NULL};
 }
 
 void classic_tick(struct host *host) {

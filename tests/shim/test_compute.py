@@ -93,6 +93,27 @@ def test_turns_hold_the_limits_with_fewer_switches(kernel: int) -> None:
     assert found[20] < found[0] / 2
 
 
+TRACED = """
+GPUSHARE_TRACE=/tmp/trace.json "$@" >/tmp/report && cat /tmp/trace.json
+GPUSHARE_TRACE=/nowhere/trace.json "$@" >/tmp/report
+"""
+
+
+def test_trace_explains_each_charge() -> None:
+    """A line for each interval. A file that cannot be written does not stop the program."""
+    with boxes(30) as (box,):
+        done = box.run(["sh", "-c", TRACED, "sh", str(build()), *words(kernel=1000, seconds=1)], timeout_s=60)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(records) > 100
+    for one in records:
+        assert one["charged_ns"] == one["own_ns"] + one["switch_ns"] and one["start_ns"] <= one["end_ns"]
+    charged = sum(one["charged_ns"] for one in records)
+    assert charged == pytest.approx(0.3e9, abs=0.05e9)
+    waited = sum(one["waited_ns"] for one in records if one["why"] == "bucket")
+    assert waited > 0.5e9
+
+
 def test_each_device_has_its_own_limit() -> None:
     with boxes([30, 60], gpus=2) as (box,), tenants((box, BUSY), (box, {**BUSY, "device": 1})) as (one, two):
         observe(box, SETTLED_S, [one, two])

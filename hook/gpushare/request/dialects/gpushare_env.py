@@ -25,7 +25,7 @@ from . import Env, cdi_devices, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
-_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", *constants.ALLOCATED))  # ours, but no rows
+_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", "GPUSHARE_TRACE", *constants.ALLOCATED))  # ours, but no rows
 _PREFIX = "GPUSHARE_"
 _UUIDS = ("GPU-", "MIG-")  # how the driver's uuids begin
 _UUID_LENGTH = 40
