@@ -1,6 +1,6 @@
-/* GPUSHARE_TRACE=FILE: a line of JSON for each interval that is charged, for those who ask why a
- * container was charged so much (docs/internals/debugging.md). The file is opened for each line: a
- * program may close descriptors that it did not open. */
+/* GPUSHARE_TRACE=FILE: a line of JSON for each interval that is charged, which tells why it was
+ * charged so much (docs/internals/debugging.md). The file is opened for each line: a program may
+ * close descriptors that it did not open. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
