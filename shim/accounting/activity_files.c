@@ -88,7 +88,7 @@ static bool is_used(const struct index *index, uint32_t number) {
 static struct gs_throttle_limit granted_to(const struct index *index, uint32_t number) {
     uint64_t word = index->granted[number];
     return gs_compute_limit(GS_GRANTED_PERCENT(word), GS_GRANTED_FLAGS(word),
-                            GS_GRANTED_PRIORITY(word), GS_GRANTED_WEIGHT(word));
+                            GS_GRANTED_PRIORITY(word));
 }
 
 bool gs_activity_open(const struct gs_limits *limits, unsigned dev) {

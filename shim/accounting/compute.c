@@ -39,12 +39,12 @@ void gs_compute_limits(struct gs_compute *c) {
         return;
     struct gs_limit_now now = gs_limit_now(file, (unsigned)c->dev);
     struct gs_throttle_limit limit =
-        gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority, now.weight);
+        gs_compute_limit(now.percent < 1 ? 1 : now.percent, now.flags, now.priority);
     c->limits_seen = now.generation;
     if (limit.ppm > c->throttle.limit.ppm)
         cap_debt(c->throttle.bucket);
     c->throttle.limit = limit;
-    c->throttle.rate_ppm = limit.weight ? c->throttle.rate_ppm : limit.ppm;
+    c->throttle.rate_ppm = limit.ppm;
     c->stopped = now.flags & GS_DEVICE_PAUSED;
 }
 

@@ -86,10 +86,9 @@ uint64_t gs_compute_now(void);
 /* Convert a limit from the limits file or the index for the rate limiter. No percentage means no
  * limit. */
 static inline struct gs_throttle_limit gs_compute_limit(uint32_t percent, uint32_t flags,
-                                                        uint32_t priority, uint32_t weight) {
+                                                        uint32_t priority) {
     bool limited = percent && percent < GS_NO_PERCENT;
     return (struct gs_throttle_limit){.ppm = limited ? percent * 10000 : 1000000,
-                                      .weight = weight,
                                       .priority = priority,
                                       .mode = flags & GS_DEVICE_COMPUTE_SOFT ? GS_THROTTLE_SOFT
                                               : limited                      ? GS_THROTTLE_HARD

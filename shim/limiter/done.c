@@ -77,7 +77,6 @@ void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64
     for (unsigned i = 0; i < GS_SWITCHES; i++)
         if (t->cost[i].finds >= FINDS)
             a->switch_ns |= (uint64_t)t->cost[i].found_ns << 32 * i;
-    a->weight = t->limit.weight;
     a->priority = t->limit.priority;
     if (run && run->end_ns > run->start_ns)
         append_run(a, run);

@@ -97,8 +97,6 @@ static bool was_active(const struct gs_activity *a, uint64_t since) {
 
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now) {
-    uint64_t weights = t->limit.weight;
-    uint32_t counted[MAX_PEERS], containers = 0;
     uint64_t others = t->env->others_ppm(t->env->arg);
     bool ours = false;
     t->contexts = 1;
@@ -115,18 +113,9 @@ void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsig
         t->contexts++;
         ours |= seen;
         t->siblings += seen;
-        for (uint32_t k = 0; k < containers && !seen; k++)
-            seen = counted[k] == peer[i].container;
-        if (!seen) {
-            counted[containers++] = peer[i].container;
-            weights += peer[i].granted.weight;
-        }
     }
     t->others_ppm = (uint32_t)min64(others + (ours ? t->limit.ppm : 0), 1000000);
     for (unsigned i = 0; i < GS_SWITCHES; i++)
         t->cost[i].ns = cost_of(t, peer, n, i);
-    t->rate_ppm = t->limit.weight
-                      ? (uint32_t)(UINT64_C(1000000) * t->limit.weight / (weights ? weights : 1))
-                      : t->limit.ppm;
-    t->rate_ppm = t->rate_ppm ? t->rate_ppm : 1;
+    t->rate_ppm = t->limit.ppm ? t->limit.ppm : 1;
 }

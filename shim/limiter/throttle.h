@@ -35,7 +35,7 @@ enum gs_throttle_mode {
 
 struct gs_throttle_limit {
     uint32_t ppm; /* millionths of the device, 1..1000000 */
-    uint32_t weight, priority;
+    uint32_t priority;
     enum gs_throttle_mode mode;
 };
 

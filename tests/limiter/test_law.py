@@ -20,7 +20,7 @@ SECOND = 1_000_000_000
     "limits", [(50, 50), (30, 70), (25,) * 4, (10, 20, 30, 40), (12.5,) * 8, (5, 5, 5, 5, 10, 10, 20, 20)], ids=str
 )
 @pytest.mark.parametrize("kernel", ["5us", "50us"])
-def test_shares_are_fair_by_weight_over_ten_seconds(limits: tuple[float, ...], kernel: str) -> None:
+def test_shares_are_fair_over_ten_seconds(limits: tuple[float, ...], kernel: str) -> None:
     ledgers = simulate([Tenant(limit, kernel) for limit in limits], ms=10_500)
     assert jain(ledger.share() / limit for ledger, limit in zip(ledgers, limits)) >= 0.999
 
@@ -136,13 +136,6 @@ def test_soft_limit_borrows_idle_time_and_returns_it() -> None:
     assert soft.shares(1000, 1000)[0] >= 97
     assert settled_after(hard, 50, 2000, 100) <= 100
     assert hard.mae(50, 1000, 2500) <= 2.0
-
-
-def test_weights_divide_the_device_among_active_containers() -> None:
-    one, three = simulate([Tenant(99, "50us", more="weight=1"), Tenant(99, "50us", more="weight=3,join=2000")], ms=5000)
-    assert one.shares(1000, 1000)[0] >= 95
-    assert one.mae(25, 1000, 3000) <= 2.0
-    assert three.mae(75, 1000, 3000) <= 2.0
 
 
 def test_higher_priority_borrows_first() -> None:
@@ -319,7 +312,7 @@ def test_run_is_deterministic() -> None:
             Tenant(20, "5us", "sync", more="spoof=garbage"),
             Tenant(10, "1ms", more="spoof=busy"),
         ],
-        [Tenant(5, program="pair", processes=2), Tenant(30, "50us", more="mode=soft,weight=3,change=10,at=200")],
+        [Tenant(5, program="pair", processes=2), Tenant(30, "50us", more="mode=soft,change=10,at=200")],
     ],
 )
 def test_sanitizers_find_nothing(tenants: list[Tenant]) -> None:

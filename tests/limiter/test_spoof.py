@@ -73,16 +73,6 @@ def test_false_activity_of_the_fuzzing_corpus_gains_nothing(path: str) -> None:
         hold(company, run(company, "corpus", corpus=str(path)))
 
 
-def test_claimed_weights_are_ignored() -> None:
-    """The page claims weight 999999 and high priority 32 times."""
-    for honest, fake in ((1, 1), (1, 3)):
-        ledgers = simulate(
-            [Tenant(99, "50us", more=f"weight={honest}"), Tenant(99, "50us", more=f"weight={fake},spoof=crowd")],
-            ms=4500,
-        )
-        assert ledgers[0].share(START_MS) == pytest.approx(100 * honest / (honest + fake), abs=POINTS)
-
-
 def test_claimed_priority_does_not_stop_borrowing() -> None:
     high, _ = simulate(
         [Tenant(30, "50us", more="mode=soft,priority=1"), Tenant(30, "50us", more="spoof=crowd,join=1000000")], ms=3500

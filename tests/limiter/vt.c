@@ -3,7 +3,7 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic|oracle) mode (hard|soft) weight priority spoof (spoof.c) join leave kill (ms)
+ * (ours|none|classic|oracle) mode (hard|soft) priority spoof (spoof.c) join leave kill (ms)
  * change (percent) at capture stop stop_for (ms) claim no_turns waits_for cpu_us latency_us
  * first_us stall_ms (vt.h). Options of the world: seed ms slice_us switch_us (when the previous
  * context has no more work) preempt_us (when it has; 0: the same) whole_kernels (1: no preemption
@@ -72,7 +72,6 @@ static void tenant_word(struct tenant *t, const char *key, const char *value) {
     const struct option options[] = {
         {.name = "limit", .scale = 10000, .count = &t->limit.ppm},
         {.name = "ppm", .scale = 1, .count = &t->limit.ppm},
-        {.name = "weight", .scale = 1, .count = &t->limit.weight},
         {.name = "priority", .scale = 1, .count = &t->limit.priority},
         {.name = "change", .scale = 10000, .count = &t->limit_then_ppm},
         {.name = "processes", .small = &t->processes},

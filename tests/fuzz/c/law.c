@@ -70,7 +70,18 @@ static uint32_t others(void *arg) {
     return gs_activity_others_ppm(arg);
 }
 
-static const struct gs_throttle_env env = {&compute, now, mark, done, peers, idle, others};
+static unsigned turns(void *arg, struct gs_turn_of *out, unsigned max) {
+    (void)arg;
+    return gs_activity_turns(0, out, max);
+}
+
+static void trace(void *arg, const struct gs_trace *record) {
+    (void)arg;
+    require(record->end_ns >= record->start_ns && record->charged_ns >= 0);
+}
+
+static const struct gs_throttle_env env = {&compute, now,    mark,  done, peers,
+                                           idle,     others, turns, trace};
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc;
@@ -133,7 +144,9 @@ static void corrupt(struct input *in) {
     size_t of = USAGE + which % (FILES - USAGE), words = file[of].size / 8, at = take(in, 2);
     if (of == INDEX) /* only the host writes it */
         return;
-    if (which & 128)
+    if (which & 64)
+        at = offsetof(struct gs_pages, compute_turn) / 8 + at % 5;
+    else if (which & 128)
         at = of == USAGE ? offsetof(struct gs_usage, bucket) / 8 + at % 16
                          : offsetof(struct gs_pages, page) / 8 + at % (sizeof(struct gs_page) / 8);
     uint64_t word = some_time(in);
@@ -173,11 +186,11 @@ static void restart(struct input *in) {
     struct gs_usage *usage = gs_region()->usage;
     gs_throttle_init(&compute.throttle, &env, &usage->bucket[0], compute.page, 0);
     unsigned limit = (unsigned)take(in, 1);
-    compute.throttle.limit = (struct gs_throttle_limit){.ppm = (limit % 100 + 1) * 10000,
-                                                        .weight = limit & 128 ? limit & 31 : 0,
-                                                        .priority = limit & 1,
-                                                        .mode = limit % 3};
+    compute.throttle.limit = (struct gs_throttle_limit){
+        .ppm = (limit % 100 + 1) * 10000, .priority = limit & 1, .mode = limit % 3};
     compute.throttle.rate_ppm = compute.throttle.limit.ppm;
+    compute.throttle.turn = gs_activity_turn(0);
+    compute.throttle.round_ns = limit & 64 ? 20 * MS : 0;
     uint64_t granted = limit % 100 + 1 + (limit & 1 << 8); /* to each peer; hard or soft */
     for (unsigned i = 0; i < GS_MAX_PEERS; i++)
         atomic_store(&((struct gs_peers *)file[INDEX].bytes)->granted[i], granted);
