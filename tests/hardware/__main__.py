@@ -267,7 +267,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
         options.budget = BUDGET_S if options.all or options.only else QUICK_BUDGET_S
     if options.list:
         for check in CHECKS:
-            notes = ", ".join(filter(None, ("quick" if check.quick else "", check.needs)))
+            notes = ", ".join(
+                filter(None, ("quick" if check.quick else "", "only by name" if check.named else "", check.needs))
+            )
             print(f"{check.name:<20} {check.limit_s:>4.0f} s  {check.what}{f' ({notes})' if notes else ''}")
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):

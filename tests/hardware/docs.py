@@ -65,10 +65,10 @@ The exit code is 1 if something was missed or failed, 2 if nothing could be chec
 make gpu-check GPU_ARGS=--all
 ```
 
-This runs every check, and stops after 6 minutes; checks that had no time left are reported as not
-run. After each check, the results so far are saved to `build/gpu-check.json`. If a check fails,
-hangs or crashes, the other checks still run. If the run was interrupted, or checks were not run,
-continue it:
+This runs every check except for the named ones (see the table), and stops after 6 minutes; checks
+that had no time left are reported as not run. After each check, the results so far are saved to
+`build/gpu-check.json`. If a check fails, hangs or crashes, the other checks still run. If the run
+was interrupted, or checks were not run, continue it:
 
 ```sh
 make gpu-check GPU_ARGS="--all --resume build/gpu-check.json"
@@ -194,7 +194,8 @@ def text(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _notes(check: Check) -> str:
-    return ", ".join(filter(None, ("quick" if check.quick else "", NEEDS[check.needs])))
+    words = ("quick" if check.quick else "", "only by name" if check.named else "", NEEDS[check.needs])
+    return ", ".join(filter(None, words))
 
 
 def _cell(words: str) -> str:
