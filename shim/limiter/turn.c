@@ -164,15 +164,15 @@ static void launches(struct gs_throttle *t, int64_t ns, uint64_t now) {
 
 /* Whether a launch of `ns` may go within the own turn; reduce what is paid in advance to what is
  * left of it. A launch longer than that goes if more than half of it fits, so that turns are of the
- * right length on average; the first launch of a turn always goes. */
+ * right length on average; the first launch of a turn goes in any case. The bucket bounds all of
+ * them: processes of the container can write what it advertises. */
 static bool fits(const struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now) {
     uint64_t debt = (uint64_t)((double)turn_ns(t, t->rate_ppm) / 2 * 1e6 / t->rate_ppm);
     int64_t room = (int64_t)(atomic_load(&t->turn->until_ns) - ends_at(t, now));
     if (*pay > ns && *pay > room)
         *pay = room > ns ? room : ns;
-    if (t->turn_launched_ns < atomic_load(&t->turn->from_ns))
-        return true;
-    return ns / 2 <= room && atomic_load(&t->bucket->tat_ns) <= now + debt;
+    bool first = t->turn_launched_ns < atomic_load(&t->turn->from_ns);
+    return (first || ns / 2 <= room) && atomic_load(&t->bucket->tat_ns) <= now + debt;
 }
 
 /* The container that goes first may sleep until another one's turn ends that ended early. Then this
@@ -256,7 +256,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         return 0;
     advertise_work(t, ends_at(t, now), now); /* of the last turn, which may be late */
     int64_t length = affordable(t, now), lacks = enough(t) - length;
-    if (lacks > 0 && t->limit.mode != GS_THROTTLE_SOFT) {
+    if (lacks > 0) {
         double share = t->rate_ppm / 1e6;
         double later = share < 0.99 ? (double)lacks * (1 - share) / share : (double)lacks;
         return now + 20 * US + (uint64_t)later;
@@ -269,7 +269,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     else if (seen.wakes_ns)
         again = step_back(t, &seen, now);
     if (!again) {
-        take(t, &seen, length > enough(t) ? length : enough(t), now);
+        take(t, &seen, length, now);
         if (!survey(t, arrival, now, now).first) {
             atomic_store(&turn->wants_until_ns, 0);
             t->steps_back = 0;

@@ -106,7 +106,7 @@ def longest_wait_ms(ledger: Ledger, from_ms: int) -> int:
     return 10 * max(len(part) for part in "".join("x" if ns else "-" for ns in ledger.bins[from_ms // 10 :]).split("x"))
 
 
-@pytest.mark.parametrize("claim", ["holds", "long", "first", "garbage"])
+@pytest.mark.parametrize("claim", ["holds", "long", "first", "garbage", "own"])
 def test_false_claims_gain_and_cost_nothing(claim: str) -> None:
     one, two, other = beside(saturating(30, more=f"claim={claim}"))
     assert one == pytest.approx(30, abs=1.5)
