@@ -109,10 +109,9 @@ def test_trace_explains_each_charge() -> None:
     assert len(records) > 100
     for one in records:
         assert one["charged_ns"] == one["own_ns"] + one["switch_ns"] and one["start_ns"] <= one["end_ns"]
-    charged = sum(one["charged_ns"] for one in records)
-    assert 0.2e9 < charged < 0.4e9
-    waited = sum(one["waited_ns"] for one in records if one["why"] == "bucket")
-    assert waited > 0.3e9
+    took_ns = records[-1]["end_ns"] - records[0]["start_ns"]
+    assert 0 < sum(one["charged_ns"] for one in records) < 0.35 * took_ns + 0.1e9
+    assert sum(one["waited_ns"] for one in records if one["why"] == "bucket") > 0.2 * took_ns
 
 
 def test_each_device_has_its_own_limit() -> None:
