@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,15 +96,17 @@ def test_turns_hold_the_limits_with_fewer_switches(kernel: int) -> None:
 
 
 TRACED = """
-GPUSHARE_TRACE=/tmp/trace.json "$@" >/tmp/report && cat /tmp/trace.json
-GPUSHARE_TRACE=/nowhere/trace.json "$@" >/tmp/report
+cd "$1"; shift
+GPUSHARE_TRACE=trace.json "$@" >report && cat trace.json
+GPUSHARE_TRACE=/nowhere/trace.json "$@" >report
 """
 
 
-def test_trace_explains_each_charge() -> None:
+def test_trace_explains_each_charge(tmp_path: Path) -> None:
     """A line for each interval. A file that cannot be written does not stop the program."""
     with boxes(30) as (box,):
-        done = box.run(["sh", "-c", TRACED, "sh", str(build()), *words(kernel=1000, seconds=1)], timeout_s=60)
+        program = [str(build()), *words(kernel=1000, seconds=1)]
+        done = box.run(["sh", "-c", TRACED, "sh", str(tmp_path), *program], timeout_s=60)
         assert done.returncode == 0 and not done.stderr, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(records) > 100
