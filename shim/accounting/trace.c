@@ -4,19 +4,21 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "compute_parts.h"
 
-static const char *path_of_trace(void) {
-    const char *path = secure_getenv("GPUSHARE_TRACE");
-    return path && *path ? path : NULL;
-}
+static char path[PATH_MAX]; /* a copy: the program may change its environment */
 
 bool gs_trace_is_on(void) {
-    return path_of_trace();
+    const char *asked = path[0] ? NULL : secure_getenv("GPUSHARE_TRACE");
+    if (asked && strlen(asked) < sizeof(path))
+        strcpy(path, asked);
+    return path[0];
 }
 
 #define U(value) ((unsigned long long)(value))
@@ -25,8 +27,8 @@ bool gs_trace_is_on(void) {
 void gs_trace_write(int dev, const struct gs_trace *r) {
     static const char *const why[GS_WHYS] = {"", "bucket", "turn", "room", "unknown"};
     static const char *const yes[] = {"false", "true"};
-    const char *path = path_of_trace();
-    char line[512];
+    static _Atomic bool failed;
+    char line[1024];
     int saved = errno;
     int n = snprintf(line, sizeof(line),
                      "{\"pid\": %d, \"slot\": %d, \"start_ns\": %llu, \"end_ns\": %llu, "
@@ -38,9 +40,10 @@ void gs_trace_write(int dev, const struct gs_trace *r) {
                      I(r->expected_ns), yes[r->sure], r->others, r->preemptions, U(r->away_ns),
                      I(r->own_ns), I(r->switch_ns), I(r->charged_ns), yes[r->in_turn],
                      U(r->until_due_ns), U(r->waited_ns), why[r->why]);
-    int fd = path ? open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOCTTY, 0600) : -1;
-    if (fd >= 0 && write(fd, line, (size_t)n) != n)
-        gs_log("GPUSHARE_TRACE", "a record could not be written", "is there room for it?");
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0600);
+    if ((fd < 0 || write(fd, line, (size_t)n) != n) && !atomic_exchange(&failed, true))
+        gs_log("GPUSHARE_TRACE", "a record could not be written",
+               "name a file in a folder with room");
     if (fd >= 0)
         close(fd);
     errno = saved;

@@ -201,6 +201,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     bool hit = segment->sighted ? segment->preemptions > 0 /* whatever other contexts report */
                                 : c->contexts && (c->inside || took > (int64_t)whole(t));
     most = gs_throttle_busy(t, segment, &sure);
+    segment->sure = sure;
     t->doubtful = !sure && took > 2 * most;
     gs_throttle_seen(segment);
     if (!sure)
@@ -291,7 +292,7 @@ static void trace(struct gs_throttle *t, const struct gs_segment *segment, struc
     record->waited_ns = t->traced_wait_ns;
     record->why = t->traced_wait_ns ? t->why : GS_WHY_NOT;
     t->traced_wait_ns = 0;
-    gs_throttle_busy(t, segment, &record->sure);
+    record->sure = segment->sure;
     t->env->trace(t->env->arg, record);
 }
 

@@ -109,20 +109,22 @@ static uint64_t begins_with_launch(struct gs_throttle *t, const struct gs_segmen
     int64_t lag = (int64_t)(segment->start_ns - segment->launch_ns);
     if (!segment->entered_ns)
         return segment->start_ns;
-    if (segment->start_event < 0)
-        return t->lag_known ? max64(segment->start_ns, segment->entered_ns + (uint64_t)t->lag_ns)
-                            : segment->start_ns;
-    if (!t->lag_known || lag < t->lag_ns + (int64_t)EDGE)
+    if (segment->start_event >= 0 && (!t->lag_known || lag < t->lag_ns + (int64_t)EDGE)) {
         t->lag_ns = t->lag_known ? t->lag_ns + (lag - t->lag_ns) / 8 : lag;
-    t->lag_known = true;
-    return segment->start_ns + segment->entered_ns - segment->launch_ns;
+        t->lag_known = true;
+        return segment->start_ns + segment->entered_ns - segment->launch_ns;
+    }
+    /* There was other work first, or a wait. */
+    return t->lag_known ? max64(segment->start_ns, segment->entered_ns + (uint64_t)t->lag_ns)
+                        : segment->start_ns;
 }
 
 static void finish_interval(struct gs_throttle *t, struct gs_segment *segment, uint64_t now) {
     gs_throttle_waited(t, segment);
     segment->before_ns = t->covered_ns;
     segment->clean |= segment->start_event < 0 && t->covered_ns >= segment->marked_ns + EDGE;
-    segment->start_ns = max64(begins_with_launch(t, segment), t->covered_ns);
+    segment->start_ns =
+        max64(min64(begins_with_launch(t, segment), segment->end_ns), t->covered_ns);
     segment->end_ns = max64(segment->start_ns, segment->end_ns);
     t->covered_ns = segment->end_ns;
     t->in_flight_ns -= segment->work_ns;

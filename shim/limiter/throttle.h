@@ -131,11 +131,10 @@ struct gs_claim {
     bool ignored;        /* until the excess is 0 again */
 };
 
-/* The turns that another container advertised. */
+/* How long another container has had turns. */
 struct gs_rival {
-    uint64_t from_ns; /* of the last one that was read, at: */
-    uint64_t seen_ns;
-    int64_t claimed_ns; /* in excess of its grant */
+    uint64_t seen_ns, advertised_until_ns; /* at the last look */
+    int64_t blocked_ns;                    /* in excess of its grant */
     uint64_t doubted_until_ns;
 };
 
@@ -157,6 +156,7 @@ struct gs_segment {
     bool clean;                     /* the device had work of this context from start to end */
     bool single;                    /* one launch on an idle device, marked before and after */
     bool probe;                     /* its only function was unknown */
+    bool sure;                      /* the device was busy all the time; known once it is charged */
     bool blind;                     /* a capture was open during the interval */
     bool waited;                    /* its stream waited before it, up to start_event */
     bool idle; /* its stream was empty, so it did not wait for work of this context */
@@ -233,7 +233,7 @@ struct gs_throttle {
 
     struct gs_compute_turn *turn;    /* what this container advertises; NULL: it takes no turns */
     uint64_t round_ns;               /* of the turns of all containers; 0: no turns */
-    uint32_t rivals;                 /* other containers that used the device lately */
+    uint32_t rivals;                 /* contexts of others that used the device lately */
     uint32_t siblings;               /* contexts of this container that did, besides this one */
     int64_t burst_ns, burst_mean_ns; /* work since this container rested */
     uint64_t turn_work_until_ns;     /* expected end of all work, without the gap until the next */

@@ -20,19 +20,18 @@
 #include "throttle_parts.h"
 
 #define LEAST_TURN (2 * (int64_t)MS)
-#define LEAD (0 * US)            /* the next container launches so long before the turn ends */
 #define NO_WORK (200 * US)       /* without work a turn is over */
 #define GRACE (25 * MS)          /* the longest wait for work that outlasts its turn */
 #define CUT_IN (2 * (int64_t)MS) /* a burst in another turn: on average, and at most twice */
 #define REST (500 * US)          /* without work: what follows is another burst */
 #define STEP_BACK (300 * US)     /* the container that waited longer has so long to take the turn */
 #define STEPS_BACK 4u
-#define RENEWED MS          /* how much later than needed an advertised wait ends */
-#define DOUBTED (1000 * MS) /* a container that advertises falsely is ignored for so long */
-#define SPARE_CLAIM (100 * (int64_t)MS)
-#define FREE (3000 * MS) /* without turns, if they are of no use */
-#define LEFT_IDLE 3u     /* turns in a row in which the device was idle for a quarter */
-#define DISTURBED 8u     /* weight of a preempted interval against one that was not */
+#define RENEWED MS               /* how much later than needed an advertised wait ends */
+#define DOUBTED (1000 * MS)      /* a container that advertises falsely is ignored for so long */
+#define SPARE (30 * (int64_t)MS) /* of turns beyond the grant, besides three turns */
+#define FREE (3000 * MS)         /* without turns, if they are of no use */
+#define LEFT_IDLE 3u             /* turns in a row in which the device was idle for a quarter */
+#define DISTURBED 8u             /* weight of a preempted interval against one that was not */
 #define DISTURBED_MOST 64u
 
 static int64_t turn_ns(const struct gs_throttle *t, uint32_t ppm) {
@@ -68,42 +67,39 @@ uint64_t gs_turn_burst(const struct gs_throttle *t) {
 
 struct seen {
     uint64_t again_ns; /* when the turn of another container ends, or may have ended; 0: none */
-    uint64_t ends_ns;  /* the same, as advertised */
     uint64_t wakes_ns; /* when the container that goes first looks again; 0: none goes first */
     uint32_t number;   /* of that container */
     bool first;        /* the container that has the turn took it first */
 };
 
-/* Whether the container used no more than its grant, by what it advertised so far. */
-static bool is_credible(struct gs_throttle *t, const struct gs_turn_of *other, uint64_t from,
-                        uint64_t until, uint64_t now) {
-    struct gs_rival *r = &t->rival[other->container % GS_MAX_PEERS];
-    double share = gs_throttle_may_have(&other->granted) / 1e6 * 4 / 3;
-    if (until && from != r->from_ns) {
-        uint64_t since = r->seen_ns ? now - min64(r->seen_ns, now) : 0;
-        double left = (double)r->claimed_ns - (double)since * share;
-        r->claimed_ns = (left > 0 ? (int64_t)left : 0) + (int64_t)(until - from);
-        r->seen_ns = now;
-        r->from_ns = from;
-        if (r->claimed_ns > SPARE_CLAIM + 3 * turn_ns(t, gs_throttle_may_have(&other->granted)))
-            r->doubted_until_ns = now + DOUBTED;
-    }
-    return r->doubted_until_ns < now;
-}
-
 /* When the other container's turn is over, as far as known; 0: it has none. */
 static uint64_t turn_ends(const struct gs_throttle *t, const struct gs_turn_of *other,
-                          uint64_t from, uint64_t until, uint64_t now, uint64_t *ends) {
+                          uint64_t from, uint64_t until, uint64_t now) {
     uint64_t work = atomic_load(&other->turn.work_until_ns);
     uint64_t most = 3 * (uint64_t)turn_ns(t, gs_throttle_may_have(&other->granted));
-    if (!until || from > now + LEAD || until < from)
+    if (!until || from > now || until < from)
         return 0;
     until = min64(until, from + most);
     uint64_t last = max64(until, min64(work, until + GRACE));
-    *ends = last;
-    if (last <= now + LEAD || work + NO_WORK <= now)
-        return 0;
-    return min64(last - LEAD, work + NO_WORK);
+    return last <= now || work <= now - min64(now, NO_WORK) ? 0 : min64(last, work + NO_WORK);
+}
+
+/* Return whether the container has had turns for no longer than its grant: by the time that passed
+ * while it had one, however it advertised that. */
+static bool is_credible(struct gs_throttle *t, const struct gs_turn_of *other, uint64_t ends,
+                        uint64_t now) {
+    struct gs_rival *r = &t->rival[other->container % GS_MAX_PEERS];
+    uint32_t ppm = gs_throttle_may_have(&other->granted);
+    uint64_t since = now - min64(r->seen_ns, now), until = min64(now, r->advertised_until_ns);
+    double left = (double)r->blocked_ns - (double)since * ppm / 1e6 * 4 / 3;
+    if (r->doubted_until_ns < now)
+        r->blocked_ns = left > 0 ? (int64_t)left : 0;
+    r->blocked_ns += until > r->seen_ns ? (int64_t)(until - r->seen_ns) : 0;
+    if (r->blocked_ns > SPARE + 3 * turn_ns(t, ppm))
+        r->doubted_until_ns = now + DOUBTED;
+    r->seen_ns = now;
+    r->advertised_until_ns = ends;
+    return r->doubted_until_ns < now;
 }
 
 static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from, uint64_t now) {
@@ -114,12 +110,11 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
         const struct gs_compute_turn *turn = &other[i].turn;
         uint64_t began = atomic_load(&turn->from_ns), until = atomic_load(&turn->until_ns);
         uint64_t wants = atomic_load(&turn->wants_until_ns), its = atomic_load(&turn->arrival_ns);
-        if (!is_credible(t, &other[i], began, until, now))
+        uint64_t ends = turn_ends(t, &other[i], began, until, now);
+        if (!is_credible(t, &other[i], ends, now))
             continue;
-        uint64_t ends = 0, again = turn_ends(t, &other[i], began, until, now, &ends);
-        if (again) {
-            seen.again_ns = max64(seen.again_ns, again);
-            seen.ends_ns = max64(seen.ends_ns, ends);
+        if (ends) {
+            seen.again_ns = max64(seen.again_ns, ends);
             seen.first |= began < from || (began == from && other[i].container < t->container);
         } else if (wants > now && wants < now + 2 * GRACE + 2 * t->round_ns &&
                    (its < arrival || (its == arrival && other[i].container < t->container))) {
@@ -176,14 +171,13 @@ static bool fits(const struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
 }
 
 /* The container that goes first may sleep until another one's turn ends that ended early. Then this
- * one has the turn meanwhile. */
+ * one has the turn meanwhile, and not for less than a turn lasts. */
 static void take(struct gs_throttle *t, const struct seen *seen, int64_t length, uint64_t now) {
     if (seen->wakes_ns > now)
-        length = (int64_t)min64((uint64_t)length, seen->wakes_ns - now + LEAD);
+        length = (int64_t)min64((uint64_t)length, max64(seen->wakes_ns - now, LEAST_TURN));
     atomic_store(&t->turn->work_until_ns, now + (uint64_t)length);
     atomic_store(&t->turn->from_ns, now);
-    atomic_store(&t->turn->until_ns,
-                 max64(now, min64(seen->ends_ns, now + LEAD)) + (uint64_t)length);
+    atomic_store(&t->turn->until_ns, now + (uint64_t)length);
     atomic_thread_fence(memory_order_seq_cst);
 }
 

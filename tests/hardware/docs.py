@@ -80,7 +80,7 @@ Turns ([compute](compute.md#turns)) are measured against time slices only on req
 make gpu-check GPU_ARGS="--only turns.30_70,turns.torch,turns.four,turns.eight"
 ```
 
-`--resume` keeps every result in the file and runs the other checks. It refuses a file of another GPU,
+`--resume` keeps every result and runs the other checks. It refuses a file of another GPU,
 another driver or an older format.
 
 | option | effect |

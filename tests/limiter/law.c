@@ -62,11 +62,13 @@ static uint32_t env_others(void *arg) {
     return ppm < 1000000 ? (uint32_t)ppm : 1000000;
 }
 
-const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garbage", "own"};
+const char *const claim_name[CLAIMS] = {"none",    "holds", "long", "first",
+                                        "garbage", "own",   "late", "soon"};
 
 /* holds: one turn after the other, each no longer than granted; long: a turn without end; first: it
  * waits since ever and takes no turn; garbage: random words. own: a process of the container writes
- * a new turn for it at each launch. */
+ * a new turn for it at each launch. late: short turns with work that outlasts each, and nonsense in
+ * between. soon: it waits and always looks again soon. */
 static struct gs_compute_turn claimed(struct host *host, int tenant,
                                       const struct gs_compute_turn *real) {
     uint64_t now = host->clock_ns, turn = 4 * MS;
@@ -83,6 +85,15 @@ static struct gs_compute_turn claimed(struct host *host, int tenant,
     case CLAIM_FIRST:
         claim.until_ns = claim.arrival_ns = 0;
         claim.wants_until_ns = now + 2 * MS;
+        break;
+    case CLAIM_LATE:
+        claim.from_ns = now / (2 * MS) * (2 * MS);
+        claim.until_ns = now / (100 * US) % 20 ? claim.from_ns + 2 * MS : claim.from_ns - MS;
+        claim.work_until_ns = claim.from_ns + 27 * MS;
+        break;
+    case CLAIM_SOON:
+        claim.until_ns = claim.arrival_ns = 0;
+        claim.wants_until_ns = now + 1400 * US;
         break;
     case CLAIM_GARBAGE:
         claim.from_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));

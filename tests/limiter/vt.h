@@ -60,7 +60,17 @@ enum spoof {
 };
 
 /* False claims about turns: see env_turns in law.c. */
-enum claim { CLAIM_NONE, CLAIM_HOLDS, CLAIM_LONG, CLAIM_FIRST, CLAIM_GARBAGE, CLAIM_OWN, CLAIMS };
+enum claim {
+    CLAIM_NONE,
+    CLAIM_HOLDS,
+    CLAIM_LONG,
+    CLAIM_FIRST,
+    CLAIM_GARBAGE,
+    CLAIM_OWN,
+    CLAIM_LATE,
+    CLAIM_SOON,
+    CLAIMS
+};
 
 extern const char *const claim_name[CLAIMS];
 extern const char *const kernel_name[KERNELS];
