@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Turn shim/symbols.tsv into what the shim is built from. Standard library only.
 
-gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c, DIR/exports.map and DIR/linkable.s
+gen_symbols.py c LIBRARY DIR   writes DIR/symbols.h, DIR/symbols.c, DIR/layout.c, DIR/exports.map and DIR/linkable.s
 gen_symbols.py linkable FILE   hides the names of linkable.s in a linked library from programs that run
-gen_symbols.py docs            prints docs/shim-symbols.md
 
 LIBRARY is `cuda` or `nvml`. The table has one row for each function that a driver exports or a header declares:
-library, name, class (intercepted | passed), reason ("family: why").
+library, name, class (intercepted | passed), reason ("family: why"). layout.c only asserts that the structs and
+constants of include/gpushare_abi.h are those of gpushare/state/shm_abi.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import struct
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -214,6 +215,30 @@ def docs(rows: tuple[Row, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def layout() -> Iterator[str]:
+    """The lines of layout.c. Each field is asserted, with its size, so a field that Python lacks fails the build."""
+    sys.path.insert(0, str(TABLE.parents[1] / "hook"))
+    from gpushare.state import shm_abi, usage_reader
+
+    yield "/* Generated from gpushare/state/shm_abi.py by shim/gen_symbols.py. */"
+    yield '#include "include/gpushare_abi.h"'
+    values = {
+        name: value
+        for name, value in (*vars(shm_abi).items(), *vars(usage_reader).items())
+        if isinstance(value, int) and name.isupper() and not (name.startswith("_") or name.endswith("_SIZE"))
+    }
+    warnings = ("WARN_UNKNOWN_PROC", "WARN_NO_SLOT", "WARN_UNGRANTED", "WARN_PASSED_PROC")
+    values.update(zip(warnings, (bit for bit, _ in usage_reader.WARNINGS)))
+    for name, value in values.items():
+        yield f'_Static_assert(GS_{name} == {value}ull, "GS_{name}");'
+    for kind, fields in shm_abi.LAYOUTS.items():
+        yield f'_Static_assert(sizeof(struct {kind}) == {shm_abi.packer(kind).size}, "{kind}");'
+        for field, code in fields:
+            at, size = shm_abi.offset(kind, field), struct.calcsize(f"<{code}")
+            what = f"offsetof(struct {kind}, {field}) == {at} && sizeof(((struct {kind} *)0)->{field}) == {size}"
+            yield f'_Static_assert({what}, "{kind}.{field}");'
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file only when its text changes, so that make rebuilds only what depends on a change."""
     if path.exists() and path.read_text() == text:
@@ -229,9 +254,6 @@ def main(arguments: list[str]) -> int:
     except TableError as error:
         print(error, file=sys.stderr)
         return 1
-    if arguments == ["docs"]:
-        sys.stdout.write(docs(rows))
-        return 0
     if len(arguments) == 2 and arguments[0] == "linkable":
         return 0 if hide_linkable(Path(arguments[1])) else 1
     if len(arguments) != 3 or arguments[0] != "c" or arguments[1] not in REAL_PATHS:
@@ -241,6 +263,7 @@ def main(arguments: list[str]) -> int:
     out = Path(arguments[2])
     write(out / "symbols.h", header(mine, arguments[1]))
     write(out / "symbols.c", source(mine))
+    write(out / "layout.c", "".join(f"{line}\n" for line in layout()))
     write(out / "exports.map", exports(mine))
     write(out / "linkable.s", linkable(mine))
     return 0

@@ -5,14 +5,13 @@
 #   shim-tsan       the same with ThreadSanitizer, in build/shim-tsan
 #   shim-release    what is handed out: against glibc 2.17, for each machine, in build/shim-release/<machine>
 #   shim-analyzed   the same, looked through by gcc -fanalyzer for make check, in build/shim-analyzed
-#   docs            docs/shim-symbols.md from the table
 #
 # A name that symbols.tsv calls intercepted and that has no wrapper fails the link.
 
 # Lowest first: a folder includes and calls those before it (tools/shim_layers.py). Both libraries contain only the
 # files that do not use CUDA.
 SHIM_LAYERS := core limiter accounting oversubscription memory code launch driver
-SHIM_COMMON := $(addprefix core/,account.c busy.c driver_count.c lending.c overhead.c quota.c real.c region.c exports.c slot.c)
+SHIM_COMMON := $(addprefix core/,account.c busy.c driver_count.c lending.c now.c overhead.c quota.c real.c region.c exports.c slot.c suspend.c)
 SHIM_CUDA_SOURCES := $(patsubst shim/%,%,$(wildcard $(SHIM_LAYERS:%=shim/%/*.c)))
 SHIM_NVML_SOURCES := $(SHIM_COMMON) $(patsubst shim/%,%,$(wildcard shim/nvml/*.c))
 
@@ -37,8 +36,8 @@ SHIM_SOURCES_cuda := $(SHIM_CUDA_SOURCES)
 SHIM_SOURCES_nvml := $(SHIM_NVML_SOURCES)
 SHIM_INCLUDE_cuda := $(CUDA_INCLUDE)
 SHIM_INCLUDE_nvml := $(NVML_INCLUDE)
-SHIM_OTHERS_cuda := symbols.o linkable.o zstd.o
-SHIM_OTHERS_nvml := symbols.o linkable.o
+SHIM_OTHERS_cuda := symbols.o layout.o linkable.o zstd.o
+SHIM_OTHERS_nvml := symbols.o layout.o linkable.o
 
 # shim_library(library, directory, compiler, flags, link flags)
 define shim_library
@@ -53,11 +52,11 @@ $(2)/stub/$(1).so: shim/shim.mk | $$(SETUP)
 	@mkdir -p $$(@D)
 	echo | $(3) $(5) -shared -nostdlib -Wl,-soname,$$(SHIM_REAL_$(1)) -o $$@ -x c -
 
-$(2)/gen/$(1)/symbols.h: shim/symbols.tsv shim/gen_symbols.py | $$(SETUP)
+$(2)/gen/$(1)/symbols.h: shim/symbols.tsv shim/gen_symbols.py hook/gpushare/state/shm_abi.py hook/gpushare/state/usage_reader.py | $$(SETUP)
 	$$(PYTHON) shim/gen_symbols.py c $(1) $$(@D)
-$(2)/gen/$(1)/symbols.c $(2)/gen/$(1)/exports.map $(2)/gen/$(1)/linkable.s: $(2)/gen/$(1)/symbols.h ;
+$(2)/gen/$(1)/symbols.c $(2)/gen/$(1)/layout.c $(2)/gen/$(1)/exports.map $(2)/gen/$(1)/linkable.s: $(2)/gen/$(1)/symbols.h ;
 
-$(2)/obj/$(1)/symbols.o: $(2)/gen/$(1)/symbols.c
+$(2)/obj/$(1)/symbols.o $(2)/obj/$(1)/layout.o: $(2)/obj/$(1)/%.o: $(2)/gen/$(1)/%.c
 	@mkdir -p $$(@D)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -c -o $$@ $$<
 
@@ -115,11 +114,9 @@ $(eval $(call shim_release,nvml))
 $(eval $(call shim_build,build/shim-release/aarch64,$$(SHIM_ZIG) -target aarch64-linux-gnu.2.17,$$(SHIM_RELEASE_FLAGS),-Wl$$(comma)-s))
 $(addprefix build/shim-release/aarch64/,stub/cuda.so stub/nvml.so gen/cuda/symbols.h gen/nvml/symbols.h): | build/.setup-dist
 
-.PHONY: shim shim-asan shim-tsan shim-analyzed shim-release docs
+.PHONY: shim shim-asan shim-tsan shim-analyzed shim-release
 shim: build/shim/libcuda.so build/shim/libnvidia-ml.so ## build the shim
 shim-asan: build/shim-asan/libcuda.so build/shim-asan/libnvidia-ml.so ## build the shim with AddressSanitizer
 shim-tsan: build/shim-tsan/libcuda.so build/shim-tsan/libnvidia-ml.so ## build the shim with ThreadSanitizer
 shim-analyzed: build/shim-analyzed/libcuda.so build/shim-analyzed/libnvidia-ml.so ## look through the shim with gcc -fanalyzer
 shim-release: $(foreach machine,$(SHIM_MACHINES),$(SHIM_RELEASE_$(machine))) ## build the shim against glibc 2.17
-docs: ## write docs/shim-symbols.md from the table
-	$(PYTHON) shim/gen_symbols.py docs >docs/shim-symbols.md

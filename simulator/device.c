@@ -23,8 +23,7 @@ uint64_t sim_now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* Returns "/dev", or <root>/dev when this library was loaded from the usr/lib of a marked
- * simulated root. */
+/* Returns "/dev", or <root>/dev when this library was loaded from a marked simulated root. */
 const char *sim_device_dir(void) {
     static char dir[PATH_MAX];
     if (dir[0])
@@ -32,10 +31,9 @@ const char *sim_device_dir(void) {
     Dl_info info;
     char path[PATH_MAX];
     if (dladdr((void *)sim_device_dir, &info) && info.dli_fname && realpath(info.dli_fname, path)) {
-        char *usr = strstr(path, "/usr/lib/");
-        if (usr) {
+        for (char *end = strrchr(path, '/'); end; end = strrchr(path, '/')) {
             char marker[PATH_MAX + 32];
-            *usr = '\0';
+            *end = '\0';
             snprintf(marker, sizeof marker, "%s/.gpushare-sim", path);
             if (access(marker, F_OK) == 0) {
                 snprintf(dir, sizeof dir, "%.4000s/dev", path);

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define SIM_MAGIC 0x5645444d49535347ull /* "GSSIMDEV" */
-#define SIM_VERSION 4u
+#define SIM_VERSION 5u
 #define SIM_MAX_CLIENTS 512u
 #define SIM_MAX_GROUPS 256u
 #define SIM_MAX_SHARED 1024u
@@ -55,6 +55,10 @@ struct sim_costs {
     uint64_t one_descriptor;   /* descriptors of pools and of host memory are nvidiactl's, too */
     uint64_t query_ns;         /* processor time of a list of processes */
     uint64_t imports_listed;   /* NVML lists memory of another process that one has open, too */
+    uint64_t host_rate;        /* bytes per second of a checkpoint or restore */
+    uint64_t saved_whole;  /* checkpointed memory that was never written takes host memory, too */
+    uint64_t restore_once; /* after a restore that found no room, none succeeds */
+    uint64_t sync_crashes; /* waiting for a stream or context of a checkpointed process crashes */
 };
 
 /* Written once by simhost.py before any client starts. */
@@ -100,7 +104,11 @@ struct sim_config {
     uint32_t xid;          /* the last Xid error; its number above bit 16 */
     uint64_t host_pidns;   /* inode of the host's pid namespace, where simhost.py ran */
     struct sim_costs costs;
+    uint32_t fault; /* enum sim_fault; set to 0 when it happens */
 };
+
+/* The operation that fails half-way, once. */
+enum sim_fault { SIM_FAULT_NONE, SIM_FAULT_CHECKPOINT, SIM_FAULT_RESTORE };
 
 enum sim_client_state { SIM_CLIENT_FREE, SIM_CLIENT_LIVE, SIM_CLIENT_DEAD };
 
@@ -232,6 +240,7 @@ _Static_assert(sizeof(struct sim_shared) == 128, "sim_shared");
 _Static_assert(offsetof(struct sim_config, switch_high_ns) == 304, "switch_high_ns");
 _Static_assert(offsetof(struct sim_config, reserved_bytes) == 352, "reserved_bytes");
 _Static_assert(offsetof(struct sim_config, costs) == 384, "costs");
+_Static_assert(offsetof(struct sim_config, fault) == 520, "fault");
 _Static_assert(offsetof(struct sim_state, history) == 225280, "history");
 _Static_assert(sizeof(struct sim_bin) == 12, "sim_bin");
 _Static_assert(sizeof(struct sim_state) <= SIM_STATE_BYTES, "sim_state");
@@ -274,6 +283,16 @@ void sim_unlist(struct sim_device *device, int64_t bytes);
 /* Memory that the client has open and another one is charged for. Call locked. */
 uint64_t sim_imported_bytes(const struct sim_device *device, unsigned client);
 uint64_t sim_listed_bytes(const struct sim_client *client);
+/* The accounts of a client, while its process is checkpointed. */
+struct sim_held {
+    uint64_t bytes, unlisted_bytes;
+    uint32_t contexts;
+};
+/* Gives back all that the client holds; it is then not listed as a user of the device. */
+void sim_set_aside(struct sim_device *device, struct sim_held *held);
+/* Takes all of that again, or nothing. */
+enum sim_result sim_take_back(struct sim_device *device, const struct sim_held *held);
+uint64_t sim_held_bytes(struct sim_device *device);
 void sim_count_context(struct sim_device *device, int delta);
 uint64_t sim_used_bytes(struct sim_device *device);
 /* True if the client's process exists. Call locked. */

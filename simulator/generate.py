@@ -1,10 +1,10 @@
 """Generate parts of the simulated libraries: export maps, stubs, stream variants and look-up tables.
 
-    generate.py cuda OUT.c OUT.map CUDA_H_PREPROCESSED OBJECT...
+    generate.py cuda VERSION OUT.c OUT.map CUDA_H_PREPROCESSED OBJECT...
     generate.py nvml OUT.c OUT.map OBJECT...
 
-The lists in exports/ are the exports and answers of the real 535.261.03 driver. An export that no object defines
-becomes a stub that returns "not supported".
+The lists in exports/ are the exports and answers of the real 535.261.03 driver, and what later drivers have in
+addition, as far as it is simulated. An export that no object defines becomes a stub that returns "not supported".
 """
 
 from __future__ import annotations
@@ -15,18 +15,26 @@ import sys
 from pathlib import Path
 
 EXPORTS = Path(__file__).parent / "exports"
+CUDA_VERSIONS = {"535": 12020, "580": 13000}  # by branch of the driver
 CUDA_NOT_SUPPORTED = 801
 NVML_NOT_SUPPORTED = 3
 PER_THREAD = re.compile(r"_pt[sd][zs]$")
 
 
-def read_exports(name: str) -> dict[str, int]:
+def read_exports(stem: str, version: str) -> dict[str, int]:
     """Map each export's name to its object size in bytes; 0 for a function."""
     exports = {}
-    for line in (EXPORTS / name).read_text().splitlines():
+    for line in lines(stem, version):
         symbol, _, size = line.partition(" ")
         exports[symbol] = int(size or 0)
     return exports
+
+
+def lines(stem: str, version: str) -> list[str]:
+    """Return the lines of the lists of all drivers up to the version's."""
+    last = int(version.split(".")[0])
+    paths = sorted(p for p in EXPORTS.glob(f"{stem}-*.txt") if int(p.stem.rpartition("-")[2]) <= last)
+    return [line for path in paths for line in path.read_text().splitlines()]
 
 
 def defined(objects: list[str]) -> set[str]:
@@ -68,8 +76,8 @@ def per_thread_variant(name: str, parameters: str) -> str:
     return f"EXPORT CUresult {name}({parameters}) {{ return {base}({call}); }}\n"
 
 
-def cuda(out_c: str, out_map: str, header: str, objects: list[str]) -> None:
-    exports = read_exports("libcuda-535.txt")
+def cuda(version: str, out_c: str, out_map: str, header: str, objects: list[str]) -> None:
+    exports = read_exports("libcuda", version)
     have, declared = defined(objects), prototypes(header)
     variants, stubs = [], []
     for name in sorted(exports):
@@ -80,11 +88,12 @@ def cuda(out_c: str, out_map: str, header: str, objects: list[str]) -> None:
             variants.append(per_thread_variant(name, declared[name]))
         else:
             stubs.append(stub(name, exports[name], CUDA_NOT_SUPPORTED))
-    rows = [line.split() for line in (EXPORTS / "procaddress-535.txt").read_text().splitlines()]
-    errors = [line.split("|") for line in (EXPORTS / "errors-535.txt").read_text().splitlines()]
+    rows = [line.split() for line in lines("procaddress", version)]
+    errors = [line.split("|") for line in lines("errors", version)]
     symbols = sorted({row[3] for row in rows})
     Path(out_c).write_text(
         '#include "sim.h"\n#include "procaddress.h"\n'
+        f"const int sim_cuda_version = {CUDA_VERSIONS[version.split('.')[0]]};\n"
         "static inline CUstream sim_stream(CUstream s) { return s ? s : CU_STREAM_PER_THREAD; }\n"
         + "".join(variants)
         + "extern const struct sim_error sim_errors[];\nextern const unsigned sim_n_errors;\n"
@@ -98,14 +107,14 @@ def cuda(out_c: str, out_map: str, header: str, objects: list[str]) -> None:
         + "".join(f"extern char {s}[];\n" for s in symbols if f" {s}(" not in "".join(stubs))
         + "extern const struct sim_proc sim_procs[];\nextern const unsigned sim_n_procs;\n"
         + "const struct sim_proc sim_procs[] = {\n"
-        + "".join(f'{{"{n}", {flag}, {version}, (void *){symbol}}},\n' for n, flag, version, symbol in rows)
+        + "".join(f'{{"{n}", {flag}, {since}, (void *){symbol}}},\n' for n, flag, since, symbol in rows)
         + "};\nconst unsigned sim_n_procs = sizeof sim_procs / sizeof *sim_procs;\n"
     )
     Path(out_map).write_text(export_map(exports))
 
 
 def nvml(out_c: str, out_map: str, objects: list[str]) -> None:
-    exports = read_exports("libnvidia-ml-535.txt")
+    exports = read_exports("libnvidia-ml", "535")
     have = defined(objects)
     Path(out_c).write_text(
         '#define EXPORT __attribute__((visibility("default")))\n'
@@ -115,8 +124,8 @@ def nvml(out_c: str, out_map: str, objects: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["cuda"] and len(arguments) > 4:
-        cuda(arguments[1], arguments[2], arguments[3], arguments[4:])
+    if arguments[:1] == ["cuda"] and len(arguments) > 5:
+        cuda(arguments[1], arguments[2], arguments[3], arguments[4], arguments[5:])
     elif arguments[:1] == ["nvml"] and len(arguments) > 3:
         nvml(arguments[1], arguments[2], arguments[3:])
     else:

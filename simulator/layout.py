@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 MAGIC = 0x5645444D49535347
-VERSION = 4
+VERSION = 5
 STATE_BYTES = 16 << 20
 BLOCK_BYTES = 2 << 20  # granularity of physical memory
 MAX_GROUPS = 256
@@ -15,8 +15,10 @@ LIFE_OFFSET = 1 << 40
 # magic version size index minor | total context granularity late slice switch_low kernel | uuid model driver bus | ...
 # | switch_high slice_noise launch record bubble seed | reserved cores threads compute_mode xid | host_pidns
 # | models.Costs
-CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4IQ13Q")
+CONFIG = struct.Struct("<QIIII7Q16s96s32s32s12I6QQ4IQ17Q")
 XID_OFFSET = 372
+FAULT_OFFSET = 520
+FAULTS = ("none", "checkpoint", "restore")
 COSTS_FIRST = 40  # index of the first cost in CONFIG
 INDEX_OFFSET = 16
 # bit of `index`; above the GPU's eight bits a MIG device has its number + 1, GPU instance and compute instance

@@ -171,6 +171,35 @@ uint64_t sim_listed_bytes(const struct sim_client *c) {
     return c->bytes > hidden ? c->bytes - hidden : 0;
 }
 
+void sim_set_aside(struct sim_device *device, struct sim_held *held) {
+    sim_lock(device);
+    struct sim_client *c = &device->state->client[device->client - 1];
+    *held = (struct sim_held){0};
+    if (!is_gone(device, c)) {
+        *held = (struct sim_held){c->bytes, c->unlisted_bytes, c->contexts};
+        take_from(device->state, c, c->bytes);
+        c->unlisted_bytes = c->contexts = 0;
+    }
+    sim_unlock(device);
+}
+
+enum sim_result sim_take_back(struct sim_device *device, const struct sim_held *held) {
+    enum sim_result result = sim_charge(device, held->bytes);
+    if (result == SIM_OK) {
+        sim_unlist(device, (int64_t)held->unlisted_bytes);
+        sim_count_context(device, (int)held->contexts);
+    }
+    return result;
+}
+
+uint64_t sim_held_bytes(struct sim_device *device) {
+    sim_lock(device);
+    const struct sim_client *c = &device->state->client[device->client - 1];
+    uint64_t bytes = is_gone(device, c) ? 0 : c->bytes;
+    sim_unlock(device);
+    return bytes;
+}
+
 void sim_count_context(struct sim_device *device, int delta) {
     sim_lock(device);
     struct sim_client *c = &device->state->client[device->client - 1];

@@ -27,6 +27,10 @@ class Costs(NamedTuple):
     one_descriptor: bool = False  # exported pools and host memory have nvidiactl's descriptor, as device memory always
     query_ns: int = 0  # processor time that NVML needs to list the processes of a device
     imports_listed: bool = False  # NVML lists memory of another process that one has open for both
+    host_rate: int = 12_000_000_000  # bytes per second of a checkpoint or restore
+    saved_whole: bool = False  # checkpointed memory that was never written takes host memory, too
+    restore_once: bool = False  # after a restore that found no room, none succeeds
+    sync_crashes: bool = False  # waiting for a stream or context of a checkpointed process crashes
 
 
 class Model(NamedTuple):

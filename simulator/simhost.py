@@ -1,7 +1,7 @@
 """Build a simulated host root: device nodes (regular files), /proc and /sys entries, and driver files.
 
     simhost.py DIR [--gpus N] [--model "NVIDIA H200"] [--memory 16GiB] [--context-mib 300] [--uuid GPU-...]...
-               [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
+               [--driver 580.159.04] [--slice-ms 2] [--switch-us 50 200] [and the other fields of Timing]
                [--init-bytes 3407872] [and the other fields of Costs; a model has its own]
 
 In an existing root each file is replaced; the state of its devices is reset.
@@ -28,6 +28,8 @@ else:
     import models  # type: ignore[no-redef]
 
 VERSION = "535.261.03"
+CHECKPOINTS = "580.159.04"  # a driver with the checkpoint API
+CUDA_VERSIONS = {VERSION: 12020, CHECKPOINTS: 13000}  # the drivers that `make sim` builds
 BUILT = Path(__file__).resolve().parents[1] / "build" / "sim"
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 MARKER = ".gpushare-sim"
@@ -79,6 +81,7 @@ def write_device(
     late_return_ms: float = 5.0,
     timing: Timing = DEFAULT_TIMING,
     costs: Optional[models.Costs] = None,
+    driver: str = VERSION,
 ) -> None:
     """Write a new sparse device file with mode 0666. `costs`: default is the model's."""
     t, like = timing, models.model_of(gpu.model)
@@ -86,8 +89,20 @@ def write_device(
         *(layout.MAGIC, layout.VERSION, layout.STATE_BYTES, gpu.index, gpu.minor),
         *(gpu.memory_bytes, gpu.context_bytes, layout.BLOCK_BYTES),
         *(int(late_return_ms * 1e6), int(t.slice_ms * 1e6), int(t.switch_us[0] * 1e3), int(t.kernel_us * 1e3)),
-        *(uuid.UUID(gpu.uuid[4:]).bytes, gpu.model.encode(), VERSION.encode(), f"0000{gpu.bus_id}".encode()),
-        *(12020, *like.capability, like.multiprocessors, 0, gpu.bus, 0, 0x25B610DE, 1755000, 6251000, 128, 2 << 20),
+        *(uuid.UUID(gpu.uuid[4:]).bytes, gpu.model.encode(), driver.encode(), f"0000{gpu.bus_id}".encode()),
+        *(
+            CUDA_VERSIONS[driver],
+            *like.capability,
+            like.multiprocessors,
+            0,
+            gpu.bus,
+            0,
+            0x25B610DE,
+            1755000,
+            6251000,
+            128,
+            2 << 20,
+        ),
         *(int(t.switch_us[1] * 1e3), int(t.slice_noise * 1e6), int(t.launch_us * 1e3), int(t.record_us * 1e3)),
         *(int(t.bubble_us * 1e3), t.seed),
         *(gpu.reserved_bytes, like.cores, like.threads, gpu.compute_mode, 0),
@@ -109,6 +124,13 @@ def raise_xid(node: Path, xid: int) -> None:
         (last,) = struct.unpack("<I", file.read(4))
         file.seek(layout.XID_OFFSET)
         file.write(struct.pack("<I", ((last >> 16) + 1) % 0x10000 << 16 | xid))
+
+
+def fail_next(node: Path, operation: str) -> None:
+    """Let the next "checkpoint" or "restore" of a process fail half-way, if the device with this node is its first."""
+    with open(node, "r+b") as file:
+        file.seek(layout.FAULT_OFFSET)
+        file.write(struct.pack("<I", layout.FAULTS.index(operation)))
 
 
 def _write(path: Path, text: str, mode: int = 0o444) -> None:
@@ -134,16 +156,20 @@ def _install(source: Path, target: Path, mode: int = 0o644) -> None:
     os.replace(temporary, target)
 
 
-def write_libraries(root: Path, built: Path) -> None:
+def write_libraries(root: Path, built: Path, driver: str = VERSION) -> None:
     libdir = root / LIBDIR
+    for other in CUDA_VERSIONS.keys() - {driver}:
+        for stale in libdir.glob(f"*.so.{other}"):
+            stale.unlink()
     for stem in ("libcuda", "libnvidia-ml"):
-        _install(built / f"{stem}.so.{VERSION}", libdir / f"{stem}.so.{VERSION}")
-        _link(libdir / f"{stem}.so.1", f"{stem}.so.{VERSION}")
+        source = built / f"{stem}.so.{driver}"
+        _install(source if source.exists() else built / f"{stem}.so.{VERSION}", libdir / f"{stem}.so.{driver}")
+        _link(libdir / f"{stem}.so.1", f"{stem}.so.{driver}")
         _link(libdir / f"{stem}.so", f"{stem}.so.1")
     empty = (built / "libempty.so").read_bytes()
     for stem, suffix in hostfiles.PLACEHOLDERS.items():
-        soname = f"{stem}.so.{suffix or VERSION}"
-        library = libdir / f"{stem}.so.{VERSION}"
+        soname = f"{stem}.so.{suffix or driver}"
+        library = libdir / f"{stem}.so.{driver}"
         library.unlink(missing_ok=True)
         library.write_bytes(hostfiles.placeholder(empty, soname))
         library.chmod(0o644)
@@ -153,15 +179,15 @@ def write_libraries(root: Path, built: Path) -> None:
     _install(built / "nvidia-cuda-mps-control", root / "usr/bin/nvidia-cuda-mps-control", 0o755)
 
 
-def write_proc(root: Path, gpus: Sequence[hostfiles.Gpu]) -> None:
+def write_proc(root: Path, gpus: Sequence[hostfiles.Gpu], version: str = VERSION) -> None:
     driver = root / "proc/driver/nvidia"
-    _write(driver / "version", hostfiles.VERSION_TEXT.format(version=VERSION))
+    _write(driver / "version", hostfiles.VERSION_TEXT.format(version=version))
     _write(driver / "params", hostfiles.PARAMS_TEXT)
     shutil.rmtree(driver / "gpus", ignore_errors=True)
     for gpu in gpus:
-        _write(driver / "gpus" / gpu.bus_id / "information", hostfiles.information(gpu, VERSION))
+        _write(driver / "gpus" / gpu.bus_id / "information", hostfiles.information(gpu, version))
         _write(driver / "gpus" / gpu.bus_id / "registry", 'Binary: ""\n')
-    _write(root / "sys/module/nvidia/version", VERSION + "\n")
+    _write(root / "sys/module/nvidia/version", version + "\n")
 
 
 def make_simhost(
@@ -177,6 +203,7 @@ def make_simhost(
     minors: Sequence[int] = (),
     compute_mode: int = 0,
     costs: Optional[models.Costs] = None,
+    driver: str = VERSION,
 ) -> Path:
     """Build the root and return it.
 
@@ -184,7 +211,10 @@ def make_simhost(
     are not given are the model's (models.py). `compute_mode`: nvmlComputeMode_t, 3 is exclusive to one process.
     `uuids` replace the default ones, by index. `minors` default to the indices; on real hosts they may differ from
     them. `costs` replace all costs of the model; `models.model_of(model).costs._replace(...)` changes single ones.
+    `driver` is one of CUDA_VERSIONS; only CHECKPOINTS has the checkpoint API.
     """
+    if driver not in CUDA_VERSIONS:
+        raise ValueError(f"driver {driver!r} is not simulated; give one of {', '.join(CUDA_VERSIONS)}")
     root = Path(path)
     (root / "dev").mkdir(parents=True, exist_ok=True)
     like = models.model_of(model)
@@ -202,11 +232,11 @@ def make_simhost(
     for stale in (root / "dev").glob("nvidia[0-9]*"):
         stale.unlink()
     for gpu in devices:
-        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing, costs)
+        write_device(root / "dev" / f"nvidia{gpu.minor}", gpu, late_return_ms, timing, costs, driver)
     for node in CONTROL_NODES:
         _write(root / "dev" / node, "", 0o666)
-    write_proc(root, devices)
-    write_libraries(root, built)
+    write_proc(root, devices, driver)
+    write_libraries(root, built, driver)
     _write(root / MARKER, "The device nodes below dev/ are regular files of a simulated driver.\n")
     return root
 
@@ -229,6 +259,9 @@ def main(arguments: Sequence[str]) -> int:
             parser.add_argument(option, action=argparse.BooleanOptionalAction)
         else:
             parser.add_argument(option, type=int, help="a cost (default: the model's)")
+    parser.add_argument(
+        "--driver", choices=CUDA_VERSIONS, default=VERSION, help=f"{CHECKPOINTS} has the checkpoint API"
+    )
     parser.add_argument("--uuid", action="append", default=[], help="in device order; repeat")
     options = parser.parse_args(arguments)
     given = {name: getattr(options, name) for name in Costs._fields if getattr(options, name) is not None}
@@ -243,6 +276,7 @@ def main(arguments: Sequence[str]) -> int:
             options.late_return_ms,
             timing=Timing(*(getattr(options, name) for name in Timing._fields)),
             costs=models.model_of(options.model).costs._replace(**given),
+            driver=options.driver,
         )
     except (OSError, ValueError) as error:
         print(f"simhost.py: {error}; is the simulated driver built (make sim)?", file=sys.stderr)

@@ -62,23 +62,23 @@ static bool read_index(const char *uuid, struct index *index) {
     return right;
 }
 
-/* The process may have changed its root directory since. Then use the last index that was read, so
- * that peers do not vanish from the accounting. */
-static struct index current_index(unsigned dev) {
-    struct index index;
+/* Return false if the index cannot be read now: the process may have changed its root directory
+ * since, or be out of descriptors. Then it is the last one that was read, so that peers do not
+ * vanish from the accounting. */
+static bool current_index(unsigned dev, struct index *index) {
     _Atomic uint64_t *used = device[dev].used, *granted = device[dev].granted;
-    bool fresh = read_index(device[dev].limit->uuid_text, &index);
+    bool fresh = read_index(device[dev].limit->uuid_text, index);
     for (unsigned w = 0; w < GS_MAX_PEERS / 64; w++)
         if (fresh)
-            atomic_store_explicit(&used[w], index.used[w], memory_order_relaxed);
+            atomic_store_explicit(&used[w], index->used[w], memory_order_relaxed);
         else
-            index.used[w] = atomic_load_explicit(&used[w], memory_order_relaxed);
+            index->used[w] = atomic_load_explicit(&used[w], memory_order_relaxed);
     for (unsigned i = 0; i < GS_MAX_PEERS; i++)
         if (fresh)
-            atomic_store_explicit(&granted[i], index.granted[i], memory_order_relaxed);
+            atomic_store_explicit(&granted[i], index->granted[i], memory_order_relaxed);
         else
-            index.granted[i] = atomic_load_explicit(&granted[i], memory_order_relaxed);
-    return index;
+            index->granted[i] = atomic_load_explicit(&granted[i], memory_order_relaxed);
+    return fresh;
 }
 
 static bool is_used(const struct index *index, uint32_t number) {
@@ -110,7 +110,7 @@ bool gs_activity_open(const struct gs_limits *limits, unsigned dev) {
     }
     device[dev].limit = &limits->device[dev];
     /* Read it now, for a program that changes its root before its first launch. */
-    current_index(dev);
+    current_index(dev, &index);
     device[dev].own = own;
     return true;
 }
@@ -259,8 +259,10 @@ static void read_file(struct reading *r, const char *uuid, uint32_t number) {
     struct stat st;
     snprintf(path, sizeof(path), PEER_PATH, uuid, number);
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW | O_NOCTTY);
-    if (fd < 0)
+    if (fd < 0) {
+        r->c->throttle.peers_hidden = true;
         return;
+    }
     if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && read_at(fd, &head, sizeof(head), 0) &&
         header_is_valid(&head))
         for (uint32_t i = 0; i < head.high && i < GS_MAX_PAGES; i++)
@@ -271,8 +273,9 @@ static void read_file(struct reading *r, const char *uuid, uint32_t number) {
 
 uint32_t gs_activity_others_ppm(const struct gs_compute *c) {
     int saved = errno;
-    struct index index = current_index((unsigned)c->dev);
+    struct index index;
     uint64_t ppm = 0;
+    current_index((unsigned)c->dev, &index);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++)
         if (i != c->throttle.container && is_used(&index, i)) {
             struct gs_throttle_limit granted = granted_to(&index, i);
@@ -292,7 +295,8 @@ static void read_others(int dev, size_t bytes, size_t offset,
                         void *to, void *arg) {
     const struct gs_device_limit *limit = device[dev].limit;
     int saved = errno;
-    struct index index = current_index((unsigned)dev);
+    struct index index;
+    current_index((unsigned)dev, &index);
     for (uint32_t i = 0; i < GS_MAX_PEERS; i++) {
         char path[PATH_MOST];
         struct stat st;
@@ -355,9 +359,11 @@ unsigned gs_activity_peers(struct gs_compute *c, struct gs_peer *out, unsigned m
     const struct gs_device_limit *limit = device[c->dev].limit;
     int saved = errno;
     uint32_t mine = __atomic_load_n(&limit->page, __ATOMIC_RELAXED);
+    struct index index;
+    c->throttle.peers_hidden = true;
     if (c->page == &c->unshared)
         return 0;
-    struct index index = current_index((unsigned)c->dev);
+    c->throttle.peers_hidden = !current_index((unsigned)c->dev, &index);
     uint32_t others = 0;
     if (mine < GS_MAX_PEERS)
         index.used[mine / 64] &= ~(UINT64_C(1) << mine % 64);

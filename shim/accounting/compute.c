@@ -294,7 +294,7 @@ void gs_compute_context_gone(struct gs_leaving *leaving, CUresult result, bool s
     stays |= was_refused(result);
     if (!stays && leaving->since_ns && c->throttle.limit.mode != GS_THROTTLE_UNLIMITED &&
         (result == CUDA_SUCCESS || took > leaving->paid_ns))
-        gs_throttle_adjust(&c->throttle, took - leaving->paid_ns, now);
+        gs_bucket_adjust(&c->throttle, took - leaving->paid_ns, now);
     c->leaves = false;
     if (!stays)
         release_record(c);

@@ -18,7 +18,7 @@ static struct gs_account *account_of(int dev) {
  * charge cancel out. */
 static uint64_t ticks_ns(void) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    gs_clock(CLOCK_MONOTONIC_COARSE, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
@@ -53,8 +53,12 @@ void gs_account_all(void) {
         gs_account((int)dev);
 }
 
-/* Most programs exit without freeing their memory. */
+/* Most programs exit without freeing their memory. The driver frees it now, so it is not kept for
+ * forked children (gs_is_kept): no process locks byte 0. */
 __attribute__((destructor)) static void at_exit(void) {
-    if (gs_slot())
-        gs_account_all();
+    struct gs_slot *slot = gs_slot();
+    if (!slot)
+        return;
+    gs_account_all();
+    __atomic_store_n(&slot->started_ns, 0, __ATOMIC_SEQ_CST);
 }

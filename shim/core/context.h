@@ -13,10 +13,14 @@
 #define GS_MAX_ORDINALS 64
 
 /* `real` = the driver's own function; without one the wrapper ends here. */
-#define GS_NEED(real, fn) \
+#define GS_FIND(real, fn) \
     __typeof__(&fn) real = GS_REAL(fn); \
     if (!real) \
     return CUDA_ERROR_NOT_SUPPORTED
+/* The same, where a suspended container waits. */
+#define GS_NEED(real, fn) \
+    GS_FIND(real, fn); \
+    gs_calls()
 
 struct gs_here {
     CUcontext context;

@@ -52,6 +52,11 @@ struct gs_view {
 const struct gs_view *gs_region(void);
 /* Return why the last gs_region() returned NULL; a static string. */
 const char *gs_region_refusal(void);
+/* `started_ns` of this process's slot; 0 if the usage file cannot be mapped. */
+uint64_t gs_started(void);
+/* Whether a forked child of the process that started then lives, or that process itself; also true
+ * if that cannot be determined. */
+bool gs_has_children(uint64_t started_ns);
 /* The slot of the device with this raw uuid, or GS_NO_DEV. */
 int gs_slot_of_uuid(const uint8_t uuid[16]);
 /* Map one file of exactly `size` bytes, or NULL with `*why`; the descriptor is closed. */
@@ -68,6 +73,7 @@ void gs_log(const char *text, const char *detail, const char *hint);
  * that another thread of its parent held. */
 struct gs_self {
     _Atomic(struct gs_slot *) slot;
+    uint64_t started_ns; /* of the slot; 0: no mapping of this process's own holds the lock */
     uint32_t index;
     _Atomic uint32_t lock_init;
     _Atomic uint32_t lock_context;
@@ -153,10 +159,12 @@ void gs_warn(uint32_t warning);
 /* Call `each` for every live process that has charges on `dev`; returns how many there were. */
 unsigned gs_processes(int dev, void (*each)(uint32_t pid, uint64_t bytes, void *arg), void *arg);
 
+/* The C library's clock_gettime: now.c. */
+extern int (*gs_clock)(clockid_t clock, struct timespec *now) __attribute__((visibility("hidden")));
 /* The monotonic clock, in nanoseconds. */
 static inline uint64_t gs_now_ns(void) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    gs_clock(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
@@ -173,6 +181,27 @@ void gs_overhead_settle(int dev);
 /* After a refusal: log once if a program's start alone takes most of the limit. */
 void gs_overhead_explain(int dev);
 
+/* ---- suspend.c ------------------------------------------------------------------------ */
+
+enum gs_calling {
+    GS_QUIET,     /* no call since the last tick */
+    GS_CALLED,    /* there was one */
+    GS_SUSPENDED, /* calls wait */
+};
+extern _Atomic uint32_t gs_calling __attribute__((visibility("hidden")));
+void gs_call_noted(void);
+/* At the beginning of a call of the program, before it takes a lock. */
+static inline void gs_calls(void) {
+    if (__builtin_expect(
+            atomic_load_explicit(&gs_calling, memory_order_relaxed) != (uint32_t)GS_CALLED, 0))
+        gs_call_noted();
+}
+/* Called by the parked thread: when it has its slot, each second, and after each change. */
+void gs_suspension_begin(const struct gs_view *view, const struct gs_slot *slot);
+void gs_suspension_tick(const struct gs_view *view, const struct gs_slot *slot);
+/* State what this process has done: enum gs_does. */
+void gs_does(uint32_t what);
+
 /* ---- lending.c ------------------------------------------------------------------------ */
 
 /* Whether another container on the device may have borrowed memory; `until_evicted`: that only
@@ -180,10 +209,14 @@ void gs_overhead_explain(int dev);
 bool gs_others_borrow(int dev, bool until_evicted);
 /* The free memory that a program sees, where the driver says `free_real`. */
 uint64_t gs_free_now(int dev, const struct gs_whole *whole, uint64_t free_real);
-/* Call when the driver has no memory for `bytes` that are charged: wait a moment. Return whether to
- * call the driver again, which ends after some seconds. Afterwards call gs_reclaim_end. */
+/* Call when the driver has no memory for `bytes` that are charged. That happens for a moment, since
+ * the memory of a dead process is free in its share before it is free on the device. Wait, and
+ * return whether to call the driver again. This ends after a tenth of a second; if others borrow,
+ * after some seconds; and after some minutes while the memory of another container is being moved
+ * to the host. Afterwards call gs_reclaim_end. */
 struct gs_reclaim {
-    uint64_t since_ns, wants;
+    uint64_t since_ns, began_ns, wants;
+    bool lent; /* others borrowed when the wait began */
 };
 bool gs_reclaim(struct gs_reclaim *reclaim, int dev, uint64_t bytes);
 void gs_reclaim_end(const struct gs_reclaim *reclaim);
@@ -210,8 +243,12 @@ void gs_account_all(void);
 
 /* ---- exports.c ------------------------------------------------------------------------ */
 
+/* The thread that holds the slot of this process: its owner word while it lives. */
+extern uint32_t gs_parked_tid __attribute__((visibility("hidden")));
 /* A slot whose process is alive. */
 bool gs_alive(const struct gs_slot *slot);
+/* A slot whose process has ended, and whose memory the driver keeps for forked children. */
+bool gs_is_kept(const struct gs_usage *usage, const struct gs_slot *slot);
 /* Count memory that this process exports (`bytes` on `dev`) or opens, and return its row. -1 when
  * there is none: an export must then stay charged while the process lives. */
 int gs_export_add(uint64_t id, bool import, int dev, uint64_t bytes);

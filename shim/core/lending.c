@@ -1,6 +1,7 @@
 /* Memory that other containers borrow. A container that gets no memory from the driver although its
  * own request has room waits while `gpushare agent` takes back what others borrowed: it states the
- * bytes in its slot, where the agent reads them. */
+ * bytes in its slot, where the agent reads them. If nothing is borrowed, it waits a moment for the
+ * memory of a container that has just ended. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -12,7 +13,9 @@
 
 #define INDEX_PATH "/usr/lib/gpushare/peers/%s/index"
 #define NAP_NS 5000000
+#define RETURN_NS UINT64_C(100000000)     /* until the memory of an ended container is free */
 #define PATIENCE_NS UINT64_C(10000000000) /* docs/lending.md */
+#define MOVING_NS UINT64_C(600000000000)  /* in addition, while a container is being suspended */
 
 static bool read_index(const struct gs_device_limit *limit, struct gs_peers *index) {
     char uuid[sizeof(limit->uuid_text)], path[sizeof(INDEX_PATH) + sizeof(uuid)];
@@ -29,7 +32,8 @@ static bool read_index(const struct gs_device_limit *limit, struct gs_peers *ind
     return right;
 }
 
-bool gs_others_borrow(int dev, bool until_evicted) {
+/* Whether another container on the device has one of the flags `any`, and none of `none`. */
+static bool others_have(int dev, uint32_t any, uint32_t none) {
     const struct gs_view *view = gs_region();
     struct gs_peers index;
     int saved = errno;
@@ -40,11 +44,15 @@ bool gs_others_borrow(int dev, bool until_evicted) {
     if (read_index(limit, &index))
         for (uint32_t i = 0; i < GS_MAX_PEERS && !found; i++) {
             uint32_t flags = GS_GRANTED_FLAGS(index.granted[i]);
-            found = i != limit->page && index.used[i / 64] >> i % 64 & 1 &&
-                    flags & GS_DEVICE_LENT && !(until_evicted && flags & GS_DEVICE_OVERSUBSCRIBE);
+            found = i != limit->page && index.used[i / 64] >> i % 64 & 1 && flags & any &&
+                    !(flags & none);
         }
     errno = saved;
     return found;
+}
+
+bool gs_others_borrow(int dev, bool until_evicted) {
+    return others_have(dev, GS_DEVICE_LENT, until_evicted ? GS_DEVICE_OVERSUBSCRIBE : 0);
 }
 
 uint64_t gs_free_now(int dev, const struct gs_whole *whole, uint64_t free_real) {
@@ -62,15 +70,19 @@ bool gs_reclaim(struct gs_reclaim *reclaim, int dev, uint64_t bytes) {
         return false;
     if (!reclaim->since_ns) {
         struct gs_whole whole = gs_whole(dev);
-        if (gs_used(dev) > whole.request || !gs_others_borrow(dev, true))
-            return false;
+        reclaim->lent = gs_used(dev) <= whole.request && gs_others_borrow(dev, true);
+        reclaim->since_ns = reclaim->began_ns = gs_now_ns();
+    } else if (reclaim->lent && gs_now_ns() - reclaim->began_ns < MOVING_NS &&
+               others_have(dev, GS_DEVICE_MOVING, 0)) {
         reclaim->since_ns = gs_now_ns();
-    } else if (gs_now_ns() - reclaim->since_ns > PATIENCE_NS) {
+    } else if (gs_now_ns() - reclaim->since_ns > (reclaim->lent ? PATIENCE_NS : RETURN_NS)) {
         return false;
     }
-    /* Each waiting thread states its own need again and again: any of them is enough. */
-    reclaim->wants = (uint64_t)dev << 56 | bytes;
-    __atomic_store_n(&slot->wants, reclaim->wants, __ATOMIC_SEQ_CST);
+    if (reclaim->lent) {
+        /* Each waiting thread states its own need again and again: any of them is enough. */
+        reclaim->wants = (uint64_t)dev << 56 | bytes;
+        __atomic_store_n(&slot->wants, reclaim->wants, __ATOMIC_SEQ_CST);
+    }
     nanosleep(&nap, NULL);
     errno = saved;
     return true;

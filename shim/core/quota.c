@@ -89,6 +89,26 @@ bool gs_alive(const struct gs_slot *slot) {
     return tid != 0 && __atomic_load_n(&slot->live, __ATOMIC_SEQ_CST) == tid;
 }
 
+/* Forked children inherit the driver's descriptors, and the driver frees nothing of a process
+ * before the last of them is closed. A child that closes them, but neither ends nor executes a
+ * program, counts too. Once no child is left, there is none for good: one system call for each dead
+ * process.
+ */
+bool gs_is_kept(const struct gs_usage *usage, const struct gs_slot *slot) {
+    static _Atomic uint32_t ended[GS_MAX_SLOTS]; /* the generation of a slot without children */
+    _Atomic uint32_t *known = &ended[slot - usage->slot];
+    uint32_t generation = __atomic_load_n(&slot->generation, __ATOMIC_SEQ_CST);
+    bool holds = false;
+    for (unsigned d = 0; d < GS_MAX_DEVICES; d++)
+        holds |= __atomic_load_n(&slot->bytes[d], __ATOMIC_SEQ_CST) != 0;
+    if (!holds || generation == atomic_load_explicit(known, memory_order_relaxed))
+        return false;
+    if (gs_has_children(__atomic_load_n(&slot->started_ns, __ATOMIC_SEQ_CST)))
+        return true;
+    atomic_store_explicit(known, generation, memory_order_relaxed);
+    return false;
+}
+
 static uint32_t slots_high(const struct gs_usage *usage) {
     uint32_t high = __atomic_load_n(&usage->slots_high, __ATOMIC_SEQ_CST);
     return high < GS_MAX_SLOTS ? high : GS_MAX_SLOTS; /* any process of the tenant can write it */
@@ -122,7 +142,7 @@ static uint64_t sum_living(const struct gs_usage *usage, int dev) {
     for (uint32_t i = 0; i < high; i++) {
         const struct gs_slot *slot = &usage->slot[i];
         uint64_t bytes = __atomic_load_n(&slot->bytes[dev], __ATOMIC_SEQ_CST);
-        if (bytes == 0 || !gs_alive(slot))
+        if (bytes == 0 || !(gs_alive(slot) || gs_is_kept(usage, slot)))
             continue;
         if (__builtin_add_overflow(total, bytes, &total))
             return UINT64_MAX;
@@ -237,7 +257,10 @@ static bool reserve(int dev, uint64_t bytes, bool moves) {
         return false;
     if (bytes == 0) /* allowed even if a limit was lowered below the use */
         return true;
-    if (bytes >= GS_NO_BYTES)
+    /* A seccomp filter of the program can end the parked thread alone. From then on nothing that
+     * this process holds is counted. */
+    if (bytes >= GS_NO_BYTES ||
+        __builtin_expect(__atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST) != gs_parked_tid, 0))
         return false;
     uint64_t all = 0;
     for (unsigned attempt = 0, refusals = 0; attempt < ATTEMPTS; attempt++) {

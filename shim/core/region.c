@@ -41,23 +41,41 @@ void gs_log(const char *text, const char *detail, const char *hint) {
 
 /* Linux 3.15, and not in the C library of 2013 that the shim is linked against. */
 #ifndef F_OFD_SETLK
+#define F_OFD_GETLK 36
 #define F_OFD_SETLK 37
 #endif
 
-/* Show the host that a process of this container lives: a mapping keeps the open file, and with it
- * this lock, until it is unmapped or its process and all forked children have ended (leftover.py).
- * A failure is no error: another process holds a conflicting lock, or the kernel has no such locks.
- */
-static void tell_host(int fd) {
-    struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET};
+/* Lock one byte, whose offset is the time. A mapping keeps the open file, and with it this lock,
+ * until it is unmapped or its process and all forked children have ended or executed a program. So
+ * the host sees that a process of this container lives (leftover.py), and the other processes see
+ * whether children of a dead one do (gs_has_children). A failure is no error: another process holds
+ * a conflicting lock, or the kernel has no such locks. */
+static uint64_t lock_byte(int fd) {
+    uint64_t at = gs_now_ns();
+    struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_start = (off_t)at, .l_len = 1};
     int saved = errno;
     fcntl(fd, F_OFD_SETLK, &lock);
     errno = saved;
+    return at;
+}
+
+bool gs_has_children(uint64_t started_ns) {
+    struct flock lock = {
+        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)started_ns, .l_len = 1};
+    int saved = errno;
+    int fd = open(USAGE_PATH, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    /* Not known if the program is out of descriptors or has another root directory. */
+    bool locked = fd < 0 || (fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK);
+    if (fd >= 0)
+        close(fd);
+    errno = saved;
+    return locked;
 }
 
 /* Map one file of exactly `size` bytes, or NULL with `*why`. The descriptor is closed: programs
  * close descriptors that they do not know (close_range), and may be handed its number. */
-void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
+static void *map_exact(const char *path, int flags, int prot, size_t size, const char **why,
+                       uint64_t *started_ns) {
     int fd = open(path, flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
         *why =
@@ -72,10 +90,14 @@ void *gs_map_exact(const char *path, int flags, int prot, size_t size, const cha
         *why = WITH_PATH(path, "has the wrong size");
     else if ((at = mmap(NULL, size, prot, MAP_SHARED, fd, 0)) == MAP_FAILED)
         *why = WITH_PATH(path, "cannot be mapped");
-    else if (strcmp(path, USAGE_PATH) == 0)
-        tell_host(fd);
+    else if (started_ns)
+        *started_ns = lock_byte(fd);
     close(fd);
     return at == MAP_FAILED ? NULL : at;
+}
+
+void *gs_map_exact(const char *path, int flags, int prot, size_t size, const char **why) {
+    return map_exact(path, flags, prot, size, why, NULL);
 }
 
 static const char *wrong_limits(const struct gs_limits *l) {
@@ -105,18 +127,23 @@ const struct gs_view *gs_region(void) {
         return view;
     const char *why = NULL;
     struct gs_view fresh = {0};
+    uint64_t started_ns = 0;
     fresh.limits = gs_map_exact(LIMITS_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_limits), &why);
     if (fresh.limits && !(why = wrong_limits(fresh.limits)))
-        fresh.usage =
-            gs_map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage), &why);
+        fresh.usage = map_exact(USAGE_PATH, O_RDWR, PROT_READ | PROT_WRITE, sizeof(struct gs_usage),
+                                &why, &started_ns);
     if (fresh.usage)
         why = wrong_usage(fresh.usage, fresh.limits);
     struct gs_view *mine = why ? NULL : malloc(sizeof(*mine));
     if (mine) {
         const struct gs_view *none = NULL;
+        struct gs_self *self = gs_self();
         *mine = fresh;
-        if (atomic_compare_exchange_strong(&the_view, &none, mine))
+        if (atomic_compare_exchange_strong(&the_view, &none, mine)) {
+            if (self)
+                self->started_ns = started_ns;
             return mine;
+        }
         free(mine); /* another thread was first: its view is as good */
     }
     if (fresh.usage)
@@ -126,6 +153,17 @@ const struct gs_view *gs_region(void) {
     atomic_store(&refusal,
                  why ? why : LIMITS_PATH " cannot be used: this process has no memory left");
     return atomic_load_explicit(&the_view, memory_order_acquire);
+}
+
+/* A process can be forked after a cuInit that failed. It shares the mapping of its parent, whose
+ * lock does not tell when this process and its own children have ended. */
+uint64_t gs_started(void) {
+    struct gs_self *self = gs_self();
+    const char *why;
+    if (self && !self->started_ns)
+        map_exact(USAGE_PATH, O_RDONLY, PROT_READ, sizeof(struct gs_usage), &why,
+                  &self->started_ns);
+    return self ? self->started_ns : 0;
 }
 
 const char *gs_region_refusal(void) {

@@ -89,15 +89,15 @@ struct parked {
     struct robust_list node;
     const struct gs_view *view;
     struct gs_slot *slot;
+    uint64_t started_ns;
     void (*changed)(void);
     uint32_t seen;         /* of the generation of limits, before anything was launched */
     _Atomic uint32_t done; /* 0 while claiming, 1 claimed, 2 failed */
 };
 static struct parked parked;
+uint32_t gs_parked_tid;
 
-static void fill(struct gs_slot *slot, uint32_t tid) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+static void fill(struct gs_slot *slot, uint32_t tid, uint64_t started_ns) {
     for (unsigned d = 0; d < GS_MAX_DEVICES; d++)
         __atomic_store_n(&slot->bytes[d], 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&slot->bounds, 0, __ATOMIC_SEQ_CST);
@@ -106,7 +106,7 @@ static void fill(struct gs_slot *slot, uint32_t tid) {
         slot->driver_mib[d] = 0;
     __atomic_store_n(&slot->generation, slot->generation + 1, __ATOMIC_SEQ_CST);
     slot->pid = (uint32_t)getpid();
-    slot->started_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    slot->started_ns = started_ns;
     __atomic_store_n(&slot->live, tid, __ATOMIC_SEQ_CST);
 }
 
@@ -122,7 +122,7 @@ static void raise_high(struct gs_usage *usage, uint32_t high) {
 static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     struct gs_slot *slot = &p->view->usage->slot[index];
     uint32_t seen = __atomic_load_n(&slot->owner, __ATOMIC_SEQ_CST);
-    if (seen & GS_TID_MASK)
+    if (seen & GS_TID_MASK || gs_is_kept(p->view->usage, slot))
         return false;
     p->head.futex_offset = (long)((intptr_t)&slot->owner - (intptr_t)&p->node);
     atomic_signal_fence(memory_order_seq_cst);
@@ -141,7 +141,7 @@ static bool try_claim(struct parked *p, uint32_t index, uint32_t tid) {
     if (!ours)
         return false;
     raise_high(p->view->usage, index + 1);
-    fill(slot, tid);
+    fill(slot, tid, p->started_ns);
     p->slot = slot;
     return true;
 }
@@ -156,6 +156,7 @@ static void sleep_on_changes(struct parked *p) {
     for (;;) {
         long result = syscall(SYS_futex, word, FUTEX_WAIT, seen, &second, NULL, 0);
         int why = result == 0 ? 0 : errno;
+        gs_suspension_tick(p->view, p->slot);
         gs_account_all();
         bool late = gs_overhead_tick();
         uint32_t now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -175,6 +176,10 @@ static void *park(void *arg) {
     if (syscall(SYS_set_robust_list, &p->head, sizeof(p->head)) == 0)
         for (uint32_t i = 0; i < GS_MAX_SLOTS && !claimed; i++)
             claimed = try_claim(p, i, tid);
+    if (claimed) {
+        gs_parked_tid = tid;
+        gs_suspension_begin(p->view, p->slot);
+    }
     atomic_store(&p->done, claimed ? 1 : 2);
     futex(&p->done, FUTEX_WAKE, 1);
     if (claimed)
@@ -212,8 +217,9 @@ bool gs_slot_claim(const struct gs_view *view, void (*changed)(void)) {
     if (!self)
         return false;
     uint32_t seen = (uint32_t)__atomic_load_n(&view->limits->generation, __ATOMIC_ACQUIRE);
-    parked = (struct parked){.view = view, .changed = changed, .seen = seen};
-    if (!start(&parked))
+    parked =
+        (struct parked){.view = view, .started_ns = gs_started(), .changed = changed, .seen = seen};
+    if (!parked.started_ns || !start(&parked))
         return false;
     int saved = errno;
     while (atomic_load(&parked.done) == 0)

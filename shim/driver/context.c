@@ -1,13 +1,8 @@
 /* Contexts: each uses memory before the program allocates any (context_bytes of the limits file),
  * and everything that was allocated in it is freed with it. */
-#include <errno.h>
-#include <time.h>
 
 #include "core/overhead.h"
 #include "driver.h"
-
-#define NAPS 50u /* 100 ms in total; only after a failure */
-#define NAP_NS 2000000
 
 static struct {
     uint32_t retained;
@@ -43,17 +38,9 @@ static void true_up(struct gs_charge *charge, CUresult result) {
         charge->bytes = 0;
 }
 
-bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round,
-                      struct gs_reclaim *reclaim) {
-    const struct timespec nap = {.tv_nsec = NAP_NS};
-    int saved = errno;
-    if (result != CUDA_ERROR_OUT_OF_MEMORY || charge->passed)
-        return false;
-    if ((*round)++ >= NAPS)
-        return gs_reclaim(reclaim, charge->dev, charge->bytes);
-    nanosleep(&nap, NULL);
-    errno = saved;
-    return true;
+bool gs_context_again(const struct gs_charge *charge, CUresult result, struct gs_reclaim *reclaim) {
+    return result == CUDA_ERROR_OUT_OF_MEMORY && !charge->passed &&
+           gs_reclaim(reclaim, charge->dev, charge->bytes);
 }
 
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,

@@ -12,18 +12,14 @@
 CUresult gs_context_begin(struct gs_charge *charge, CUdevice device);
 CUresult gs_context_made(struct gs_charge *charge, CUresult result, const CUcontext *context,
                          CUdevice device);
-/* The memory of a dead process is free in its share before it is free on the device, so creating a
- * context that fits the limit can fail for a moment. Return true, after a pause, if `result` of the
- * driver is worth another call; `round` counts from 0. */
-bool gs_context_again(const struct gs_charge *charge, CUresult result, unsigned *round,
-                      struct gs_reclaim *reclaim);
+/* Return true, after a pause, if `result` of the driver is worth another call. */
+bool gs_context_again(const struct gs_charge *charge, CUresult result, struct gs_reclaim *reclaim);
 #define GS_CONTEXT_CALL(result, charge, call) \
     do { \
-        unsigned round_ = 0; \
         struct gs_reclaim reclaim_ = {0}; \
         do \
             (result) = (call); \
-        while (gs_context_again(&(charge), (result), &round_, &reclaim_)); \
+        while (gs_context_again(&(charge), (result), &reclaim_)); \
         gs_reclaim_end(&reclaim_); \
     } while (0)
 /* Record that a context's charge changed; the caller reserved or released the difference. */

@@ -37,7 +37,7 @@ static CUresult init_locked(__typeof__(&cuInit) real, unsigned int flags) {
 }
 
 GS_EXPORT CUresult CUDAAPI cuInit(unsigned int flags) {
-    GS_NEED(real, cuInit);
+    GS_FIND(real, cuInit);
     struct gs_self *self = gs_self();
     if (!self)
         return CUDA_ERROR_OUT_OF_MEMORY;

@@ -1,4 +1,5 @@
-/* The shared-memory ABI between the host (hook/gpushare/state/shm_abi.py) and the shim.
+/* The shared-memory ABI between the host (hook/gpushare/state/shm_abi.py) and the shim. The build
+ * asserts each offset and size that Python has (gen_symbols.py).
  *
  * All files are little-endian and have an exact size that the reader checks:
  *
@@ -9,19 +10,17 @@
  *                                generation selects the copy in force. So one store changes
  *                                all devices at once, and the writer can be killed at any
  *                                point: the host writes the copy that is not in force and
- *                                increments the generation. If that makes it even, the host
- *                                does both once more. (A shim from before the second copy
- *                                existed reads the first one.)
+ *                                increments the generation.
  *   /usr/lib/gpushare/rw/usage   created by the host, written by the container's processes.
  *                                The host reads it with pread and does not trust its content.
  *   /usr/lib/gpushare/pages/<uuid>  created by the host, written by the container's processes:
  *                                the activity that they report to other containers on the device.
  *   /usr/lib/gpushare/peers/<uuid>/<number>  the activity files of all containers on the device,
  *                                this one's among them; mounted read-only and read with pread,
- *                                since the owner can truncate its file. docs/compute.md tells how
- *                                far the content is trusted.
- *   /usr/lib/gpushare/peers/<uuid>/index     the numbers in use, and the grant of each;
- *                                written by the host only.
+ *                                since the owner can truncate its file. How far the content is
+ *                                trusted: docs/internals/limiter.md
+ *   /usr/lib/gpushare/peers/<uuid>/index  the numbers in use, and the grant of each; written by the
+ *                                host only.
  *
  * A slot belongs to one process. `owner` is a robust futex word: the kernel itself sets
  * GS_OWNER_DIED and clears the thread id when the owner's parked thread ends, for whatever reason.
@@ -58,7 +57,9 @@ enum gs_device_flag {
     /* memory_limit_bytes is the request, memory_virtual_bytes the limit. With OVERSUBSCRIBE, what
      * is between both is managed memory that prefers the device. */
     GS_DEVICE_LENT = 1u << 3,
-    GS_DEVICE_LENDING = 1u << 4, /* LENT: the limit is in force on the device, not the request */
+    GS_DEVICE_LENDING = 1u << 4,   /* LENT: the limit is in force on the device, not the request */
+    GS_DEVICE_SUSPENDED = 1u << 5, /* every call waits; its memory may be on the host */
+    GS_DEVICE_MOVING = 1u << 6,    /* SUSPENDED: its memory is on its way to the host */
     GS_DEVICE_MEMORY_DMEM = 1u << 8, /* for the host: the kernel also enforces the memory limit */
 };
 
@@ -112,7 +113,7 @@ struct gs_limits {
     struct gs_device_limit device[GS_MAX_DEVICES];
 };
 
-/* Compute of all processes of the container on one device: the bucket of docs/compute.md.
+/* Compute of all processes of the container on one device: the bucket of docs/internals/limiter.md.
  * Nanoseconds; times are CLOCK_MONOTONIC. 128 bytes. */
 struct gs_bucket {
     _Atomic uint64_t tat_ns;      /* theoretical arrival time: a launch may go iff tat <= now */
@@ -139,7 +140,7 @@ struct gs_slot {
     uint32_t live;       /* that tid again, stored after bytes[] was zeroed */
     uint32_t generation; /* grows by one with each new owner */
     uint32_t pid;        /* getpid() as the process sees itself; information only */
-    uint64_t started_ns; /* CLOCK_MONOTONIC */
+    uint64_t started_ns; /* CLOCK_MONOTONIC; and the byte of this file that its mapping locks */
     uint64_t bounds; /* of bytes[], all devices: bounds of running calls, mostly released soon */
     uint64_t wants;  /* device slot << 56 | bytes that it waits for, see lending.c */
     uint16_t driver_mib[12];        /* of bytes[]: what the driver takes beyond allocations */
@@ -188,10 +189,13 @@ struct gs_usage {
     uint64_t refused[GS_MAX_DEVICES]; /* allocations refused, per device; information only */
     uint64_t shares_used;             /* 0: no row was ever claimed; or with GS_SHARES_LOST */
     struct gs_share share[GS_MAX_SHARES];
-    uint8_t reserved[80];
+    _Atomic uint64_t called_ns; /* CLOCK_MONOTONIC, of the last second with a call of the driver */
+    _Atomic uint32_t asks;      /* written by the program: to be suspended until its next call */
+    uint8_t reserved[68];
     struct gs_bucket bucket[GS_MAX_DEVICES];
     struct gs_account account[GS_MAX_DEVICES];
-    uint8_t reserved2[1536];
+    _Atomic uint8_t does[GS_MAX_SLOTS]; /* enum gs_does, of the process with that slot */
+    uint8_t reserved2[512];
     struct gs_slot slot[GS_MAX_SLOTS];
 };
 
@@ -242,11 +246,12 @@ struct gs_turn {
 /* The turn of a container that saturates the device together with others (shim/limiter/turn.c).
  * Each container advertises its own, and reads those of the others. */
 struct gs_compute_turn {
-    _Atomic uint64_t from_ns;        /* of its last turn */
-    _Atomic uint64_t until_ns;       /* 0: it has none, or gave it back */
-    _Atomic uint64_t work_until_ns;  /* when the work that it launched is expected to be over */
-    _Atomic uint64_t wants_until_ns; /* it waits for a turn; ignored after this time */
-    _Atomic uint64_t arrival_ns;     /* tat_ns of its bucket: the least has the next turn */
+    _Atomic uint64_t from_ns;          /* of its last turn */
+    _Atomic uint64_t until_ns;         /* 0: it has none, or gave it back */
+    _Atomic uint64_t work_until_ns;    /* when the work that it launched is expected to be over */
+    _Atomic uint64_t wants_until_ns;   /* it waits for a turn; ignored after this time */
+    _Atomic uint64_t arrival_ns;       /* tat_ns of its bucket: the least has the next turn */
+    _Atomic uint64_t cuts_in_until_ns; /* it has a short burst in the turn of another container */
 };
 
 /* A container's activity file for one device, with a page for each context that works on it. Any
@@ -263,7 +268,7 @@ struct gs_pages {
     _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: free */
     struct gs_turn turn;
     struct gs_compute_turn compute_turn;
-    uint8_t reserved2[3688];
+    uint8_t reserved2[3680];
     struct gs_page page[GS_MAX_PAGES];
 };
 
@@ -293,154 +298,9 @@ enum gs_warning {
     GS_WARN_PASSED_PROC = 1u << 3,  /* cuGetProcAddress passed an unknown function */
 };
 
-#define GS_AT(type, field, offset) \
-    _Static_assert(offsetof(struct type, field) == (offset), #type "." #field)
-
-GS_AT(gs_device_limit, uuid, 0);
-GS_AT(gs_device_limit, uuid_text, 16);
-GS_AT(gs_device_limit, memory_limit_bytes, 80);
-GS_AT(gs_device_limit, memory_total_bytes, 88);
-GS_AT(gs_device_limit, context_bytes, 96);
-GS_AT(gs_device_limit, granularity_bytes, 104);
-GS_AT(gs_device_limit, memory_virtual_bytes, 112);
-GS_AT(gs_device_limit, compute_percent, 120);
-GS_AT(gs_device_limit, priority, 124);
-GS_AT(gs_device_limit, weight, 128);
-GS_AT(gs_device_limit, flags, 132);
-GS_AT(gs_device_limit, page, 136);
-GS_AT(gs_device_limit, slice_ns, 140);
-GS_AT(gs_device_limit, switch_ns, 144);
-GS_AT(gs_device_limit, turn_mib, 148);
-GS_AT(gs_device_limit, next_memory_limit_bytes, 152);
-GS_AT(gs_device_limit, next_compute_percent, 160);
-GS_AT(gs_device_limit, next_priority, 164);
-GS_AT(gs_device_limit, next_weight, 168);
-GS_AT(gs_device_limit, next_flags, 172);
-GS_AT(gs_device_limit, draining_bytes, 176);
-GS_AT(gs_device_limit, next_memory_virtual_bytes, 184);
-_Static_assert(sizeof(struct gs_device_limit) == 192, "gs_device_limit");
-
-GS_AT(gs_limits, magic, 0);
-GS_AT(gs_limits, version, 8);
-GS_AT(gs_limits, size, 12);
-GS_AT(gs_limits, n_devices, 16);
-GS_AT(gs_limits, flags, 20);
-GS_AT(gs_limits, nonce, 24);
-GS_AT(gs_limits, generation, 32);
-GS_AT(gs_limits, mps_token, 40);
-GS_AT(gs_limits, mps_uid, 48);
-GS_AT(gs_limits, mps_device, 52);
-GS_AT(gs_limits, turn_us, 56);
-GS_AT(gs_limits, init_kib, 60);
-GS_AT(gs_limits, unlisted_kib, 62);
-GS_AT(gs_limits, device, 64);
-_Static_assert(sizeof(struct gs_limits) == 64 + 16 * 192, "gs_limits");
-
-GS_AT(gs_bucket, tat_ns, 0);
-GS_AT(gs_bucket, done_ns, 8);
-GS_AT(gs_bucket, admitted_ns, 16);
-GS_AT(gs_bucket, waited_ns, 24);
-GS_AT(gs_bucket, busy_ns, 32);
-GS_AT(gs_bucket, recent, 40);
-GS_AT(gs_bucket, launch_ns, 120);
-_Static_assert(sizeof(struct gs_bucket) == 128, "gs_bucket");
-
-GS_AT(gs_slot, owner, 0);
-GS_AT(gs_slot, live, 4);
-GS_AT(gs_slot, generation, 8);
-GS_AT(gs_slot, pid, 12);
-GS_AT(gs_slot, started_ns, 16);
-GS_AT(gs_slot, bounds, 24);
-GS_AT(gs_slot, wants, 32);
-GS_AT(gs_slot, driver_mib, 40);
-GS_AT(gs_slot, bytes, 64);
-_Static_assert(sizeof(struct gs_slot) == 192, "gs_slot");
-
-GS_AT(gs_share, id, 0);
-GS_AT(gs_share, owner, 8);
-GS_AT(gs_share, what, 16);
-_Static_assert(sizeof(struct gs_share) == 24, "gs_share");
-
-GS_AT(gs_account, until_ns, 0);
-GS_AT(gs_account, held_gib_ns, 8);
-GS_AT(gs_account, peak_bytes, 16);
-GS_AT(gs_account, reserved, 24);
-_Static_assert(sizeof(struct gs_account) == 32, "gs_account");
-
-GS_AT(gs_usage, magic, 0);
-GS_AT(gs_usage, version, 8);
-GS_AT(gs_usage, size, 12);
-GS_AT(gs_usage, n_slots, 16);
-GS_AT(gs_usage, n_devices, 20);
-GS_AT(gs_usage, nonce, 24);
-GS_AT(gs_usage, slots_high, 32);
-GS_AT(gs_usage, warnings, 36);
-GS_AT(gs_usage, refused, 40);
-GS_AT(gs_usage, shares_used, 168);
-GS_AT(gs_usage, share, 176);
-GS_AT(gs_usage, reserved, 4016);
-GS_AT(gs_usage, bucket, 4096);
-GS_AT(gs_usage, account, 6144);
-GS_AT(gs_usage, reserved2, 6656);
-GS_AT(gs_usage, slot, 8192);
-_Static_assert(sizeof(struct gs_usage) == 50 * 4096, "gs_usage");
-
-GS_AT(gs_run, start_ns, 0);
-GS_AT(gs_run, end_ns, 8);
-GS_AT(gs_run, run_ns, 16);
-_Static_assert(sizeof(struct gs_run) == 24, "gs_run");
-
-GS_AT(gs_activity, busy_from_ns, 0);
-GS_AT(gs_activity, busy_until_ns, 8);
-GS_AT(gs_activity, horizon_ns, 16);
-GS_AT(gs_activity, weight, 24);
-GS_AT(gs_activity, priority, 28);
-GS_AT(gs_activity, last, 32);
-GS_AT(gs_activity, n, 36);
-GS_AT(gs_activity, expects_ns, 40);
-GS_AT(gs_activity, switch_ns, 48);
-GS_AT(gs_activity, owes_ns, 56);
-GS_AT(gs_activity, run, 64);
-_Static_assert(sizeof(struct gs_activity) == 1192, "gs_activity");
-
-GS_AT(gs_page, index, 0);
-GS_AT(gs_page, reserved, 4);
-GS_AT(gs_page, buffer, 8);
-GS_AT(gs_page, reserved2, 2392);
-_Static_assert(sizeof(struct gs_page) == 2432, "gs_page");
-
-GS_AT(gs_pages, magic, 0);
-GS_AT(gs_pages, version, 8);
-GS_AT(gs_pages, size, 12);
-GS_AT(gs_pages, n_pages, 16);
-GS_AT(gs_pages, high, 20);
-GS_AT(gs_pages, reserved, 24);
-GS_AT(gs_pages, owner, 64);
-GS_AT(gs_pages, turn, 320);
-GS_AT(gs_pages, compute_turn, 368);
-GS_AT(gs_pages, reserved2, 408);
-GS_AT(gs_compute_turn, from_ns, 0);
-GS_AT(gs_compute_turn, until_ns, 8);
-GS_AT(gs_compute_turn, work_until_ns, 16);
-GS_AT(gs_compute_turn, wants_until_ns, 24);
-GS_AT(gs_compute_turn, arrival_ns, 32);
-_Static_assert(sizeof(struct gs_compute_turn) == 40, "gs_compute_turn");
-GS_AT(gs_turn, held_from_ns, 0);
-GS_AT(gs_turn, held_until_ns, 8);
-GS_AT(gs_turn, used_ns, 16);
-GS_AT(gs_turn, wants_from_ns, 24);
-GS_AT(gs_turn, wants_until_ns, 32);
-GS_AT(gs_turn, brought_bytes, 40);
-_Static_assert(sizeof(struct gs_turn) == 48, "gs_turn");
-GS_AT(gs_pages, page, 4096);
-_Static_assert(sizeof(struct gs_pages) == 20 * 4096, "gs_pages");
-
-GS_AT(gs_peers, magic, 0);
-GS_AT(gs_peers, version, 8);
-GS_AT(gs_peers, size, 12);
-GS_AT(gs_peers, generation, 16);
-GS_AT(gs_peers, used, 24);
-GS_AT(gs_peers, granted, 40);
-GS_AT(gs_peers, reserved, 1064);
-_Static_assert(sizeof(struct gs_peers) == 4096, "gs_peers");
+enum gs_does {
+    GS_DOES_WAIT = 1u << 0,     /* it has seen GS_DEVICE_SUSPENDED: each further call waits */
+    GS_DOES_MANAGE = 1u << 1,   /* it has allocated managed memory */
+    GS_DOES_EXCHANGE = 1u << 2, /* it has shared memory or events with another process */
+};
 #endif

@@ -24,6 +24,7 @@ static void waits_for_values(CUstream stream, const CUstreamBatchMemOpParams *op
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenEventHandle(CUevent *phEvent, CUipcEventHandle handle) {
     GS_NEED(real, cuIpcOpenEventHandle);
+    gs_does(GS_DOES_EXCHANGE);
     atomic_store(&foreign_events, true);
     return real(phEvent, handle);
 }

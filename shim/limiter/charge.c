@@ -51,8 +51,8 @@ static bool launched_without_gaps(const struct gs_segment *segment, int64_t took
 /* Return how much of an interval the device was busy for certain. The device may have been idle
  * until the interval's marker was recorded. If that part is more than a small fraction, only the
  * expected work counts for it. */
-int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment,
-                         bool *sure) {
+static int64_t busy_for_certain(const struct gs_throttle *t, const struct gs_segment *segment,
+                                bool *sure) {
     uint64_t known = min64(max64(segment->start_ns, segment->marked_ns), segment->end_ns);
     int64_t took = (int64_t)(segment->end_ns - segment->start_ns),
             work = work_with_markers(t, segment);
@@ -103,32 +103,21 @@ static enum gs_switch switch_kind(const struct company *c) {
     return c->over ? GS_HANDOVER : GS_PREEMPTION;
 }
 
-/* A switch to this context, which was last on the device at `own` and waited since `since`, was
- * over at `at`. Learn from it, unless nothing tells when the other context lost the device. */
-static void learn_switch(struct gs_throttle *t, const struct company *c, uint64_t own,
-                         uint64_t since, uint64_t at) {
+/* A switch to this context, which waited since `since`, was over at `at`. Learn from it, unless
+ * nothing tells when the other context lost the device. */
+static void learn_switch(struct gs_throttle *t, const struct company *c, uint64_t since,
+                         uint64_t at) {
     struct gs_switch_cost *cost = &t->cost[switch_kind(c)];
-    uint64_t slice = (uint64_t)t->slice_ns * 5 / 4, n = t->contexts > 2 ? t->contexts - 2 : 0;
-    uint64_t end = max64(c->began_ns, own) + slice; /* of the other context's slice, or earlier */
-    if (!c->over && c->before_ns) {
-        uint64_t margin = min64(slice / 2, cost->finds < FINDS ? slice : 2 * cost->ns + CUT_EDGE);
-        bool late = at > max64(end, since) + slice * n + margin;
-        t->whole = late ? WHOLE_FOR : t->whole - (t->whole > 0);
-    }
-    /* A context that had used up its slice was preempted by the launch. */
-    bool by_launch = !c->over && !n && !t->whole && since > end;
-    bool before = by_launch || c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
+    bool before = c->before_ns <= since + (c->cut ? CUT_EDGE : 0);
     int64_t took = (int64_t)(at - (before ? since : c->before_ns)) - t->marker_ns;
-    bool overrun = t->whole && !c->over; /* most measurements include the end of a kernel */
-    if (!c->before_ns || c->wait || !(c->over || c->cut || by_launch) ||
-        took > (int64_t)max64((1 + overrun) * MOST_SWITCH, 2 * cost->found_ns))
+    if (!c->before_ns || c->wait || !(c->over || c->cut) ||
+        took > (int64_t)max64(MOST_SWITCH, 2 * cost->found_ns))
         return;
     if (c->over)
         gs_throttle_scatter(t, c->container, took);
     uint32_t found = cost->finds ? cost->found_ns : t->switch_ns;
     uint32_t step = found / (cost->finds < 2 * FINDS ? 16 : cost->finds / 2) + 1;
-    uint32_t up = overrun && step > 3 ? step / 3 : step; /* the lower quartile, or the median */
-    cost->found_ns = took > (int64_t)found ? found + up : found - min64(step, found);
+    cost->found_ns = took > (int64_t)found ? found + step : found - min64(step, found); /* median */
     cost->finds += cost->finds < SURE_FINDS;
 }
 
@@ -137,7 +126,7 @@ static void learn_switch(struct gs_throttle *t, const struct company *c, uint64_
 static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *segment,
                              const struct company *c, bool reported) {
     if (reported && !segment->waited)
-        learn_switch(t, c, segment->before_ns, segment->opened_ns, segment->start_ns);
+        learn_switch(t, c, segment->opened_ns, segment->start_ns);
     uint64_t cost_ns = t->cost[reported ? switch_kind(c) : GS_PREEMPTION].ns;
     /* The switch cannot have begun before the launch, whatever other contexts report. Allow four
      * times the wait, so that a quick switch is still charged the mean cost. The device's clock is
@@ -147,14 +136,12 @@ static int64_t switch_charge(struct gs_throttle *t, const struct gs_segment *seg
         t->early_ns += (uint32_t)min64(segment->opened_ns - start, EDGE - t->early_ns);
     uint64_t since = max64(segment->opened_ns, segment->before_ns + t->early_ns);
     uint64_t waited = start > since ? start - since : 0;
-    t->waits += t->waits < PROMPT_MOST && waited > max64(cost_ns / 2, 2 * EDGE);
     return waited < cost_ns / (reported ? 5 : 2) ? 0 : (int64_t)min64(cost_ns, 4 * waited);
 }
 
-/* Return the cost of the switches back to this context after preemptions within the interval. Add
- * to `own` what this context ran beyond the end of its slices. */
+/* Return the cost of the switches back to this context after preemptions within the interval. */
 static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *segment,
-                             const struct gs_peer *peer, unsigned n, int64_t *own) {
+                             const struct gs_peer *peer, unsigned n) {
     const struct gs_activity *a = &t->page->buffer[atomic_load(&t->page->index) & 1];
     uint32_t count = a->n < GS_RUNS ? a->n : GS_RUNS, left = segment->preemptions;
     int64_t sum = 0;
@@ -165,27 +152,11 @@ static int64_t switches_back(struct gs_throttle *t, const struct gs_segment *seg
             continue;
         struct company c = gs_throttle_company(t, peer, n, run->start_ns, run->start_ns);
         c.wait = c.before_ns <= last->end_ns; /* not reported yet */
-        learn_switch(t, &c, last->end_ns, last->end_ns, run->start_ns);
+        learn_switch(t, &c, last->end_ns, run->start_ns);
         sum += t->cost[switch_kind(&c)].ns;
         left--;
-        /* Where kernels are whole, it ran until the next context was switched in; that one may have
-         * completed only its marker. */
-        struct company next = gs_throttle_company(t, peer, n, last->end_ns, run->start_ns + EDGE);
-        uint64_t in = next.first_ns, out = last->end_ns + t->cost[GS_PREEMPTION].ns;
-        *own += t->whole && in > out && in < UINT64_MAX ? (int64_t)(in - out) : 0;
     }
     return sum + left * (int64_t)t->cost[GS_PREEMPTION].ns;
-}
-
-/* Without preemption inside kernels, a kernel that is longer than a slice has ended before another
- * context runs, so its marker completes as soon as this context is switched in again. */
-static void detect_whole_kernels(struct gs_throttle *t, const struct gs_segment *segment,
-                                 const struct gs_peer *peer, unsigned n) {
-    struct company c = gs_throttle_company(t, peer, n, segment->end_ns, segment->end_ns);
-    uint64_t switched_in = c.before_ns + t->cost[switch_kind(&c)].ns;
-    bool at_once = c.before_ns > segment->start_ns && segment->end_ns < switched_in + 2 * EDGE;
-    t->at_once = at_once ? t->at_once + 1 : 0;
-    t->whole = t->at_once < AT_ONCE ? t->whole : WHOLE_FOR;
 }
 
 /* Return how much of an interval's time this context used, by probe events or by the activity of
@@ -200,7 +171,7 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
                        segment->end_ns - t->slice_from_ns <= whole(t);
     bool hit = segment->sighted ? segment->preemptions > 0 /* whatever other contexts report */
                                 : c->contexts && (c->inside || took > (int64_t)whole(t));
-    most = gs_throttle_busy(t, segment, &sure);
+    most = busy_for_certain(t, segment, &sure);
     segment->sure = sure;
     t->doubtful = !sure && took > 2 * most;
     gs_throttle_seen(segment);
@@ -217,11 +188,9 @@ static int64_t own_time(struct gs_throttle *t, struct gs_segment *segment,
     }
     /* Few such intervals run without preemption. */
     bool is_long = segment->work_ns >= (int64_t)whole(t);
-    if (is_long && segment->launches == 1)
-        detect_whole_kernels(t, segment, peer, n);
     own = took - segment->away_ns;
     if (segment->sighted)
-        switches = switches_back(t, segment, peer, n, &own);
+        switches = switches_back(t, segment, peer, n);
     else
         own = gs_throttle_split(t, peer, n, segment->start_ns, segment->end_ns,
                                 segment->probe ? took
@@ -302,7 +271,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     unsigned n = gs_throttle_credible(t, all, n_all, peer);
     struct company c = gs_throttle_company(t, peer, n, segment->start_ns, segment->end_ns);
     uint64_t patience = min64(segment->end_ns - segment->start_ns, DEBT) + DEFER;
-    if (c.wait && !(segment->sighted && segment->preemptions && !t->whole) &&
+    if (c.wait && !(segment->sighted && segment->preemptions) &&
         now < segment->end_ns + patience) /* a peer that never reports must not block the charge */
         return false;
     gs_throttle_hear(t, all, n_all, segment->end_ns);
@@ -326,7 +295,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     if (t->limit.mode == GS_THROTTLE_SOFT && !c.outranked)
         own = 0;
     if (t->limit.mode != GS_THROTTLE_UNLIMITED)
-        gs_throttle_adjust(t, own - segment->work_ns, now);
+        gs_bucket_adjust(t, own - segment->work_ns, now);
     record.charged_ns = own;
     trace(t, segment, &record, now);
     return true;

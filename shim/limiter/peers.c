@@ -2,23 +2,13 @@
 #include "throttle_parts.h"
 
 /* Record the last timestamp of a peer before the start; `over`: the peer had no more work then. */
-static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, uint64_t began,
-                                  bool over, bool cut) {
+static void update_last_timestamp(struct company *c, uint64_t at, uint64_t start, bool over,
+                                  bool cut) {
     if (at > start + (cut ? CUT_EDGE : EDGE) || at <= c->before_ns)
         return;
     c->before_ns = at;
-    c->began_ns = began;
     c->over = over;
     c->cut = cut;
-}
-
-/* Return the start of the runs up to the i-th newest one that follow each other without a gap. */
-static uint64_t began(const struct gs_activity *a, uint32_t i) {
-    uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
-    const struct gs_run *run = nth_newest(a, i), *older;
-    while (++i < n && (older = nth_newest(a, i))->end_ns == run->start_ns)
-        run = older;
-    return run->start_ns;
 }
 
 /* Set `wants` if the peer had work, whichever context was on the device. */
@@ -33,11 +23,10 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
             continue;
         bool cut = run->run_ns == GS_CUT_OFF;
         if (run->start_ns + EDGE <= start) /* or it may have begun afterwards */
-            update_last_timestamp(c, run->start_ns, start, run->start_ns, false, false);
+            update_last_timestamp(c, run->start_ns, start, false, false);
         if (run->start_ns + run->end_ns <=
             start + end) /* else it may end within EDGE of the start */
-            update_last_timestamp(c, run->end_ns, start, began(a, i), next > run->end_ns && !cut,
-                                  cut);
+            update_last_timestamp(c, run->end_ns, start, next > run->end_ns && !cut, cut);
         *wants |= cut && run->end_ns < end && next > start;
         next = run->start_ns;
         if (run->end_ns <= start)
@@ -45,15 +34,12 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
         if (run->start_ns >= end)
             continue;
         active = c->ran = true;
-        c->first_ns = run->start_ns > start ? min64(run->start_ns, c->first_ns) : c->first_ns;
         c->inside |= (run->start_ns > start + EDGE && run->start_ns + EDGE < end) ||
                      (run->end_ns > start + EDGE && run->end_ns + EDGE < end);
     }
     uint64_t known = max64(max64(a->horizon_ns, a->busy_from_ns), start);
     if (a->busy_from_ns && known < end && a->busy_until_ns > known)
         active = c->wait = true;
-    if (a->busy_from_ns && known > start && known < end)
-        c->first_ns = min64(known, c->first_ns);
     c->ran |= active && gs_throttle_lasts(t, (int64_t)a->expects_ns);
     *wants |= active;
     return active;
@@ -61,7 +47,7 @@ static bool evaluate_peer(const struct gs_throttle *t, const struct gs_activity 
 
 struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_peer *peer,
                                    unsigned n, uint64_t start, uint64_t end) {
-    struct company c = {.first_ns = UINT64_MAX};
+    struct company c = {.contexts = 0, .outranked = t->peers_hidden};
     for (unsigned i = 0; i < n; i++) {
         bool wants = false;
         uint64_t before_ns = c.before_ns;

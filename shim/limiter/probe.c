@@ -54,7 +54,6 @@ static void note_preemption(struct gs_throttle *t, struct gs_segment *segment, u
                             uint64_t at, uint64_t now) {
     uint64_t start = max64(t->told_ns, segment->start_ns);
     struct gs_run run = {start, from, GS_CUT_OFF};
-    t->waits = 0;
     /* A prompt probe event in the same interval was not queued behind its work. */
     t->late_ns = t->prompt_ns > max64(segment->start_ns, t->covered_ns) + EDGE ? 0 : at;
     t->tied -= t->tied / 8;
@@ -103,6 +102,5 @@ void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment) {
     note_own_activity(t, segment->end_ns);
     if (t->late_ns && segment->end_ns < t->late_ns + EDGE && t->late_ns < segment->end_ns + EDGE)
         t->tied += (TIED_ALL - t->tied) / 4;
-    segment->sighted = t->tied <= TIED_ALL / 2 && t->waits < PROMPT_MOST && !t->tiny &&
-                       t->sight_ns <= segment->start_ns;
+    segment->sighted = t->tied <= TIED_ALL / 2 && !t->tiny && t->sight_ns <= segment->start_ns;
 }

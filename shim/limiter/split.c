@@ -14,7 +14,7 @@ struct timestamp {
     /* Own device time to the context's previous and next timestamp; 0: it had no work there. */
     int64_t before, after;
     bool fresh; /* the context was switched in here: it was idle or preempted before */
-    bool cut;   /* it was preempted here; without preemption inside kernels, later */
+    bool cut;   /* it was preempted here */
 };
 #define ME UINT32_MAX
 
@@ -37,9 +37,9 @@ static int64_t own_ns(const struct gs_run *run) {
     return (int64_t)min64(run->run_ns, run->end_ns - run->start_ns);
 }
 
-/* Insert the starts of runs before `end`, and the ends of runs before `to` as at most `end`. */
+/* Insert the starts and ends of runs before `end`. */
 static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsigned peer,
-                        uint64_t start, uint64_t end, uint64_t to) {
+                        uint64_t start, uint64_t end) {
     uint32_t n = a->n < GS_RUNS ? a->n : GS_RUNS;
     bool open = a->busy_from_ns && a->busy_until_ns > start;
     uint64_t next_start = open ? max64(a->horizon_ns, a->busy_from_ns) : 0;
@@ -52,9 +52,9 @@ static void insert_peer(struct timestamps *s, const struct gs_activity *a, unsig
             break;
         bool first = i + 1 == n || nth_newest(a, i + 1)->end_ns != run->start_ns;
         bool cut = run->run_ns == GS_CUT_OFF, follows = next_start == run->end_ns;
-        if (run->end_ns < to)
-            insert(s, (struct timestamp){min64(run->end_ns, end), peer, own_ns(run),
-                                         follows ? next : 0, .cut = cut});
+        if (run->end_ns < end)
+            insert(s, (struct timestamp){run->end_ns, peer, own_ns(run), follows ? next : 0,
+                                         .cut = cut});
         if (first && run->start_ns > start && run->start_ns < end)
             insert(s, (struct timestamp){run->start_ns, peer, 0, own_ns(run), .fresh = true});
         next_start = run->start_ns;
@@ -107,15 +107,6 @@ static double switch_cost(const struct gs_throttle *t, const struct timestamp *a
     return t->cost[a->after > 0 || a->cut ? GS_PREEMPTION : GS_HANDOVER].ns;
 }
 
-/* Return whether the context of `a` had the device until the context of `b` was switched in, just
- * before `b`. Where kernels are not preempted, a context that is switched in first completes the
- * marker of the kernel that it ran last. */
-static bool ran_until(const struct gs_throttle *t, const struct timestamp *a,
-                      const struct timestamp *b) {
-    return a->owner != b->owner && t->whole && (a->after > 0 || a->cut) &&
-           (b->fresh || b->before >= QUANTUM);
-}
-
 /* Return this context's part of the time from timestamp `a` to the next timestamp `b`. */
 static double own_between(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                           const struct timestamp *a, const struct timestamp *b, bool lasting) {
@@ -123,10 +114,6 @@ static double own_between(const struct gs_throttle *t, const struct gs_peer *pee
     bool mine = a->owner == ME || b->owner == ME, same = a->owner == b->owner;
     unsigned present = 0;
     double unseen = 0; /* number of contexts that can run for a slice without a timestamp */
-    if (ran_until(t, a, b)) {
-        double cost = gap < t->cost[GS_PREEMPTION].ns ? gap : t->cost[GS_PREEMPTION].ns;
-        return !mine ? 0 : a->owner == ME ? gap - cost : cost;
-    }
     bool unclaimed = !mine && a->after == 0 && b->fresh; /* no known context was on the device */
     if (b->at - a->at > whole(t) || unclaimed) {
         for (unsigned i = 0; i < n; i++) {
@@ -179,12 +166,7 @@ int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *pee
     double own = 0;
     s.n = 0;
     for (unsigned i = 0; i < n; i++)
-        insert_peer(&s, peer[i].activity, i, start + EDGE, edge, edge);
-    /* Another context must have run. Where kernels are whole, it may have completed only its last
-     * marker, just before this context's. */
-    bool late = !s.n && t->whole && gs_throttle_lasts(t, (int64_t)(end - start));
-    for (unsigned i = 0; i < n && late; i++)
-        insert_peer(&s, peer[i].activity, i, start + EDGE, end, end + EDGE);
+        insert_peer(&s, peer[i].activity, i, start + EDGE, edge);
     struct timestamp last = {start, ME, 0, length, .fresh = fresh},
                      stop = {end, ME, length, 0, .fresh = false};
     for (unsigned i = 0; i <= s.n; i++) {

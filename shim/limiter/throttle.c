@@ -1,42 +1,8 @@
-/* The rate limiter of docs/compute.md: decide which launch may go now. done.c detects completed
- * intervals, charge.c charges them, peers.c evaluates the activity of other contexts. */
+/* The rate limiter of docs/internals/limiter.md: decide which launch may go now. done.c detects
+ * completed intervals, charge.c charges them, peers.c evaluates the activity of other contexts. */
 #include <string.h>
 
 #include "throttle_parts.h"
-
-/* ---- the bucket ------------------------------------------------------------------------ */
-
-#define MOST_WALL 1e18 /* 30 years: hours of device time at a rate of 1 ppm would overflow */
-static int64_t wall_ns(const struct gs_throttle *t, int64_t device_ns) {
-    double ns = (double)device_ns * 1e6 / t->rate_ppm;
-    return (int64_t)(ns > MOST_WALL ? MOST_WALL : ns < -MOST_WALL ? -MOST_WALL : ns);
-}
-
-void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now) {
-    uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
-    int64_t by = wall_ns(t, device_ns);
-    do {
-        next = by < 0 && tat < (uint64_t)-by ? 0 : tat + (uint64_t)by;
-        next = min64(next, now + DEBT);
-    } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
-}
-
-/* Pay for `device_ns`. Return 0, or the time when it can be paid; with `anyway`, pay at once and
- * make a debt. */
-static uint64_t pay_from_bucket(struct gs_throttle *t, int64_t device_ns, int64_t longest_ns,
-                                uint64_t now, bool anyway) {
-    uint64_t tat = atomic_load(&t->bucket->tat_ns), next;
-    uint64_t burst = max64(BURST + 2 * (uint64_t)longest_ns, gs_turn_burst(t));
-    do {
-        /* A later time is invalid: a process of the container wrote it. */
-        uint64_t from = tat > now + DEBT ? now : tat;
-        if (from > now && !anyway)
-            return from;
-        next = max64(from, now > burst ? now - burst : 0) + (uint64_t)wall_ns(t, device_ns);
-        next = min64(next, now + DEBT);
-    } while (!atomic_compare_exchange_weak(&t->bucket->tat_ns, &tat, next));
-    return 0;
-}
 
 /* ---- launches -------------------------------------------------------------------------- */
 
@@ -214,14 +180,15 @@ static bool unknown_is_slow(const struct gs_throttle *t, uint32_t stream, uint64
 
 static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predictor *f, int64_t ns,
                          bool known, int64_t *pay, uint64_t now) {
-    uint64_t until = now + POLL;
-    int64_t window = known ? gs_throttle_most(f, ns, WINDOW, now) : WINDOW;
+    uint64_t until = now + POLL, burst = max64(BURST + 2 * (uint64_t)ns, gs_turn_burst(t));
+    int64_t most = gs_turn_window(t, now);
+    int64_t window = known ? gs_throttle_most(f, ns, most, now) : most;
     /* While a capture is open, no launch can be seen to complete. Then pay only for the expected
      * work, and admit only as many launches as the measured ones justify. */
     bool sure = known || (!f->probing && !unknown_is_slow(t, stream, now));
-    bool room = window < WINDOW && t->in_flight_ns > 0
+    bool room = window < most && t->in_flight_ns > 0
                     ? t->in_flight_ns + *pay <= window
-                    : t->in_flight_ns < (ns < WINDOW ? WINDOW : ns + 1);
+                    : t->in_flight_ns < (ns < most ? most : ns + 1);
     bool ready =
         t->capturing ? t->open.launches < gs_throttle_unmarked(f) : has_room(t) && sure && room;
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
@@ -232,12 +199,12 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
         until = gs_turn_admit(t, ns, pay, now, &own);
         why = until ? GS_WHY_TURN : GS_WHY_BUCKET;
         if (!until && *pay > 0)
-            until = pay_from_bucket(t, *pay, ns, now, own);
+            until = gs_bucket_pay(t, *pay, burst, now, own);
     }
     if (until == 0)
         return 0;
     if (ready && t->limit.mode == GS_THROTTLE_SOFT && no_peer_outranks(t, now))
-        return pay_from_bucket(t, *pay, ns, now, true);
+        return gs_bucket_pay(t, *pay, burst, now, true);
     if (!t->waiting_since_ns)
         t->waiting_since_ns = now;
     t->why = why;
@@ -246,7 +213,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
     until = min64(until, gs_throttle_next_probe(t, now));
     if (must_admit_stuck(t, stream, now, &until)) {
         *pay = ns - atomic_load(&t->allowance_ns); /* only this one launch */
-        return *pay > 0 ? pay_from_bucket(t, *pay, ns, now, true) : 0;
+        return *pay > 0 ? gs_bucket_pay(t, *pay, burst, now, true) : 0;
     }
     return until;
 }
@@ -262,7 +229,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     bool blind = t->open.blind || t->capturing;
     if (known && t->open.launches && !s->waited && !blind && atomic_load(&t->allowance_ns) >= ns) {
         if (!unlimited)
-            gs_throttle_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
+            gs_bucket_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);
         note_launch(t, s, f, ns);
         return 0;
@@ -289,6 +256,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     }
     bool idle = t->marked == t->finished;
     t->burst_ns += pay > 0 ? pay : 0;
+    t->burst_until_ns = now + (uint64_t)(t->in_flight_ns + (pay > 0 ? pay : 0));
     if ((idle || s->waited) && !t->open.launches && !t->capturing) {
         t->open.idle = t->others_ppm && !s->waited && t->env->idle(t->env->arg, s->id);
         t->open.start_event = t->env->mark(t->env->arg, s->id);
@@ -334,6 +302,14 @@ void gs_throttle_launched(struct gs_throttle *t) {
     mark(t, t->env->now(t->env->arg));
 }
 
+void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s) {
+    if (t->limit.mode == GS_THROTTLE_UNLIMITED && t->contexts == 1)
+        return;
+    if (s->dirty)
+        gs_throttle_launched(t);
+    s->waited = !s->dirty; /* else the wait is within an interval and counts as busy */
+}
+
 void gs_throttle_sync_begin(struct gs_throttle *t) {
     int64_t work = 0;
     for (const struct gs_throttle_stream *s = t->dirty; s; s = s->next_dirty)
@@ -344,7 +320,9 @@ void gs_throttle_sync_begin(struct gs_throttle *t) {
         return;
     uint64_t now = t->env->now(t->env->arg);
     mark(t, now);
-    gs_throttle_give_back(t, 0, now);
+    int64_t unused = atomic_load(&t->allowance_ns);
+    t->burst_ns -= unused > 0 ? (int64_t)min64((uint64_t)t->burst_ns, (uint64_t)unused) : 0;
+    gs_bucket_give_back(t, 0, now);
     gs_throttle_publish(t, NULL, now);
 }
 

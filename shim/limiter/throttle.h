@@ -1,5 +1,5 @@
-/* The rate limiter for compute: when a launch may go, and what it is charged. docs/compute.md
- * describes the scheme.
+/* The rate limiter for compute: when a launch may go, and what it is charged.
+ * docs/internals/limiter.md describes the scheme.
  *
  * It is a state machine. Clock, device, shared memory and peers are passed in, it has no globals
  * and never blocks, so the same code runs in virtual time (tests/limiter). All times are wall-clock
@@ -189,9 +189,7 @@ struct gs_throttle {
     uint32_t container;
     uint32_t switch_ns; /* of each kind of switch, until it is learned: configured */
     struct gs_switch_cost cost[GS_SWITCHES];
-    uint32_t whole;   /* remaining preemptions for which kernels count as whole */
-    uint32_t at_once; /* consecutive markers that completed when this context was switched in */
-    int64_t lag_ns;   /* of timestamps of start events behind the host's clock, on average */
+    int64_t lag_ns; /* of timestamps of start events behind the host's clock, on average */
     bool lag_known;
     uint32_t early_ns; /* how far timestamps are before the host's clock at most */
     uint32_t slice_ns;
@@ -209,6 +207,7 @@ struct gs_throttle {
     uint32_t rate_ppm;   /* the rate that the limit gives now */
     uint32_t others_ppm; /* granted to other containers */
     uint32_t contexts;   /* with work on the device, including this one, at the last check */
+    bool peers_hidden;   /* what some container does cannot be read: `peers` sets it */
     struct gs_claim claim[GS_MAX_PEERS];
     uint64_t heard_ns;             /* claims.c */
     uint64_t slice_from_ns;        /* start of the current slice of this context */
@@ -226,7 +225,6 @@ struct gs_throttle {
         sight_ns;       /* time of the probe; last sign of this context; since when without a gap */
     uint64_t prompt_ns; /* completion of the last probe that was not late */
     uint64_t late_ns;   /* completion of the last late probe */
-    uint32_t waits;     /* launches that waited for another context since then */
     uint32_t tied;      /* late probes that completed together with work of this context */
     bool tiny;          /* launches in many streams, so short that the device idles between them */
     uint64_t told_ns;   /* device use is published up to here */
@@ -236,12 +234,15 @@ struct gs_throttle {
     uint32_t rivals;                 /* contexts of others that used the device lately */
     uint32_t siblings;               /* contexts of this container that did, besides this one */
     int64_t burst_ns, burst_mean_ns; /* work since this container rested */
+    uint64_t burst_until_ns;         /* when the last of it is expected to be over */
     uint64_t turn_work_until_ns;     /* expected end of all work, without the gap until the next */
-    uint64_t turn_launched_ns, stepped_back_ns, free_until_ns;
+    uint64_t turn_launched_ns, stepped_back_ns, free_until_ns, cut_in_at_ns;
     uint64_t turn_busy_ns; /* of the last turn */
     uint32_t steps_back, disturbed, left_idle;
     bool in_turn; /* the last launch was within the own turn */
     struct gs_rival rival[GS_MAX_PEERS];
+    uint64_t surveyed_ns, held_until_ns, cuts_until_ns;
+    int64_t held_ns; /* by the turns of all others, in excess of what the own limit leaves them */
 };
 
 void gs_throttle_init(struct gs_throttle *t, const struct gs_throttle_env *env,

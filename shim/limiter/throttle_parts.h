@@ -1,4 +1,6 @@
-/* Declarations that the files of the rate limiter share. */
+/* Declarations that the files of the rate limiter share: each calls only files that stand above it
+ * here. bucket.c pays; trust.c expects; activity.c, probe.c and wait.c measure; split.c, peers.c
+ * and claims.c attribute; turn.c, charge.c and done.c charge; throttle.c admits. */
 #ifndef GPUSHARE_THROTTLE_PARTS_H
 #define GPUSHARE_THROTTLE_PARTS_H
 
@@ -29,9 +31,6 @@
 #define MAX_PEERS 64u
 #define FINDS 32u              /* measurements until a switch cost is relied on */
 #define SURE_FINDS 256u        /* until here all measurements have the same weight */
-#define PROMPT_MOST 2u         /* launches that had to wait without one late probe event */
-#define AT_ONCE 4u             /* markers that show in a row that kernels are whole */
-#define WHOLE_FOR 32u          /* preemptions: kernels are whole for so many after a late one */
 #define CUT_EDGE (120 * US)    /* a preemption is known to half the time between two probes */
 #define MOST_SWITCH (500 * US) /* a longer wait was more, unless switches take half as long */
 #define EDGE (20 * US)         /* maximum clock difference between containers; less than a switch */
@@ -59,12 +58,91 @@ static inline uint64_t whole(const struct gs_throttle *t) {
     return (uint64_t)t->slice_ns * 7 / 10;
 }
 
-/* ---- peers.c: what the peers did in a period ----------------------------------- */
+/* ---- bucket.c: what is paid and saved ----------------------------------------------------------
+ */
+
+/* Correct the advance payment by `device_ns`; a debt is never longer than DEBT. */
+void gs_bucket_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now);
+/* Pay for `device_ns`, with credit of `burst` at most. Return 0, or the time when it can be paid;
+ * with `anyway`, pay at once and make a debt. */
+uint64_t gs_bucket_pay(struct gs_throttle *t, int64_t device_ns, uint64_t burst, uint64_t now,
+                       bool anyway);
+/* Reduce the remaining allowance to `most_ns`, and refund the rest. */
+void gs_bucket_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now);
+
+/* ---- trust.c: how far expectations are relied on -----------------------------------------------
+ */
+
+/* Return whether a recent launch took so much longer than `ns` that each launch is measured. */
+bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now);
+/* Return how many launches of `f` may run without a marker. */
+uint32_t gs_throttle_unmarked(const struct gs_predictor *f);
+/* Return the part of `quantum` that may be in flight without a marker; at least `ns`. */
+int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now);
+/* Return the advance payment for a launch of `f` and the launches after it that get no marker.
+ * While the device may have idle times the amount is random, so that a program cannot predict which
+ * launch is measured. */
+int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
+                            uint64_t now);
+/* Return the advance payment for a launch of an unknown function. */
+int64_t gs_throttle_unknown(const struct gs_throttle *t);
+/* Count measured launches, however reliable their measurement is. */
+void gs_throttle_seen(const struct gs_segment *segment);
+/* The launches took `took_ns` each on average; `sure`: at least so long. */
+void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at);
+
+/* Return the expected duration of an interval that was preempted: longer intervals are preempted
+ * more often. */
+int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns);
+/* Return whether all launches of `f` take about the same time. */
+bool gs_throttle_even(const struct gs_predictor *f);
+/* Learn from an interval that took `own` how much durations vary. Preempted intervals count as
+ * well, since these are the longer ones, but with less weight: their time is an estimate. */
+void gs_throttle_spread(struct gs_segment *segment, int64_t own, float weight);
+
+/* ---- activity.c: what is known and published ---------------------------------------------------
+ */
+
+/* Return whether the device has begun the interval. */
+bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment);
+/* Return whether the interval has begun and all of its markers have completed. */
+bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
+/* Publish this context's activity to its peers; `run`, if not NULL, has completed. */
+void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
+
+/* ---- probe.c: probe events ---------------------------------------------------------------------
+ */
+
+/* Return when the next probe event is due at the latest; UINT64_MAX: none is worth its cost. */
+uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now);
+void gs_throttle_probe(struct gs_throttle *t, uint64_t now);
+/* Evaluate the pending probe event. */
+void gs_throttle_probed(struct gs_throttle *t, uint64_t now);
+/* An interval has completed: decide whether probe events covered it. */
+void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment);
+
+/* ---- wait.c: streams that wait for something else ----------------------------------------------
+ */
+
+/* Called before the first unfinished interval completes: decide whether the wait in front of it was
+ * idle time. */
+void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
+
+/* ---- split.c: which context used a period ------------------------------------------------------
+ */
+
+/* Return whether work of this duration can run for a slice without a timestamp. */
+bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length_ns);
+/* Return the part of a context that was on the device at `start` and at `end`. `length` is the
+ * duration of its work when alone; `fresh`: the context was idle before. */
+int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
+                          uint64_t start, uint64_t end, int64_t length, bool fresh);
+
+/* ---- peers.c: what the peers did in a period ---------------------------------------------------
+ */
 
 struct company {
     uint64_t before_ns; /* last timestamp of a peer before the start */
-    uint64_t began_ns;  /* its slice had begun by then */
-    uint64_t first_ns;  /* first run of a peer that began in the period, or UINT64_MAX */
     uint32_t contexts;  /* contexts of peers that had work in the period */
     uint32_t container; /* of that timestamp */
     bool over;          /* the context of that timestamp had no more work then */
@@ -81,7 +159,8 @@ struct company gs_throttle_company(const struct gs_throttle *t, const struct gs_
 void gs_throttle_survey(struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                         uint64_t now);
 
-/* ---- claims.c: peers cannot have used more than their grants ------------------------ */
+/* ---- claims.c: peers cannot have used more than their grants -----------------------------------
+ */
 
 /* Compare what all peers report of the time up to `to` with what the host granted. */
 void gs_throttle_hear(struct gs_throttle *t, const struct gs_peer *peer, unsigned n, uint64_t to);
@@ -92,84 +171,7 @@ void gs_throttle_scatter(struct gs_throttle *t, uint32_t container, int64_t took
 unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
                               struct gs_peer *out);
 
-/* ---- probe.c: probe events --------------------------------------------------------- */
-
-/* Return when the next probe event is due at the latest; UINT64_MAX: none is worth its cost. */
-uint64_t gs_throttle_next_probe(const struct gs_throttle *t, uint64_t now);
-void gs_throttle_probe(struct gs_throttle *t, uint64_t now);
-/* Evaluate the pending probe event. */
-void gs_throttle_probed(struct gs_throttle *t, uint64_t now);
-/* An interval has completed: decide whether probe events covered it. */
-void gs_throttle_sighted(struct gs_throttle *t, struct gs_segment *segment);
-
-/* ---- split.c: which context used a period ------------------------------------------ */
-
-/* Return whether work of this duration can run for a slice without a timestamp. */
-bool gs_throttle_lasts(const struct gs_throttle *t, int64_t length_ns);
-/* Return the part of a context that was on the device at `start` and at `end`. `length` is the
- * duration of its work when alone; `fresh`: the context was idle before. */
-int64_t gs_throttle_split(const struct gs_throttle *t, const struct gs_peer *peer, unsigned n,
-                          uint64_t start, uint64_t end, int64_t length, bool fresh);
-
-/* ---- trust.c: how far expectations are relied on ----------------------------------- */
-
-/* Return whether a recent launch took so much longer than `ns` that each launch is measured. */
-bool gs_throttle_is_daring(const struct gs_predictor *f, int64_t ns, uint64_t now);
-/* Return how many launches of `f` may run without a marker. */
-uint32_t gs_throttle_unmarked(const struct gs_predictor *f);
-/* Return the part of `quantum` that may be in flight without a marker; at least `ns`. */
-int64_t gs_throttle_most(const struct gs_predictor *f, int64_t ns, int64_t quantum, uint64_t now);
-/* Return the advance payment for a launch of `f` and the launches after it that get no marker.
- * While the device may have idle times the amount is random, so that a program cannot predict which
- * launch is measured. */
-int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
-                            uint64_t now);
-/* Return the advance payment for a launch of an unknown function. */
-int64_t gs_throttle_unknown(const struct gs_throttle *t);
-/* Reduce the remaining allowance to `most_ns`, and refund the rest. */
-void gs_throttle_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now);
-/* Count measured launches, however reliable their measurement is. */
-void gs_throttle_seen(const struct gs_segment *segment);
-/* The launches took `took_ns` each on average; `sure`: at least so long. */
-void gs_throttle_timed(struct gs_predictor *f, int64_t took_ns, bool sure, uint64_t at);
-
-/* Return the expected duration of an interval that was preempted: longer intervals are preempted
- * more often. */
-int64_t gs_throttle_when_hit(const struct gs_segment *segment, int64_t work_ns);
-/* Return whether all launches of `f` take about the same time. */
-bool gs_throttle_even(const struct gs_predictor *f);
-/* Learn from an interval that took `own` how much durations vary. Preempted intervals count as
- * well, since these are the longer ones, but with less weight: their time is an estimate. */
-void gs_throttle_spread(struct gs_segment *segment, int64_t own, float weight);
-
-/* ---- charge.c ------------------------------------------------------------------ */
-
-/* Return how much of an interval the device was busy for certain. */
-int64_t gs_throttle_busy(const struct gs_throttle *t, const struct gs_segment *segment, bool *sure);
-/* Return the own time to publish as soon as an interval has completed. */
-uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment);
-/* Return false if peers have not published yet what they did. */
-bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
-                        const struct gs_peer *peer, unsigned n, uint64_t now);
-
-/* ---- done.c -------------------------------------------------------------------- */
-
-/* Return whether the device has begun the interval. */
-bool gs_throttle_started(struct gs_throttle *t, struct gs_segment *segment);
-/* Return whether the interval has begun and all of its markers have completed. */
-bool gs_throttle_events_done(struct gs_throttle *t, struct gs_segment *segment);
-/* Publish this context's activity to its peers; `run`, if not NULL, has completed. */
-void gs_throttle_publish(struct gs_throttle *t, const struct gs_run *run, uint64_t now);
-/* Detect completed intervals, and charge the ones that can be judged. */
-void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
-
-/* ---- wait.c --------------------------------------------------------------------- */
-
-/* Called before the first unfinished interval completes: decide whether the wait in front of it was
- * idle time. */
-void gs_throttle_waited(struct gs_throttle *t, struct gs_segment *segment);
-
-/* ---- turn.c -----------------------------------------------------------------------------------
+/* ---- turn.c: who may launch now ----------------------------------------------------------------
  */
 
 /* Return 0 if a launch of `ns` may go, for which `pay` is paid, else when to ask again. `own`:
@@ -178,12 +180,27 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
 /* An interval is charged `own`; `company`: another container was on the device meanwhile. */
 void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
                      bool company, uint64_t now);
+/* All work of this context has completed. */
+void gs_turn_rests(struct gs_throttle *t, uint64_t now);
+/* Return how much expected work may be in flight: less while bursts of other containers wait for
+ * it. */
+int64_t gs_turn_window(const struct gs_throttle *t, uint64_t now);
 /* Return the credit that must be saved for a turn; 0: none. */
 uint64_t gs_turn_burst(const struct gs_throttle *t);
 
-/* ---- throttle.c -------------------------------------------------------------------------- */
+/* ---- charge.c: how much an interval costs ------------------------------------------------------
+ */
 
-/* Correct the advance payment by `device_ns`; a debt is never longer than DEBT. */
-void gs_throttle_adjust(struct gs_throttle *t, int64_t device_ns, uint64_t now);
+/* Return the own time to publish as soon as an interval has completed. */
+uint64_t gs_throttle_first_guess(const struct gs_throttle *t, const struct gs_segment *segment);
+/* Return false if peers have not published yet what they did. */
+bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
+                        const struct gs_peer *peer, unsigned n, uint64_t now);
+
+/* ---- done.c: completed intervals ---------------------------------------------------------------
+ */
+
+/* Detect completed intervals, and charge the ones that can be judged. */
+void gs_throttle_poll(struct gs_throttle *t, uint64_t now);
 
 #endif

@@ -54,14 +54,6 @@ int64_t gs_throttle_unknown(const struct gs_throttle *t) {
     return lately ? (int64_t)max64(QUANTUM, min64(lately, BURST)) : WINDOW;
 }
 
-void gs_throttle_give_back(struct gs_throttle *t, int64_t most_ns, uint64_t now) {
-    int64_t had = atomic_load(&t->allowance_ns);
-    while (had > most_ns && !atomic_compare_exchange_weak(&t->allowance_ns, &had, most_ns))
-        ;
-    if (had > most_ns && t->limit.mode != GS_THROTTLE_UNLIMITED)
-        gs_throttle_adjust(t, most_ns - had, now);
-}
-
 static uint32_t next_random(struct gs_throttle *t, uint64_t now) { /* xorshift32 */
     uint32_t x = (t->random ^ (uint32_t)now) | 1;
     x ^= x << 13;
@@ -89,7 +81,7 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
         if (!gs_throttle_even(f)) /* more timestamps, since each one carries less information */
             quantum /= 2;
         quantum = is_blind(t) ? ns : gs_throttle_most(f, ns, quantum, now);
-        gs_throttle_give_back(t, quantum, now);
+        gs_bucket_give_back(t, quantum, now);
     }
     return t->doubtful ? ns + (int64_t)(next_random(t, now) % (uint64_t)quantum) : quantum;
 }

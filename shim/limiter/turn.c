@@ -11,7 +11,8 @@
  *   alone, or beside a container without a hard limit
  *                     no turns: the bucket alone decides
  *   own turn          launch what ends within it
- *   short bursts      a container that saved credit launches short bursts into another one's turn
+ *   short bursts      a container that saved credit launches short bursts into another one's turn,
+ *                     and the others launch nothing until its burst is over
  *   otherwise         sleep until the turn of the holder ends
  *
  * Nothing here waits for another container to act. A holder that was killed or stopped, or whose
@@ -19,12 +20,16 @@
  * believed to have a turn more often than its grant allows, which only the host writes. */
 #include "throttle_parts.h"
 
-#define LEAST_TURN (2 * (int64_t)MS)
-#define NO_WORK (200 * US)       /* without work a turn is over */
-#define GRACE (25 * MS)          /* the longest wait for work that outlasts its turn */
-#define CUT_IN (2 * (int64_t)MS) /* a burst in another turn: on average, and at most twice */
-#define REST (500 * US)          /* without work: what follows is another burst */
-#define STEP_BACK (300 * US)     /* the container that waited longer has so long to take the turn */
+#define SWITCHES 160u /* a round lasts at least so many of them, and a turn a tenth of that */
+#define LEAST_TURN (2 * MS)
+#define NO_WORK (200 * US)          /* without work a turn is over */
+#define GRACE (25 * MS)             /* the longest wait for work that outlasts its turn */
+#define CUT_IN (2500 * (int64_t)US) /* a burst in another turn: on average, and at most twice */
+#define BEHIND (2 * MS)             /* a burst waits for work in flight and switches */
+#define NARROW (600 * US)           /* of expected work in flight where bursts wait for it */
+#define LOOK (250 * US)             /* the holder looks so often whether a burst is over */
+#define REST (500 * US)             /* without work: what follows is another burst */
+#define STEP_BACK (300 * US) /* the container that waited longer has so long to take the turn */
 #define STEPS_BACK 4u
 #define RENEWED MS               /* how much later than needed an advertised wait ends */
 #define DOUBTED (1000 * MS)      /* a container that advertises falsely is ignored for so long */
@@ -35,8 +40,9 @@
 #define DISTURBED_MOST 64u
 
 static int64_t turn_ns(const struct gs_throttle *t, uint32_t ppm) {
-    int64_t ns = (int64_t)((double)t->round_ns * ppm / 1e6);
-    return ns > LEAST_TURN ? ns : LEAST_TURN;
+    uint64_t switches = SWITCHES * min64(t->cost[GS_HANDOVER].ns, MOST_SWITCH);
+    double ns = (double)max64(t->round_ns, switches) * ppm / 1e6;
+    return (int64_t)max64((uint64_t)ns, max64(LEAST_TURN, switches / 10));
 }
 
 /* The device time that can be paid from `now` on, if nothing but this container uses it. */
@@ -68,6 +74,7 @@ uint64_t gs_turn_burst(const struct gs_throttle *t) {
 struct seen {
     uint64_t again_ns; /* when the turn of another container ends, or may have ended; 0: none */
     uint64_t wakes_ns; /* when the container that goes first looks again; 0: none goes first */
+    uint64_t cut_ns;   /* when a burst of another container is over; 0: there is none */
     uint32_t number;   /* of that container */
     bool first;        /* the container that has the turn took it first */
 };
@@ -75,7 +82,7 @@ struct seen {
 /* When the other container's turn is over, as far as known; 0: it has none. */
 static uint64_t turn_ends(const struct gs_throttle *t, const struct gs_turn_of *other,
                           uint64_t from, uint64_t until, uint64_t now) {
-    uint64_t work = atomic_load(&other->turn.work_until_ns);
+    uint64_t work = min64(atomic_load(&other->turn.work_until_ns), now + DEBT);
     uint64_t most = 3 * (uint64_t)turn_ns(t, gs_throttle_may_have(&other->granted));
     if (!until || from > now || until < from)
         return 0;
@@ -92,14 +99,31 @@ static bool is_credible(struct gs_throttle *t, const struct gs_turn_of *other, u
     uint32_t ppm = gs_throttle_may_have(&other->granted);
     uint64_t since = now - min64(r->seen_ns, now), until = min64(now, r->advertised_until_ns);
     double left = (double)r->blocked_ns - (double)since * ppm / 1e6 * 4 / 3;
-    if (r->doubted_until_ns < now)
-        r->blocked_ns = left > 0 ? (int64_t)left : 0;
+    int64_t most = SPARE + 3 * turn_ns(t, ppm);
+    r->blocked_ns = left > 0 ? (int64_t)left : 0;
     r->blocked_ns += until > r->seen_ns ? (int64_t)(until - r->seen_ns) : 0;
-    if (r->blocked_ns > SPARE + 3 * turn_ns(t, ppm))
+    if (r->blocked_ns > most) {
+        r->blocked_ns = most;
         r->doubted_until_ns = now + DOUBTED;
+    }
     r->seen_ns = now;
     r->advertised_until_ns = ends;
     return r->doubted_until_ns < now;
+}
+
+/* Return whether all others together have held this container up for no longer than its own limit
+ * leaves them. */
+static bool are_credible(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
+    double leaves = 1 - 0.9 * t->rate_ppm / 1e6;
+    uint64_t since = now - min64(t->surveyed_ns, now), until = min64(now, t->held_until_ns);
+    double left = (double)t->held_ns - (double)since * leaves;
+    int64_t most = SPARE + 3 * turn_ns(t, 1000000);
+    t->held_ns = left > 0 ? (int64_t)left : 0;
+    t->held_ns += until > t->surveyed_ns ? (int64_t)(until - t->surveyed_ns) : 0;
+    t->held_ns = t->held_ns < 2 * most ? t->held_ns : 2 * most;
+    t->surveyed_ns = now;
+    t->held_until_ns = max64(seen->again_ns, seen->cut_ns);
+    return t->held_ns < most;
 }
 
 static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from, uint64_t now) {
@@ -108,11 +132,17 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
     unsigned n = t->env->turns(t->env->arg, other, MAX_PEERS);
     for (unsigned i = 0; i < n; i++) {
         const struct gs_compute_turn *turn = &other[i].turn;
+        if (other[i].granted.mode != GS_THROTTLE_HARD) /* takes no turns */
+            continue;
         uint64_t began = atomic_load(&turn->from_ns), until = atomic_load(&turn->until_ns);
         uint64_t wants = atomic_load(&turn->wants_until_ns), its = atomic_load(&turn->arrival_ns);
+        uint64_t cut = atomic_load(&turn->cuts_in_until_ns);
         uint64_t ends = turn_ends(t, &other[i], began, until, now);
-        if (!is_credible(t, &other[i], ends, now))
+        cut = cut < now + 2 * CUT_IN + BEHIND ? cut : 0;
+        if (!is_credible(t, &other[i], max64(ends, cut > now ? cut : 0), now))
             continue;
+        t->cut_in_at_ns = max64(t->cut_in_at_ns, cut);
+        seen.cut_ns = max64(seen.cut_ns, cut > now ? cut : 0);
         if (ends) {
             seen.again_ns = max64(seen.again_ns, ends);
             seen.first |= began < from || (began == from && other[i].container < t->container);
@@ -124,6 +154,8 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
             seen.wakes_ns = !seen.wakes_ns || wakes < seen.wakes_ns ? wakes : seen.wakes_ns;
         }
     }
+    if (!are_credible(t, &seen, now))
+        return (struct seen){.again_ns = 0};
     return seen;
 }
 
@@ -183,17 +215,46 @@ static void take(struct gs_throttle *t, const struct seen *seen, int64_t length,
 
 /* A container that rests most of the time and has work for a moment does not wait for the end of a
  * turn. Both switches are charged to it. */
-static bool may_cut_in(const struct gs_throttle *t, int64_t ns, uint64_t now) {
-    return t->burst_mean_ns <= CUT_IN && t->burst_ns + ns <= 2 * CUT_IN &&
-           atomic_load(&t->bucket->tat_ns) <= now;
+static bool may_cut_in(struct gs_throttle *t, int64_t ns, uint64_t now) {
+    int64_t whole = t->burst_mean_ns > ns ? t->burst_mean_ns : ns;
+    uint64_t credit = t->burst_ns ? 0 : (uint64_t)((double)whole * 1e6 / t->rate_ppm);
+    if (t->burst_mean_ns > CUT_IN || t->burst_ns + ns > 2 * CUT_IN ||
+        atomic_load(&t->bucket->tat_ns) + credit > now)
+        return false;
+    uint64_t known = atomic_load(&t->turn->cuts_in_until_ns);
+    t->cuts_until_ns = min64(ends_at(t, now) + (uint64_t)ns, now + 2 * CUT_IN) + BEHIND;
+    while ((known < t->cuts_until_ns || known > now + DEBT) &&
+           !atomic_compare_exchange_weak(&t->turn->cuts_in_until_ns, &known, t->cuts_until_ns))
+        ;
+    return true;
+}
+
+/* Another process of the container may have a longer burst. */
+void gs_turn_rests(struct gs_throttle *t, uint64_t now) {
+    uint64_t own = t->cuts_until_ns;
+    if (t->turn && own > now)
+        atomic_compare_exchange_strong(&t->turn->cuts_in_until_ns, &own, now);
+}
+
+int64_t gs_turn_window(const struct gs_throttle *t, uint64_t now) {
+    return t->cut_in_at_ns && now < t->cut_in_at_ns + 1000 * MS ? (int64_t)NARROW : WINDOW;
+}
+
+/* A burst of another container is on the device: launch nothing until it is over. */
+static uint64_t let_in(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
+    uint64_t again = min64(seen->cut_ns, now + LOOK);
+    t->turn_busy_ns += again - now;
+    return again;
 }
 
 /* A launch asks for the first time: after a rest another burst begins. */
 static void begin_burst(struct gs_throttle *t, uint64_t now) {
-    if (t->in_flight_ns > 0 || t->open.launches || t->waiting_since_ns ||
-        now < t->covered_ns + REST || !t->burst_ns)
+    bool busy = t->marked != t->finished && t->segment[t->finished % GS_SEGMENTS].marked_ns < now;
+    uint64_t ended = max64(t->covered_ns, t->burst_until_ns);
+    if (busy || t->open.launches || t->waiting_since_ns || now < ended + REST || !t->burst_ns)
         return;
-    t->burst_mean_ns += (t->burst_ns - t->burst_mean_ns) / 4;
+    int64_t burst = t->burst_ns < 8 * CUT_IN ? t->burst_ns : 8 * CUT_IN;
+    t->burst_mean_ns += (burst - t->burst_mean_ns) / 4;
     t->burst_ns = 0;
 }
 
@@ -229,18 +290,23 @@ static void turn_is_over(struct gs_throttle *t, uint64_t now) {
 uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own) {
     struct gs_compute_turn *turn = t->turn;
     *own = t->in_turn = false;
-    if (!turn || !t->round_ns || !t->rivals || t->limit.mode != GS_THROTTLE_HARD ||
-        now < t->free_until_ns)
+    if (!turn || !t->round_ns || t->limit.mode != GS_THROTTLE_HARD)
         return 0;
     begin_burst(t, now);
+    if (!t->rivals)
+        return 0;
+    if (now < t->free_until_ns)
+        return may_cut_in(t, ns, now), 0;
     if (is_own(turn, now)) {
         bool rested = now > atomic_load(&turn->work_until_ns) + NO_WORK / 2;
-        if (fits(t, ns, pay, now) &&
-            (!rested || !survey(t, 0, atomic_load(&turn->from_ns), now).again_ns)) {
+        struct seen seen = survey(t, 0, atomic_load(&turn->from_ns), now);
+        if (seen.cut_ns)
+            return let_in(t, &seen, now);
+        if (fits(t, ns, pay, now) && (!rested || !seen.again_ns)) {
             launches(t, *pay > ns ? *pay : ns, now);
             return *own = t->in_turn = true, 0;
         }
-        gs_throttle_give_back(t, 0, now);
+        gs_bucket_give_back(t, 0, now);
         advertise_work(t, ends_at(t, now), now);
         if (!rested)
             return atomic_load(&turn->until_ns);
@@ -257,7 +323,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     }
     uint64_t arrival = atomic_load(&t->bucket->tat_ns);
     struct seen seen = survey(t, arrival, now, now);
-    uint64_t again = seen.again_ns;
+    uint64_t again = max64(seen.again_ns, min64(seen.cut_ns, now + LOOK));
     if (again)
         t->steps_back = 0;
     else if (seen.wakes_ns)

@@ -3,14 +3,6 @@
  * is charged for the time between them. */
 #include "throttle_parts.h"
 
-void gs_throttle_waits(struct gs_throttle *t, struct gs_throttle_stream *s) {
-    if (t->limit.mode == GS_THROTTLE_UNLIMITED && t->contexts == 1)
-        return;
-    if (s->dirty)
-        gs_throttle_launched(t);
-    s->waited = !s->dirty; /* else the wait is within an interval and counts as busy */
-}
-
 /* Return whether launches that came after `segment` may have run before it. */
 static bool overtook(struct gs_throttle *t, const struct gs_segment *segment,
                      struct gs_segment *later) {

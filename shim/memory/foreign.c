@@ -19,6 +19,7 @@ static _Atomic uint64_t exports;
 
 GS_EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr dptr) {
     GS_NEED(real, cuIpcGetMemHandle);
+    gs_does(GS_DOES_EXCHANGE);
     __typeof__(&cuMemGetAddressRange_v2) range = GS_REAL(cuMemGetAddressRange_v2);
     struct gs_entry entry, known;
     CUdeviceptr base;
@@ -89,12 +90,14 @@ static CUresult open_ipc_handle(CUresult (*real)(CUdeviceptr *, CUipcMemHandle, 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle);
+    gs_does(GS_DOES_EXCHANGE);
     return open_ipc_handle(real, pdptr, handle, flags);
 }
 
 GS_EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                                  unsigned int flags) {
     GS_NEED(real, cuIpcOpenMemHandle_v2);
+    gs_does(GS_DOES_EXCHANGE);
     return open_ipc_handle(real, pdptr, handle, flags);
 }
 

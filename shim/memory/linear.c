@@ -96,6 +96,7 @@ GS_EXPORT CUresult CUDAAPI cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *p
 GS_EXPORT CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize,
                                              unsigned int flags) {
     GS_NEED(real, cuMemAllocManaged);
+    gs_does(GS_DOES_MANAGE);
     GS_ALLOCATE_AS(true, bytesize, dptr, bytesize, gs_virtual_alloc(dptr, bytesize, flags), dptr,
                    bytesize, flags);
 }

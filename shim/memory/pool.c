@@ -176,6 +176,8 @@ struct gs_pool *gs_pool_of_stream(const struct gs_here *here) {
 bool gs_pool_register(CUmemoryPool handle, const CUmemLocation *location,
                       CUmemAllocationType type) {
     struct gs_here here = {.device = 0};
+    if (type == CU_MEM_ALLOCATION_TYPE_MANAGED)
+        gs_does(GS_DOES_MANAGE);
     if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
         return gs_pool_of(handle, location->id);
     if (type != CU_MEM_ALLOCATION_TYPE_MANAGED)

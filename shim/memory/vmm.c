@@ -73,19 +73,17 @@ static struct physical *mapped_at(uint64_t address) {
  * of `handle`, or without a handle what is mapped at `address`. */
 static struct use *use_begin(CUmemGenericAllocationHandle handle, uint64_t address, uint64_t space,
                              uint64_t from, uint64_t bytes) {
-    struct use *use = gs_slot() ? calloc(1, sizeof(*use)) : NULL;
-    if (!use)
+    if (!gs_slot())
         return NULL;
     lock();
-    struct physical *memory = handle ? find_record(handle) : mapped_at(address);
+    struct physical *memory =
+        handle ? find_record(handle) : mapped_at(address); /* none if imported */
     if (memory)
         memory->uses++;
     unlock();
-    if (!memory) { /* imported memory without a record */
-        free(use);
-        return NULL;
-    }
-    *use = (struct use){.space = space, .from = from, .bytes = bytes, .memory = memory};
+    struct use *use = memory ? calloc(1, sizeof(*use)) : NULL;
+    if (use) /* otherwise the memory stays charged until the process ends */
+        *use = (struct use){.space = space, .from = from, .bytes = bytes, .memory = memory};
     return use;
 }
 
@@ -246,6 +244,7 @@ GS_EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *out,
                                                         CUmemAllocationHandleType type,
                                                         unsigned long long flags) {
     GS_NEED(real, cuMemExportToShareableHandle);
+    gs_does(GS_DOES_EXCHANGE);
     CUresult result = real(out, handle, type, flags);
     if (result != CUDA_SUCCESS || !gs_slot() || !out ||
         type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
@@ -270,6 +269,7 @@ GS_EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocation
                                                           void *osHandle,
                                                           CUmemAllocationHandleType type) {
     GS_NEED(real, cuMemImportFromShareableHandle);
+    gs_does(GS_DOES_EXCHANGE);
     GS_CHANGES;
     if (!gs_slot())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -357,7 +357,10 @@ static uint64_t tile_key(const CUarrayMapInfo *info) {
 
 static CUresult map_array(__typeof__(&cuMemMapArrayAsync) real, CUarrayMapInfo *info,
                           unsigned int count, CUstream stream) {
-    struct use **use = info && count && gs_slot() ? calloc(count, sizeof(struct use *)) : NULL;
+    bool counts = info && count && gs_slot();
+    struct use **use = counts ? calloc(count, sizeof(struct use *)) : NULL;
+    if (counts && !use)
+        return CUDA_ERROR_OUT_OF_MEMORY;
     for (unsigned i = 0; use && i < count; i++)
         if (info[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
             use[i] = use_begin(info[i].memHandle.memHandle, 0, tile_space(&info[i]),

@@ -116,7 +116,7 @@ static bool attribute_of_device(CUdevice_attribute attribute, const struct sim_c
 
 EXPORT CUresult cuDriverGetVersion(int *version) {
     CHECK_VALUE(version);
-    *version = 12020;
+    *version = sim_cuda_version;
     return CUDA_SUCCESS;
 }
 

@@ -1,33 +1,45 @@
 /* Initialisation, fork, and the current context. */
 #include "sim.h"
 
+#include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-struct process sim = {.lock = PTHREAD_MUTEX_INITIALIZER};
+struct process sim = {.lock = PTHREAD_MUTEX_INITIALIZER, .gate_opened = PTHREAD_COND_INITIALIZER};
 
 /* A word that a forked child reads as zero (MADV_WIPEONFORK), since the driver does not work
  * there. */
 static uint32_t *alive;
 static bool was_initialised;
 
-static bool is_ready(void) {
+bool sim_is_ready(void) {
     return alive && *alive == 1;
 }
 
 CUresult sim_enter(void) {
-    if (!is_ready())
+    if (!sim_is_ready())
         return CUDA_ERROR_NOT_INITIALIZED;
     pthread_mutex_lock(&sim.lock);
+    while (sim.gate == GATE_SHUT)
+        pthread_cond_wait(&sim.gate_opened, &sim.lock);
+    if (sim.gate == GATE_FAILED) {
+        pthread_mutex_unlock(&sim.lock);
+        return CUDA_ERROR_UNKNOWN;
+    }
+    sim.inside++;
     return CUDA_SUCCESS;
 }
 
 void sim_leave(int *entered) {
-    if (*entered)
-        pthread_mutex_unlock(&sim.lock);
+    if (!*entered)
+        return;
+    sim.inside--;
+    pthread_mutex_unlock(&sim.lock);
 }
 
 /* True if CUDA_VISIBLE_DEVICES names the device by its uuid, or names none by uuid. Numbers are
@@ -72,9 +84,18 @@ static CUresult take_init(int device) {
     return result;
 }
 
+static int uvm = -1;
+
+/* The driver opens this node in cuInit and keeps it open. A simulated host may lack it. */
+static void open_uvm(void) {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%.4000s/nvidia-uvm", sim_device_dir());
+    uvm = open(path, O_RDWR | O_CLOEXEC);
+}
+
 static CUresult initialise(void) {
     if (was_initialised)
-        return is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
+        return sim_is_ready() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
     CUresult result = mps_connect(); /* before opening devices */
     if (result != CUDA_SUCCESS)
         return result;
@@ -85,12 +106,15 @@ static CUresult initialise(void) {
     uint32_t *word = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (word == MAP_FAILED || madvise(word, 4096, MADV_WIPEONFORK))
         return CUDA_ERROR_OUT_OF_MEMORY;
+    open_uvm();
     for (unsigned d = 0; d < n; d++)
         sim.device[d].sim = found[d];
     sim.n_devices = (int)n;
     sim.next_id = 1;
     for (int d = 0; d < sim.n_devices && result == CUDA_SUCCESS; d++)
         result = take_init(d);
+    if (result == CUDA_SUCCESS)
+        result = checkpoint_open();
     if (result != CUDA_SUCCESS)
         return result;
     *word = 1;
@@ -103,7 +127,7 @@ EXPORT CUresult cuInit(unsigned flags) {
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    if (was_initialised && !is_ready())
+    if (was_initialised && !sim_is_ready())
         return CUDA_ERROR_NOT_INITIALIZED; /* in a forked child */
     pthread_mutex_lock(&once);
     CUresult result = initialise();

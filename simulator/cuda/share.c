@@ -33,6 +33,7 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHa
     CHECK_VALUE(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && p->fd >= 0);
     int fd = fcntl(p->fd, F_DUPFD_CLOEXEC, 3);
     CHECK(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
+    p->shared = true;
     *(int *)out = fd;
     return CUDA_SUCCESS;
 }
@@ -71,6 +72,7 @@ EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *han
         CHECK_VALUE(sim_hold_shared(&sim.device[device].sim, shared.id) == SIM_OK);
         p = physical_open(device, shared.bytes, &props);
         CHECK(p, CUDA_ERROR_OUT_OF_MEMORY);
+        p->shared = true;
         p->shared_id = shared.id;
         p->place = shared.offset;
         p->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);

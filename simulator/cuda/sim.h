@@ -131,8 +131,14 @@ struct device {
     uint64_t graph_reserved, graph_reserved_high, graph_used, graph_used_high;
 };
 
+/* Whether calls may enter the driver: a lock of the checkpoint API shuts the gate. */
+enum gate { GATE_OPEN, GATE_SHUT, GATE_FAILED };
+
 struct process {
     pthread_mutex_t lock;
+    enum gate gate;
+    pthread_cond_t gate_opened;
+    unsigned inside; /* calls that entered */
     int n_devices;
     struct device device[SIM_MAX_DEVICES];
     struct context *contexts;
@@ -141,8 +147,10 @@ struct process {
 };
 
 extern struct process sim;
+extern const int sim_cuda_version; /* of the driver: 13000 is CUDA 13.0 */
 
 /* process.c */
+bool sim_is_ready(void);  /* false in a forked child */
 CUresult sim_enter(void); /* takes the lock, except on failure */
 void sim_leave(int *entered);
 #define ENTER() \
@@ -179,6 +187,11 @@ const struct sim_costs *costs_of(int device);
 CUresult join_device(int device);
 CUresult charge(int device, uint64_t bytes);
 void uncharge(int device, uint64_t bytes);
+
+/* checkpoint.c */
+CUresult checkpoint_open(void);
+/* Crashes if the process is checkpointed and the driver has that flaw. */
+void checkpoint_before_wait(void);
 
 /* mps.c: connects to MPS; the limits that a client received. */
 CUresult mps_connect(void);
@@ -238,6 +251,7 @@ CUresult foreign_drop(uint64_t va); /* unmaps memory of another process */
 bool host_range(uint64_t va, uint64_t *start, uint64_t *size);
 
 /* vmm.c */
+bool vmm_is_shared(void); /* memory was exported or imported */
 bool vmm_range(uint64_t va, uint64_t *start, uint64_t *size, int *device);
 
 /* pool.c */
@@ -255,6 +269,7 @@ void modules_drop_all(struct context *ctx);
 /* engine.c, stream.c */
 CUresult engine_open(struct context *ctx);
 void engine_close(struct context *ctx);
+void engine_progress(struct context *ctx);
 CUresult engine_wait_context(struct context *ctx); /* releases the process lock while waiting */
 void streams_drop_all(struct context *ctx);
 void events_drop_all(struct context *ctx);

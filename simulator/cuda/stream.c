@@ -139,6 +139,7 @@ EXPORT CUresult cuStreamDestroy(CUstream hStream) {
 }
 
 EXPORT CUresult cuStreamSynchronize(CUstream hStream) {
+    checkpoint_before_wait();
     ENTER_STREAM(s, hStream);
     CHECK(capture_allows_wait(s), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     int device = s->ctx->device;
@@ -154,6 +155,7 @@ EXPORT CUresult cuStreamQuery(CUstream hStream) {
 }
 
 EXPORT CUresult cuCtxSynchronize(void) {
+    checkpoint_before_wait();
     ENTER_CONTEXT(ctx);
     CHECK(capture_allows_wait(NULL), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     CUresult result = engine_wait_context(ctx);

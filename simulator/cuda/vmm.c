@@ -54,6 +54,13 @@ bool vmm_range(uint64_t va, uint64_t *start, uint64_t *size, int *device) {
     return true;
 }
 
+bool vmm_is_shared(void) {
+    for (const struct physical *p = physicals; p; p = p->next)
+        if (p->shared)
+            return true;
+    return false;
+}
+
 struct physical *physical_of(uint64_t handle) {
     for (struct physical *p = physicals; p; p = p->next)
         if ((uint64_t)p == handle && p->refs)

@@ -14,6 +14,7 @@ struct physical {
     /* of exportable or imported memory, which is charged through the shared table */
     uint64_t shared_id;
     int fd;             /* stands for it in other processes; -1: not exportable */
+    bool shared;        /* exported or imported */
     bool fd_is_content; /* the descriptor has the memory's content, too */
     bool placed;
     uint64_t place;

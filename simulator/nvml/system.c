@@ -6,8 +6,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define CUDA_VERSION_NUMBER 12020
-
 /* The descriptors stay open even after shutdown: closing one would drop the record locks that
  * mark this process's libcuda as alive. */
 static struct nvmlDevice_st devices[2 * SIM_NVML_MAX];
@@ -133,16 +131,23 @@ EXPORT nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int lengt
     return nvml_put_text(version, length, devices[0].sim.state->config.driver_version);
 }
 
+/* Of the first device; before initialisation, of the oldest driver that is simulated. */
+static const struct sim_config *config(void) {
+    static const struct sim_config none = {.cuda_version = 12020, .driver_version = "535.261.03"};
+    return devices[0].sim.state ? &devices[0].sim.state->config : &none;
+}
+
 EXPORT nvmlReturn_t nvmlSystemGetNVMLVersion(char *version, unsigned int length) {
     char text[64];
-    snprintf(text, sizeof text, "12.%.40s", "535.261.03");
+    const struct sim_config *c = config();
+    snprintf(text, sizeof text, "%u.%.40s", c->cuda_version / 1000, c->driver_version);
     return nvml_put_text(version, length, text);
 }
 
 static nvmlReturn_t cuda_version(int *version) {
     if (!version)
         return NVML_ERROR_INVALID_ARGUMENT;
-    *version = CUDA_VERSION_NUMBER;
+    *version = (int)config()->cuda_version;
     return NVML_SUCCESS;
 }
 
