@@ -98,3 +98,8 @@ build/before/build/packages/.$(FIRST_VERSION):
 test-packages: root build packages build/before/build/packages/.$(FIRST_VERSION) $(PACKAGES_SETUP) $(AARCH64)/stress ## install, use, upgrade and remove each package; build all of them twice
 	@$(VENV_PYTHON) -m tests.packages.cleanroot
 	@$(VENV_PYTHON) -m pytest -o python_files='check_*.py' tests/packages $(PYTEST_ARGS)
+
+release-check: root build ## what a release needs: one version everywhere, notes, current docs, packages that install and upgrade
+	@$(VENV_PYTHON) -m tools.release
+	@$(MAKE) --no-print-directory docs && git diff --exit-code --stat
+	@$(MAKE) --no-print-directory test-packages PYTEST_ARGS="-k 'check_install or check_upgrade'"

@@ -30,25 +30,6 @@ bool args_listed(const char *const *list, const char *word, size_t length) {
     return false;
 }
 
-/* Parse one flag at `*words` and move past it and its value. False: unknown flag, or no value. */
-static bool take(const char *const **words, const char *const *with_value, const char *const *bare,
-                 struct flag *flag) {
-    const char *word = *(*words)++;
-    *flag = split(word);
-    if (strncmp(word, "---", 3) == 0)
-        return false;
-    if (args_listed(with_value, flag->name, flag->length)) {
-        if (!flag->value)
-            flag->value = **words ? *(*words)++ : NULL;
-        return flag->value != NULL;
-    }
-    return args_listed(bare, flag->name, flag->length);
-}
-
-static bool is_flag(const char *word) {
-    return word[0] == '-' && word[1] != '\0';
-}
-
 static const char *const *take_own(const char *const *words, struct call *call) {
     while (*words && strncmp(*words, "--", 2) == 0 && (*words)[2] != '-') {
         struct flag flag = split(*words);
@@ -71,51 +52,43 @@ static const char *const *take_own(const char *const *words, struct call *call) 
     return words;
 }
 
-static void parse_command(const char *const *words, struct call *call) {
-    static const char *const none[] = {NULL};
-    bool is_delete = strcmp(call->command, "delete") == 0;
-    bool flags_end = false;
-    while (*words) {
-        struct flag flag;
-        if (!flags_end && strcmp(*words, "--") == 0) {
-            flags_end = true;
-            words++;
-        } else if (flags_end || !is_flag(*words)) {
-            if (!call->id)
-                call->id = *words;
-            words++;
-        } else if (!take(&words, is_delete ? none : COMMAND_VALUE,
-                         is_delete ? DELETE_BARE : COMMAND_BARE, &flag)) {
-            call->unknown = true;
-            return;
-        } else if (!is_delete && flag.value) {
-            /* the last of two bundles counts: commandline.py handles it */
-            const char **field = is(flag, "b") || is(flag, "bundle")   ? &call->bundle
-                                 : is(flag, "f") || is(flag, "config") ? &call->config_name
-                                                                       : NULL;
-            if (field && *field)
-                call->unknown = true;
-            if (field)
-                *field = flag.value;
-        }
-    }
+/* The field of a flag of create, run or restore. */
+static const char **field_of(struct call *call, struct flag flag) {
+    return is(flag, "b") || is(flag, "bundle")   ? &call->bundle
+           : is(flag, "f") || is(flag, "config") ? &call->config_name
+                                                 : NULL;
 }
 
+/* `unknown` for a flag that is in no table or lacks its value, and for `--`. */
 struct call args_parse(const char *const *words) {
+    static const char *const none[] = {NULL};
     struct call call = {.config = DEFAULT_CONFIG, .state_dir = DEFAULT_STATE};
+    const char *const *with_value = GLOBAL_VALUE, *const *bare = GLOBAL_BARE;
     call.rest = words = take_own(words, &call);
-    while (*words && is_flag(*words)) {
-        struct flag flag;
-        if (strcmp(*words, "--") == 0 || !take(&words, GLOBAL_VALUE, GLOBAL_BARE, &flag)) {
-            call.unknown = true;
-            return call;
+    while (*words) {
+        const char *word = *words++;
+        if (word[0] == '-' && word[1]) {
+            struct flag flag = split(word);
+            bool takes = args_listed(with_value, flag.name, flag.length);
+            if (takes && !flag.value && *words)
+                flag.value = *words++;
+            call.unknown = strncmp(word, "---", 3) == 0 ||
+                           (takes ? !flag.value : !args_listed(bare, flag.name, flag.length));
+            if (call.unknown)
+                return call;
+            const char **field = takes && call.command ? field_of(&call, flag) : NULL;
+            if (field)
+                *field = flag.value; /* the last of two counts */
+        } else if (call.command) {
+            call.id = call.id ? call.id : word;
+        } else {
+            call.command = word;
+            bool deletes = strcmp(word, "delete") == 0;
+            if (!deletes && !args_listed(STARTING, word, strlen(word)))
+                return call;
+            with_value = deletes ? none : COMMAND_VALUE;
+            bare = deletes ? DELETE_BARE : COMMAND_BARE;
         }
     }
-    if (!*words)
-        return call;
-    call.command = *words++;
-    if (args_listed(STARTING, call.command, strlen(call.command)) ||
-        strcmp(call.command, "delete") == 0)
-        parse_command(words, &call);
     return call;
 }

@@ -77,9 +77,10 @@ static pid_t make_zombie(void) {
  * process serves all concurrent starts, because the lock delays them too. */
 static void ask_while_alive(pid_t start, const char *state_dir) {
     char path[PATH_MAX], number[16];
-    snprintf(path, sizeof path, "%s/%s", state_dir, LAUNCHER_FILE);
+    snprintf(path, sizeof path, "%s/containers",
+             state_dir); /* no other user can open and lock it */
     int pidfd = (int)syscall(SYS_pidfd_open, start, 0);
-    int turn = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    int turn = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
     int cgroup = flock(turn, LOCK_EX | LOCK_NB) == 0 ? open_own_cgroup() : -1;
     pid_t dead = pidfd >= 0 && cgroup >= 0 ? make_zombie() : -1;
     int length = snprintf(number, sizeof number, "%d\n", dead);

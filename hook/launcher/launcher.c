@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "launcher.h"
@@ -156,6 +157,16 @@ static void be_silent(void) {
         _exit(1);
 }
 
+/* crun runs hooks with the resource limits of the container. Its file size must not keep a start
+ * out of the log of decisions and the usage journal, which are longer. */
+static void lift_file_size(void) {
+    struct rlimit most = {RLIM_INFINITY, RLIM_INFINITY};
+    if (setrlimit(RLIMIT_FSIZE, &most) == 0 || getrlimit(RLIMIT_FSIZE, &most) != 0)
+        return;
+    most.rlim_cur = most.rlim_max; /* without CAP_SYS_RESOURCE */
+    setrlimit(RLIMIT_FSIZE, &most);
+}
+
 static int hook(char **argv, int count) {
     static const char *const stages[] = {"prestart", "createRuntime", "poststop", "adopt", NULL};
     const char *config = DEFAULT_CONFIG, *state_dir = DEFAULT_STATE, *nri;
@@ -164,6 +175,7 @@ static int hook(char **argv, int count) {
     char **word = argv + 1;
     bool cri = false;
     const char *stage = argv[count - 1];
+    lift_file_size();
     size_t size = 0; /* gcc 14 and newer warn without a value */
     /* For every way to write the options: the snapshot may become the ordinary program, which reads
      * the state again. Not for `--help`, which has none. */

@@ -2,6 +2,7 @@
 
     admit(wanted, request, device, node, ledger) -> Allocation
     regrant(share, wanted, soft, node, ledger)   -> Share      the share of a running container, changed
+    regain(share, node, ledger)                  -> None       a suspended container may have its share again
 
 Both raise CapacityError (with the numbers and the containers that use the device), PolicyError, RequestError or
 DeviceError. `brief` of such an error is a short form for a line about several devices.
@@ -12,12 +13,13 @@ from typing import NamedTuple, Optional
 from ..core import constants
 from ..core.errors import CapacityError, DeviceError, PolicyError, RequestError
 from ..core.model import RESERVED, Amount, Config, Device, Node, Policy, Request, Share
-from ..core.quantity import amount, bytes_of, human
+from ..core.quantity import amount, bytes_of, described, human
 from ..gpu.selectors import device_name
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
 from ..state.shm_abi import MAX_PEERS
 from . import backends
 from .backends.base import Site
+from .held import HeldError, held_by, ids
 
 _NOTHING = "the configuration keeps all of it: lower oversubscription.turn_memory, or raise memory_overcommit"
 
@@ -42,15 +44,13 @@ class Allocation(NamedTuple):
     virtual_bytes: int = 0  # including the part in host memory; 0: there is none
 
 
-def _held(holders: list[str]) -> str:
-    """Return `, held by a (4 GiB), b (all)`, or "" if no container holds any."""
-    more = f" and {len(holders) - 4} more" if len(holders) > 4 else ""
-    return ", held by " + ", ".join(holders[:4]) + more if holders else ""
-
-
 def _held_by(device: Device, ledger: Ledger) -> str:
     held = ledger.holders.get(device.uuid, ())
-    return _held([f"{constants.short(name)} ({'all' if size is None else human(size)})" for name, size in held])
+    return held_by([(name, "all" if size is None else human(size)) for name, size in held])
+
+
+def _listed(device: Device, ledger: Ledger) -> list[str]:
+    return ids(ledger.holders.get(device.uuid, ()))
 
 
 def _whom(device: Device, ledger: Ledger) -> str:
@@ -58,7 +58,7 @@ def _whom(device: Device, ledger: Ledger) -> str:
     return "it" if len(ledger.holders.get(device.uuid, ())) == 1 else "one of them"
 
 
-def _most(device: Device, policy: Policy) -> int:
+def most_bytes(device: Device, policy: Policy) -> int:
     """Return policy.max_memory of this device in bytes."""
     return bytes_of(amount("policy.max_memory", policy.max_memory), device.memory_bytes, device.granularity_bytes)
 
@@ -74,17 +74,17 @@ def _within_policy(
         key = "require_limits" if policy.require_limits else "unlimited" if policy.unlimited == "deny" else "max_memory"
         raise PolicyError(f"no memory limit is requested, and policy.{key} requires one", f"set {constants.ENV_MEMORY}")
     if policy.max_memory:
-        most = _most(device, policy)
+        most = most_bytes(device, policy)
         asked = None if memory is None else bytes_of(memory, device.memory_bytes, device.granularity_bytes)
         if memory is None or asked is None or asked > most:
             if not clamps and memory is not None and asked is not None:
                 raise PolicyError(
-                    f"{memory.text} of device {device_name(device)} is {human(asked)}, more than policy.max_memory "
-                    f"allows ({policy.max_memory} = {human(most)})",
+                    f"{described(memory, asked)} of device {device_name(device)} is more than policy.max_memory "
+                    f"allows: {described(amount('policy.max_memory', policy.max_memory), most)}",
                     f"ask for at most {human(most)}",
                     f"policy.max_memory is {human(most)}",
                 )
-            over.append("no memory limit" if memory is None else f"{memory.text} of memory")
+            over.append("no memory limit" if memory is None else f"{described(memory)} of memory")
             memory = Amount(min(most, largest_bytes or most), None, policy.max_memory)
     if (100 if compute is None else compute) > policy.max_compute_percent:
         said = "no compute limit" if compute is None else f"{compute}% of compute"
@@ -111,7 +111,7 @@ def _without_reserved(wanted: SlotRequest, device: Device, ledger: Ledger, confi
     most += device.granularity_bytes if most else 0  # the capacity is rounded down to whole blocks
     if not 0 < over <= most or free < device.context_bytes:
         return wanted, ""
-    asked = f"{memory.text} of memory, including {human(over)} {RESERVED}"
+    asked = f"{described(memory, size)} of memory, including {human(over)} {RESERVED}"
     return wanted._replace(memory=memory._replace(limit_bytes=free, percent=None)), asked
 
 
@@ -123,21 +123,23 @@ def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Conf
             "stop them and run `gpushare prune --assume-free`",
             "in unknown use (gpushare prune)",
         )
-    used, held = ledger.used.get(device.uuid, 0), _held_by(device, ledger)
+    used = ledger.used.get(device.uuid, 0)
     if device.uuid in ledger.exclusive:
-        whole = (name for name, size in ledger.holders.get(device.uuid, ()) if size is None)
-        raise CapacityError(
-            f"device {device_name(device)} is in exclusive use{held}",
+        whole = next((name for name, size in ledger.holders.get(device.uuid, ()) if size is None), "")
+        raise HeldError(
+            f"device {device_name(device)} is in exclusive use{_held_by(device, ledger)}",
             "stop that container, or give it a limit",
-            f"held whole by {constants.short(next(whole, 'another container'))}",
+            f"held whole by {constants.short(whole) or 'another container'}",
+            [*_listed(device, ledger), *filter(None, [whole])],
         )
     if wanted.memory is None:
         if used and config.policy.unlimited != "shared":
-            raise CapacityError(
+            raise HeldError(
                 f"{constants.ENV_MEMORY} is not set, so all of device {device_name(device)} was requested, "
-                f"but {human(used)} is granted{held}",
+                f"but {human(used)} is granted{_held_by(device, ledger)}",
                 f"set {constants.ENV_MEMORY}, or stop {_whom(device, ledger)}",
                 f"{human(used)} of it is granted",
+                _listed(device, ledger),
             )
         return None
     return _limited_bytes(wanted.memory, device, ledger, config)
@@ -150,24 +152,23 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
     known = device.memory_bytes > 0
     if not known and (memory.percent is not None or used):
         raise DeviceError(
-            f"{memory.text} of device {device_name(device)}: its memory size is not known",
+            f"{described(memory)} of device {device_name(device)}: its memory size is not known",
             "run `gpushare refresh` when nvidia-smi works",
             "of unknown size",
         )
     size = bytes_of(memory, device.memory_bytes, device.granularity_bytes)
     if size < max(1, device.granularity_bytes):
         raise RequestError(
-            f"{memory.text} of device {device_name(device)} is less than one block "
+            f"{described(memory)} of device {device_name(device)} is less than one block "
             f"of {human(device.granularity_bytes)}",
-            "ask for more; a number without a unit means bytes" if memory.text.isdigit() else "ask for more",
+            f"did you mean {memory.text}Gi?" if memory.text.isdigit() else "ask for more",
         )
-    asked = memory.text if memory.percent is None else f"{memory.text} ({human(size)})"
     if known and used + size > total:
         free, most = human(max(0, total - used)), min(total - used, device.memory_bytes)
         own_bytes = min(ledger.own_bytes, total - used)  # less than granted on a device that has shrunk
         own = f" (its own {human(own_bytes)} included)" if own_bytes > 0 else ""
-        raise CapacityError(
-            f"device {device_name(device)}: {asked} requested, {free} free of {human(total)}{own}"
+        raise HeldError(
+            f"device {device_name(device)}: {described(memory, size)} requested, {free} free of {human(total)}{own}"
             + _held_by(device, ledger),
             f"stop {_whom(device, ledger)}, or ask for less"
             if size <= total
@@ -175,11 +176,14 @@ def _limited_bytes(memory: Amount, device: Device, ledger: Ledger, config: Confi
             if total
             else _NOTHING,
             f"{free} of {human(total)} free",
+            _listed(device, ledger),
         )
     if known and size > device.memory_bytes:  # memory_overcommit does not enlarge a device for one container
         has = human(device.memory_bytes)
         raise CapacityError(
-            f"device {device_name(device)}: {asked} requested, and it has {has}", f"ask for at most {has}", f"has {has}"
+            f"device {device_name(device)}: {described(memory, size)} requested, and it has {has}",
+            f"ask for at most {has}",
+            f"has {has}",
         )
     return size
 
@@ -192,12 +196,13 @@ def _require_compute(percent: Optional[int], soft: bool, device: Device, ledger:
     total, used = capacity_percent(device, config), sum(size for _, size in held)
     if used + percent > total:
         free = max(0, total - used)
-        raise CapacityError(
+        raise HeldError(
             f"device {device_name(device)}: {percent}% of compute requested, {free}% free of {total}%"
-            + _held([f"{constants.short(name)} ({size}%)" for name, size in held]),
+            + held_by([(name, f"{size}%") for name, size in held]),
             (f"stop {'it' if len(held) == 1 else 'one of them'}, ask for less, " if held else "ask for less, ")
             + f"or set {constants.ENV_COMPUTE_MODE}=soft",
             f"{free}% of {total}% of compute free",
+            ids(held),
         )
 
 
@@ -334,3 +339,11 @@ def regrant(share: Share, wanted: SlotRequest, soft: bool, node: Node, ledger: L
         soft=soft,
         clamped="" if changed else share.clamped,
     )
+
+
+def regain(share: Share, node: Node, ledger: Ledger) -> None:
+    """Raise the reason if what a suspended share was granted is not free."""
+    size = None if share.memory_limit_bytes is None else max(share.memory_limit_bytes, share.draining_bytes)
+    wanted = SlotRequest(None if size is None else Amount(size, None, human(size)), share.compute_percent)
+    _memory_of(wanted, share.device, ledger, node.config)
+    _require_compute(share.compute_percent, share.soft, share.device, ledger, node.config)

@@ -28,8 +28,8 @@ def measured(node: Node, known: tuple[Context, ...], again: bool = False) -> tup
     if that fails."""
     inventory = node.inventory
     files = (
-        driverfiles.nvml_library(inventory.root, inventory.driver_version),
-        driverfiles.cuda_library(inventory.root, inventory.driver_version),
+        driverfiles.nvml_library(inventory.files_root, inventory.driver_version),
+        driverfiles.cuda_library(inventory.files_root, inventory.driver_version),
     )
     seen = leases.view(node.config.state_dir)
     taken = ledger_of(seen.live, node.config.policy, seen.blocked(node))

@@ -16,7 +16,7 @@ from typing import Optional
 from ..core import constants
 from ..core.errors import PolicyError, RequestError
 from ..core.model import Amount, Config, Device, Node, Request, Share
-from ..core.quantity import amount, bytes_of, human
+from ..core.quantity import amount, bytes_of, described, human
 from ..request import lending
 from ..state import agentlock
 from ..state.ledger import Ledger, capacity_bytes
@@ -40,7 +40,7 @@ def _refusal(share: Share, limit_bytes: int, config: Config) -> str:
     """Return why this share cannot borrow; "" if only the host's memory may be short."""
     if share.oversubscribe:
         return "the share is oversubscribed already"
-    mode, names = config.policy.lending, (share.memory_backend, share.compute_backend)
+    mode, names = config.policy.lent_as, (share.memory_backend, share.compute_backend)
     backend = next((name for name in names if mode not in BACKENDS[name].lends), "")
     if backend and BACKENDS[backend].lends:
         return f"backend {backend} cannot lend with policy.lending {mode}"
@@ -52,14 +52,14 @@ def _refusal(share: Share, limit_bytes: int, config: Config) -> str:
     if share.memory_limit_bytes is None or limit_bytes <= share.memory_limit_bytes:
         return "the device and policy.max_memory allow no more"
     if mode == constants.EVICT and not agentlock.is_held(config.state_dir):
-        return "policy.lending is evict, and gpushare agent does not run"
+        return f"policy.lending is {config.policy.lending}, and gpushare agent does not run"
     return ""
 
 
 def lent(shares: Sequence[Share], amounts: Sequence[Optional[Amount]], node: Node, ledger: Ledger) -> tuple[Share, ...]:
     """Return `shares`, each with its limit where memory can be lent. `amounts`: the request of each slot."""
     config, found = node.config, []
-    mode = config.policy.lending
+    mode = config.policy.lent_as
     free_bytes = oversubscribing.budget_bytes(config, node.inventory) - ledger.host_bytes
     free_bytes -= sum(share.virtual_bytes for share in shares)
     for share, wanted in zip(shares, amounts):
@@ -90,17 +90,17 @@ def changed(share: Share, memory: Optional[Amount], node: Node, ledger: Ledger) 
     if memory.ceiling:
         size = ceiling_bytes(memory.ceiling, share.device, config)
         why = lending.refusal(config) or _refusal(share._replace(memory_limit_bytes=request_bytes), size, config)
-        if not why and share.lending not in ("", config.policy.lending):
+        if not why and share.lending not in ("", config.policy.lent_as):
             why = f"the container started with policy.lending {share.lending}, which is {config.policy.lending} now"
-        new = share._replace(virtual_bytes=size, lending=config.policy.lending)
+        new = share._replace(virtual_bytes=size, lending=config.policy.lent_as)
     free_bytes = oversubscribing.budget_bytes(config, node.inventory) - ledger.host_bytes
     more = new.host_promise_bytes > share.host_promise_bytes
     if not why and more and (new.host_promise_bytes > free_bytes or ledger.blocked):
         why = f"oversubscription.host_memory has {human(max(0, free_bytes))} free"
     if why and not memory.ceiling:
-        raise PolicyError(f"{memory.text}: the container can borrow, and {why}", "ask for less")
+        raise PolicyError(f"{described(memory)}: the container can borrow, and {why}", "ask for less")
     if why:
-        raise PolicyError(f"{memory.text}: {why}, so no memory is lent", "ask for one amount, such as 4Gi")
+        raise PolicyError(f"{described(memory)}: {why}, so no memory is lent", "ask for one amount, such as 4Gi")
     return new
 
 
@@ -120,6 +120,6 @@ def notes(request: Request, shares: Sequence[Share], config: Config) -> tuple[st
             found.append(lending.line(wanted, why))
         elif size < bytes_of(wanted.ceiling, share.device.memory_bytes, 1):
             found.append(
-                f"memory {wanted.text}: the limit is {human(size)}, all that device and policy.max_memory allow"
+                f"memory {described(wanted)}: the limit is {human(size)}, all that device and policy.max_memory allow"
             )
     return tuple(dict.fromkeys(found))

@@ -116,7 +116,7 @@ def _memory(share: Share, text: str) -> Optional[Amount]:
     after = now + by if text[0] == "+" else now - by
     if after <= 0:
         raise quantity.wrong(MEMORY, text, f"slot {share.slot} has only {quantity.human(now)}", "subtract less")
-    return Amount(after, None, f"{quantity.human(now)} {text[0]} {text[1:]}")
+    return Amount(after, None, f"{quantity.human(now)} {text[0]} {quantity.human(by)}")
 
 
 def _slots(lease: Lease, device: str) -> frozenset[int]:

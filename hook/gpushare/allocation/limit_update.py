@@ -4,7 +4,7 @@
     settled(state_dir, leases)     the leases without memory that their containers have freed since
     unfinished, finish             find and complete a change that was killed; `finish` needs the lock
     store(fd, shares)              write the limits file alone
-    lend, lend_locked              put the limits of lent shares in force, or their requests
+    lend, lend_locked              put the limits of lent shares in force, or their requests; stop_lending
 
 Other containers are admitted against lease.json. So it is written first, with all that the container may still hold.
 The limits file follows, by one store for all devices (gpushare_abi.h). A command that is killed in between leaves the
@@ -15,20 +15,21 @@ never has less memory than the limits in force.
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, TypeVar
 
 from ..core import constants
 from ..core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from ..core.model import Lease, Share
 from ..core.quoting import shown
 from ..state import accounts, activity_files, leases, shm_abi, storage
-from ..system import mountns, procs, syscalls
+from ..system import syscalls
 from . import backends
 
 _GENERATION, _DEVICE = shm_abi.offset("gs_limits", "generation"), shm_abi.offset("gs_limits", "device")
 _DRAINING = shm_abi.offset("gs_device_limit", "draining_bytes")
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # (lease, all live leases, uuids in unknown use) -> the new shares; raises GpushareError if they cannot be granted
+Result = TypeVar("Result")
 DecideFn = Callable[[Lease, tuple[Lease, ...], "leases.View"], tuple[Share, ...]]
 
 
@@ -44,30 +45,52 @@ def change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool = 
     """Give `container_id` the shares that `decide` returns, or with `dry_run` only report them. Raise RequestError
     if it has no lease, CapacityError if it is starting, and the errors of `decide`. After an error nothing has
     changed."""
-    with leases.locked(state_dir):
-        finish(state_dir)
-        seen = leases.view(state_dir)
-        live = settled(state_dir, seen.live, keep=not dry_run)
-        before = accounts.counted(_running(container_id, live, seen), accounts.now_ns())
-        after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
-        if after.shares != before.shares:
-            pid = _living_pid(before)
-            _refuse_unheld(pid, before, after)
-            fd = _open(state_dir, before.id)
-            try:
-                if not dry_run:
-                    _mark(state_dir, after.id)
-                    _elsewhere(state_dir, before, after)
-                    leases.rewrite(state_dir, after)
-                    _publish(state_dir, after.shares)
-                    store(fd, after.shares)
-            finally:
-                os.close(fd)
-        used = _used(state_dir, after)
-        if not dry_run and after.shares != before.shares:
-            after = _settled(state_dir, after, used)
-            _unmark(state_dir)
-        return Changed(before, after, used)
+
+    def locked(lost: int) -> Changed:
+        with leases.locked(state_dir):
+            return _change(state_dir, container_id, decide, dry_run, lost)
+
+    return _with_lost(state_dir, container_id, locked)
+
+
+def _with_lost(state_dir: str, container_id: str, work: Callable[[int], Result]) -> Result:
+    """Call `work` with the limits file of a container whose directory is lost; with -1 if it is not lost or has none.
+    The search for it reads mount tables, which tenants can make long: so it comes before the lock is taken."""
+    if os.path.lexists(_path(state_dir, container_id)) or leases.find(state_dir, container_id) is None:
+        return work(-1)
+    from ..state import rebuild
+
+    lost = rebuild.open_limits(state_dir, container_id)
+    try:
+        return work(lost)
+    finally:
+        if lost >= 0:
+            os.close(lost)
+
+
+def _change(state_dir: str, container_id: str, decide: DecideFn, dry_run: bool, lost: int) -> Changed:
+    """Make the change; the caller holds the lock."""
+    finish(state_dir)
+    seen = leases.view(state_dir)
+    live = settled(state_dir, seen.live, keep=not dry_run)
+    before = accounts.counted(_running(container_id, live, seen), accounts.now_ns())
+    after = before._replace(shares=_kept(before.shares, decide(before, live, seen)))
+    if after.shares != before.shares:
+        fd = _open(state_dir, before.id, lost)
+        try:
+            if not dry_run:
+                _mark(state_dir, after.id)
+                _elsewhere(state_dir, before, after)
+                leases.rewrite(state_dir, after)
+                _publish(state_dir, after.shares)
+                store(fd, after.shares)
+        finally:
+            os.close(fd)
+    used = _used(state_dir, after)
+    if not dry_run and after.shares != before.shares:
+        after = _settled(state_dir, after, used)
+        _unmark(state_dir)
+    return Changed(before, after, used)
 
 
 def _elsewhere(state_dir: str, before: Lease, after: Lease) -> None:
@@ -149,7 +172,7 @@ def _settled(state_dir: str, lease: Lease, used: Optional[tuple[int, ...]], keep
     if keep:
         leases.rewrite(state_dir, after)
         try:
-            _store(state_dir, after)
+            _store(state_dir, after.id, after.shares)
         except GpushareError:
             pass  # if the state directory is lost now, too much counts as held
     return after
@@ -188,7 +211,8 @@ def finish(state_dir: str) -> None:
     if lease is not None and lease.state == "held":
         backends.change((), lease.shares, storage.container_dir(state_dir, lease.id))
         _publish(state_dir, lease.shares)
-        _store(state_dir, lease)
+        shares = lease.shares
+        _with_lost(state_dir, lease.id, lambda lost: _store(state_dir, container_id, shares, lost))
     _unmark(state_dir)
 
 
@@ -214,10 +238,10 @@ def _unmark(state_dir: str) -> None:
 # The limits file
 
 
-def _store(state_dir: str, lease: Lease) -> None:
-    fd = _open(state_dir, lease.id)
+def _store(state_dir: str, container_id: str, shares: Sequence[Share], lost: int = -1) -> None:
+    fd = _open(state_dir, container_id, lost)
     try:
-        store(fd, lease.shares)
+        store(fd, shares)
     finally:
         os.close(fd)
 
@@ -234,12 +258,15 @@ def store(fd: int, shares: Sequence[Share], lent: Optional[Collection[str]] = No
     with mmap.mmap(fd, shm_abi.LIMITS_SIZE) as file, memoryview(file) as plain, plain.cast("Q") as words:
         for index, share in enumerate(shares):  # the copy that no program reads
             words[(_DEVICE + index * shm_abi.DEVICE_SIZE + _DRAINING) // 8] = share.draining_bytes
-        while words[_GENERATION // 8] % 2 == 0 or _is_other(words, shares, lending):
-            first = words[_GENERATION // 8] % 2
-            for at, word in shm_abi.stores(shares, "next_" if first else "", lending):
-                words[at // 8] = word
-            syscalls.futex_wake(file, 0)  # no waiter is there: this is a barrier between the stores
-            words[_GENERATION // 8] += 1
+        # An even generation has the copy `next_` in force, an odd one the other copy
+        stores = [shm_abi.stores(shares, copy, lending) for copy in ("next_", "")]
+        in_force = words[_GENERATION // 8] % 2
+        if all(words[at // 8] == word for at, word in stores[in_force]):
+            return
+        for at, word in stores[1 - in_force]:
+            words[at // 8] = word
+        syscalls.futex_wake(file, 0)  # no waiter is there: this is a barrier between the stores
+        words[_GENERATION // 8] += 1
         syscalls.futex_wake(file, _GENERATION)
 
 
@@ -263,10 +290,6 @@ def _publish(state_dir: str, shares: Sequence[Share]) -> None:
             raise KernelError(f"{shown(path)}: {getattr(error, 'strerror', error)}", "run as root") from error
 
 
-def _is_other(words: memoryview, shares: Sequence[Share], lending: Collection[int]) -> bool:
-    return any(words[at // 8] != word for at, word in shm_abi.stores(shares, "", lending))
-
-
 def _lent(limits: shm_abi.Limits) -> frozenset[str]:
     return frozenset(limit.uuid for limit in limits.devices if limit.flags & shm_abi.DEVICE_LENDING)
 
@@ -274,14 +297,35 @@ def _lent(limits: shm_abi.Limits) -> frozenset[str]:
 # Lending
 
 
-def lend(state_dir: str, lent: Collection[str]) -> None:
+def lend(state_dir: str, lent: Collection[str], live: Sequence[Lease]) -> None:
     """For shares that an agent can take back: put their limits in force on the devices `lent`, and their requests on
-    all other devices. Takes the lock if something changes."""
-    if not any(_differs(state_dir, lease, lent) for lease in leases.view(state_dir).live):
+    all other devices. Takes the lock if something changes in `live`. Nothing is lent on a device where a container is
+    suspended or resumed just now: the driver may lose a process whose memory is not there when it is restored."""
+    lendable = set(lent) - _moving(live)
+    if not any(_differs(state_dir, lease, lendable) for lease in live):
         return
     with leases.locked(state_dir):
         finish(state_dir)
-        lend_locked(state_dir, leases.view(state_dir).live, lent)
+        live = leases.view(state_dir).live
+        lend_locked(state_dir, live, set(lent) - _moving(live))
+
+
+def stop_lending(state_dir: str) -> None:
+    """Stop lending on the devices where a container is suspended or resumed just now."""
+    live = leases.view(state_dir).live
+    lent: set[str] = set()
+    for lease in live:
+        if any(share.lending == constants.EVICT for share in lease.shares):
+            try:
+                lent |= _lent(storage.read_limits(_path(state_dir, lease.id)))
+            except shm_abi.RegionError:
+                continue  # it is starting or ending
+    lend(state_dir, lent, live)
+
+
+def _moving(live: Iterable[Lease]) -> set[str]:
+    phases = (constants.SUSPENDING, constants.RESUMING)
+    return {share.device.uuid for lease in live for share in lease.shares if share.phase in phases}
 
 
 def lend_locked(state_dir: str, live: Iterable[Lease], lent: Collection[str]) -> None:
@@ -303,7 +347,7 @@ def _differs(state_dir: str, lease: Lease, lent: Collection[str]) -> bool:
     if lease.state != "held" or not any(share.lending == constants.EVICT for share in lease.shares):
         return False
     try:
-        limits = storage.read_limits(os.path.join(storage.container_dir(state_dir, lease.id), "share", "limits"))
+        limits = storage.read_limits(_path(state_dir, lease.id))
     except shm_abi.RegionError:
         return False  # it is starting or ending
     return _lent(limits) != wanted
@@ -321,56 +365,22 @@ def _writable(path: str) -> int:
             os.chmod(path, 0o444)
 
 
-def _open(state_dir: str, container_id: str) -> int:
-    """Open the limits file of a container for writing. Raise DeviceError if it has none, or KernelError."""
-    path = os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+def _path(state_dir: str, container_id: str) -> str:
+    return os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+
+
+def _open(state_dir: str, container_id: str, lost: int = -1) -> int:
+    """Open the limits file of a container for writing; return a copy of `lost` if its directory is lost. Raise
+    DeviceError if it has none, or KernelError."""
+    path = _path(state_dir, container_id)
     try:
         return _writable(path)
     except FileNotFoundError:
-        from ..state import rebuild
-
-        fd = rebuild.open_limits(state_dir, container_id)
-        if fd >= 0:
-            return fd
+        if lost >= 0:
+            return os.dup(lost)
         raise DeviceError(
             f"container {shown(constants.short(container_id))} has devices and no limits: its image has no glibc",
             "limits can be set for images with glibc",
         ) from None
     except OSError as error:
         raise of_file(error, path) from error
-
-
-# Whether a limit can be enforced
-
-
-def _living_pid(lease: Lease) -> int:
-    """Return the pid of a living process of the container; 0 if only its lease is left."""
-    if procs.alive(lease.init_pid, lease.init_start):
-        return lease.init_pid
-    from ..state import leftover
-
-    return leftover.process_of(lease)
-
-
-def _refuse_unheld(pid: int, before: Lease, after: Lease) -> None:
-    """Refuse a compute limit if the container has no activity files, which are mounted only at its start."""
-    for old, new in zip(before.shares, after.shares):
-        unlimited = new.compute_percent in (None, shm_abi.NO_PERCENT) and not new.soft
-        if (old.compute_percent, old.soft) == (new.compute_percent, new.soft) or unlimited:
-            continue
-        target = f"{constants.PAGES_DIR}/{new.device.uuid}"
-        if not pid:
-            raise DeviceError(
-                f"container {shown(constants.short(after.id))} has no init and no cgroup left, so gpushare cannot "
-                "tell whether a compute limit could be enforced",
-                "start it again with the limit",
-            )
-        try:
-            has_pages = any(entry.point == target for entry in mountns.read_mounts(str(pid)))
-        except OSError as error:
-            raise KernelError(f"mounts of pid {pid}: {error.strerror}", "run as root") from error
-        if not has_pages:
-            raise DeviceError(
-                f"container {shown(constants.short(after.id))} has no {target}, so it can have no compute limit",
-                "start it again with the limit",
-            )

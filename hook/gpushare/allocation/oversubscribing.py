@@ -17,7 +17,7 @@ from ..core import constants
 from ..core.constants import ENV_MEMORY, ENV_OVERSUBSCRIBE
 from ..core.errors import CapacityError, PolicyError, RequestError
 from ..core.model import Amount, Config, Device, Inventory, Node, Share
-from ..core.quantity import amount, bytes_of, human
+from ..core.quantity import amount, bytes_of, described, human
 from ..core.quoting import shown_name
 from ..gpu.selectors import device_name
 from ..state.ledger import Ledger
@@ -50,7 +50,7 @@ def divided(memory: Amount, scaling: float, device: Device) -> tuple[Amount, int
     whole -= whole % block
     part = int(whole / scaling)
     part -= part % block
-    return Amount(part, None, f"{memory.text} ({human(part)} of it on the device)", memory.foreign), whole
+    return Amount(part, None, f"{described(memory)} ({human(part)} of it on the device)", memory.foreign), whole
 
 
 def budget_bytes(config: Config, inventory: Inventory) -> int:

@@ -15,12 +15,14 @@ from typing import NamedTuple, Optional
 from ..core import constants
 from ..core.errors import CapacityError, GpushareError, RequestError
 from ..core.model import Config, Device, Node, Request, Share
+from ..core.quantity import described
 from ..core.quoting import setting
 from ..gpu.selectors import device_name
 from ..request import named_devices
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
 from . import admission, backends
 from .admission import Allocation, SlotRequest
+from .held import HeldError
 
 __all__ = ["Ledger", "Verdict", "capacity_bytes", "grant", "ledger_of", "survey"]
 _ALL = 1_000_000  # resolution at which fullness is compared
@@ -197,18 +199,28 @@ def short_name(device: Device) -> str:
     return f"{'MIG' if device.parent else 'GPU'} {device_name(device)}"
 
 
+def _memory_of(request: Request) -> str:
+    """Return `4 GiB of memory`, with the units of the reasons; "" if the slots have different amounts."""
+    texts = {described(amount) for _, amount in request.memory}
+    return f"{texts.pop()} of memory" if len(texts) == 1 else ""
+
+
 def _too_few(request: Request, fit: int, refused: list[Verdict]) -> GpushareError:
     """Return why `any` found too few devices: a single reason as it is, several reasons in one line by device."""
     errors = [verdict.refusal for verdict in refused if verdict.refusal]
-    if not fit and len({error.message for error in errors}) == 1:
+    if not fit and len({error.draft for error in errors}) == 1:
         return errors[0]
     asked = [
-        _setting_of(request, name, "") for name in (constants.ENV_DEVICES, constants.ENV_MEMORY, constants.ENV_COMPUTE)
+        _setting_of(request, constants.ENV_DEVICES, ""),
+        _memory_of(request) or _setting_of(request, constants.ENV_MEMORY, ""),
+        _setting_of(request, constants.ENV_COMPUTE, ""),
     ]
-    reasons = [f"{short_name(one.device)}: {one.refusal.brief}" for one in refused[:_SHOWN] if one.refusal]
+    reasons = [f"{short_name(one.device)}: {one.refusal.draft_brief}" for one in refused[:_SHOWN] if one.refusal]
     reasons += [f"{len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
     full = any(isinstance(error, CapacityError) for error in errors)
-    kind = CapacityError if full else type(errors[0])
     found = f"{_devices(fit)} of {request.selection.count} fit" if fit else "no device fits"
     hint = "ask for less, or stop a container (`gpushare list`)" if full else errors[0].hint
-    return kind(f"{found} {' and '.join(filter(None, asked)) or 'any'}: {'; '.join(reasons)}", hint)
+    message = f"{found} {' and '.join(filter(None, asked)) or 'any'}: {'; '.join(reasons)}"
+    if not full:
+        return type(errors[0])(message, hint)
+    return HeldError(message, hint, "", [name for one in errors[:_SHOWN] for name in getattr(one, "containers", ())])

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Optional
 
-from ..core import constants
-from ..core.errors import CapacityError, PolicyError
+from ..core.errors import PolicyError
 from ..core.model import Lease, Policy, Quota, Share
 from ..core.quantity import human, size_bytes
 from ..core.quoting import shown
 from ..state.accounts import held_bytes
 from ..state.shm_abi import NO_PERCENT
-
-_NAMED = 4  # containers that a refusal lists
+from .held import HeldError, held_by, ids
 
 
 class _Kind(NamedTuple):
@@ -104,11 +102,10 @@ def _refuse(quota: str, kind: _Kind, asked: int, used: int, cap: int, held: Sequ
             f"{quota} allows {kind.asked(cap)} in total, and {kind.text(asked)} was requested",
             f"ask for at most {kind.text(cap)}",
         )
-    names = [f"{constants.short(name)} ({kind.text(size)})" for name, size in held if size]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    raise CapacityError(
-        f"{quota}: {kind.asked(asked)} requested, {kind.text(used)} of {kind.text(cap)} used, "
-        f"held by {', '.join(names[:_NAMED])}{more}",
-        f"stop {'it' if len(names) == 1 else 'one of them'}"
+    holders = [(name, kind.text(size)) for name, size in held if size]
+    raise HeldError(
+        f"{quota}: {kind.asked(asked)} requested, {kind.text(used)} of {kind.text(cap)} used" + held_by(holders),
+        f"stop {'it' if len(holders) == 1 else 'one of them'}"
         + ("" if kind.name == "containers" else ", or ask for less"),
+        containers=ids(holders),
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Optional
 
 from ..core import constants
 from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
-from ..core.model import Bundle, Lease, Node, Request
+from ..core.model import Bundle, Lease, Node, Request, Share
 from ..core.quoting import shown
 from ..request import policy
 from ..state import accounts, activity_files, leases, shm_abi, storage
@@ -60,7 +60,13 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
             live = _changed(state_dir, seen.live)
             _stop_lending_alone(state_dir, live)
             ledger = placement.ledger_of(live, node.config.policy, seen.blocked(node))
-            shares = placement.grant(request, node, ledger)
+            try:
+                shares = placement.grant(request, node, ledger)
+            except CapacityError:
+                waiting = _in_line(state_dir, request, node, live, seen) if node.config.policy.suspend_idle_s else None
+                if waiting is None:
+                    raise
+                shares = waiting
             whose = accounts.labels(bundle, request.uid)
             if node.config.policy.quotas:
                 from . import quotas
@@ -88,6 +94,31 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                 return lease
         for uuid in new:  # first share of a device: mounting takes long, so without the lock
             activity_files.prepare(state_dir, uuid)
+
+
+def _in_line(
+    state_dir: str, request: Request, node: Node, live: tuple[Lease, ...], seen: leases.View
+) -> Optional[tuple[Share, ...]]:
+    """Return shares for a container that starts suspended: there is room once idle containers are suspended for it.
+    None if there is not, if no agent runs that would resume it, or if the driver could not suspend it."""
+    from ..state import agentlock
+    from . import suspension
+
+    if not agentlock.is_held(state_dir) or suspension.unable(node):
+        return None
+    others = tuple(
+        one if suspension.refusal_of_shares(one.shares) else one._replace(shares=_suspended(one.shares)) for one in live
+    )
+    ledger = placement.ledger_of(others, node.config.policy, seen.blocked(node))
+    try:
+        shares = _suspended(placement.grant(request, node, ledger))
+    except CapacityError:
+        return None
+    return None if suspension.refusal_of_shares(shares) else shares
+
+
+def _suspended(shares: tuple[Share, ...]) -> tuple[Share, ...]:
+    return tuple(share._replace(phase=constants.SUSPENDED) for share in shares)
 
 
 def _refuse_taken(container_id: str, seen: leases.View) -> None:

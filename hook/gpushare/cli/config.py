@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any, Optional
 
 import click
 
-from ..config.config import WrongConfig, load_config
+from ..config.config import WrongConfig, load_config, without_effect
 from ..config.keys import effective
 from ..core.model import Config
 from ..state import log
@@ -41,6 +42,8 @@ def check(paths: Paths, file: Optional[str], output: str) -> int:
             errors = [problem._asdict() for problem in error.problems]
             write_json({"file": found, "valid": False, "errors": errors})
         return error.exit_code
+    for note in without_effect(Path(path).read_text(encoding="utf-8")) if found else ():
+        log.to_stderr(f"gpushare: {path}: {note}")
     if output == "json":
         write_json({"file": found, "valid": True, "config": _nested(effective(loaded))})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import click
 
@@ -14,9 +14,9 @@ from ..core.quantity import human
 from ..core.quoting import printable, shown
 from ..gpu.selectors import device_name
 from ..state import accounts, log
+from ..state.names import Names
 from . import facts
 from .ids import complete_ids
-from .names import Names
 from .options import Paths, with_format
 from .output import (
     BAR,
@@ -32,24 +32,7 @@ from .output import (
     write_text,
 )
 
-_LIST = (
-    Column("container"),
-    Column("name", leaves=1),
-    Column("device", right=True),
-    Column("memory used", right=True),
-    Column("limit", right=True),
-    BAR,
-    Column("compute", right=True),
-    Column("processes", right=True, leaves=3),
-    Column("state", style=state_style),
-    Column("age", right=True, leaves=2),
-)
-# Columns that are shown only if a container has a value for them. Note: why it is dead, damaged or over its limit.
-# Command: the program that `gpushare run` started. On host: memory of an oversubscribed share.
-# Borrowed: memory above the request.
-_NOTE, _COMMAND = Column("note"), Column("command", leaves=4)
 _HOST, _BORROWED, _DRIVER = (Column(name, right=True) for name in ("on host", "borrowed", "driver part"))
-_NAME_AT = 1  # in _LIST
 _ACCOUNT = tuple(
     Column(title, right=True)
     for title in ("slot", "gpu granted", "gpu used", "memory granted", "memory used", "peak", "refused", "throttled")
@@ -103,7 +86,7 @@ def list_(paths: Paths, quiet: bool, no_trunc: bool, filters: dict[str, list[str
     """
     if quiet and output == "json":
         raise RequestError("--quiet prints IDs, not JSON", "leave out one of the options")
-    everything = facts.containers(paths.state_dir)
+    everything = facts.with_unlimited(facts.containers(paths.state_dir))
     found = [
         one for one in everything if all(any(_FILTERS[key](one, value) for value in filters[key]) for key in filters)
     ]
@@ -117,25 +100,8 @@ def list_(paths: Paths, quiet: bool, no_trunc: bool, filters: dict[str, list[str
     if not found and is_tty():
         write_line("no container matches" if everything else facts.none())
         return
-    virtual = any(use.share.virtual_bytes and not use.share.lending for one in found for use in one.uses)
-    lent = any(use.share.lending for one in found for use in one.uses)
-    columns, rows = list(_LIST), [list(row) for one in found for row in _rows(one, no_trunc)]
-    for column, cell, wanted in ((_HOST, host_text, virtual), (_BORROWED, borrowed_text, lent)):
-        if wanted:
-            at = columns.index(BAR)
-            columns.insert(at, column)
-            texts = [cell(use) for one in found for use in one.uses or (None,)]
-            for row, text in zip(rows, texts):
-                row.insert(at, text)
-    more = [(_COMMAND, _command)] if is_tty() else [(_NOTE, lambda one: one.note), (_COMMAND, _command)]
-    more = [(column, text) for column, text in more if any(text(one) for one in found)]
-    owners = [one for one in found for _ in one.uses or (None,)]
-    rows = [[*row, *(text(one) or "-" for _, text in more)] for one, row in zip(owners, rows)]
-    columns += [column for column, _ in more]
-    if not any(one.name.shown for one in found):  # such as on a host with `gpushare run` only
-        columns.pop(_NAME_AT)
-        rows = [[*row[:_NAME_AT], *row[_NAME_AT + 1 :]] for row in rows]
-    write_table(columns, rows)
+    facts.warn_of_hidden_shares()
+    write_table(*_table([one._replace(id=_id(one, no_trunc)) for one in found]))
     notes = [f"{_id(one, no_trunc)}: {one.note}" for one in found if one.note] if is_tty() else []
     for line in ["", *notes] if notes else ():  # a note is too long for a table on a terminal
         write_line(line)
@@ -150,26 +116,6 @@ def _id(one: facts.Container, full: bool) -> str:
     return one.id if full else constants.short(one.id)
 
 
-def _rows(one: facts.Container, full_ids: bool) -> Sequence[tuple[str, ...]]:
-    created = age(time.time() - one.lease.created) if one.lease else "-"
-    names, count = (_id(one, full_ids), one.name.shown or "-"), str(len(one.slots))
-    rows = [
-        (
-            *names,
-            device_name(use.share.device),
-            human(use.used_bytes),
-            limit_text(use),
-            bar(use.used_bytes, use.limit_bytes),
-            compute_text(use),
-            count,
-            one.state,
-            created,
-        )
-        for use in one.uses
-    ]
-    return rows or [(*names, "-", "-", "-", "", "-", count, one.state, created)]
-
-
 def limit_text(use: facts.Use) -> str:
     """The memory limit; where memory is lent, the request and the limit: "4 GiB..12 GiB"."""
     request = use.share.memory_limit_bytes
@@ -179,7 +125,9 @@ def limit_text(use: facts.Use) -> str:
 
 
 def host_text(use: Optional[facts.Use]) -> str:
-    """An oversubscribed share's memory on the host and its maximum: "1 GiB of 4 GiB"."""
+    """An oversubscribed share's memory on the host and its maximum: "1 GiB of 4 GiB"; that of a suspended one."""
+    if use is not None and not use.share.counts:
+        return human(use.host_bytes)
     if use is None or not use.share.virtual_bytes or use.share.lending:
         return "-"
     most = use.share.virtual_bytes - (use.share.memory_limit_bytes or 0)
@@ -196,6 +144,48 @@ def compute_text(use: facts.Use) -> str:
     used = "-" if use.compute is None else f"{use.compute.recent_percent:.0f}%"
     percent = use.share.compute_percent
     return used if percent is None else f"{used} of {percent}%{' soft' if use.share.soft else ''}"
+
+
+class _Cell(NamedTuple):
+    """A column of the list. `text` gets a container, and one of its shares or None. An optional column is shown only if
+    a container has another text than "-" in it."""
+
+    column: Column
+    text: Callable[[facts.Container, Optional[facts.Use]], str]
+    optional: bool = False
+
+
+def _of_share(text: Callable[[facts.Use], str], without: str = "-") -> Callable[[Any, Optional[facts.Use]], str]:
+    return lambda _, use: without if use is None else text(use)
+
+
+_LIST = (
+    _Cell(Column("container"), lambda one, _: one.id),
+    _Cell(Column("name", leaves=1), lambda one, _: one.name.shown or "-", True),  # `gpushare run` gives none
+    _Cell(Column("device", right=True), _of_share(lambda use: device_name(use.share.device))),
+    _Cell(Column("memory used", right=True), _of_share(lambda use: human(use.used_bytes))),
+    _Cell(Column("limit", right=True), _of_share(limit_text)),
+    _Cell(_HOST, lambda _, use: host_text(use), True),
+    _Cell(_BORROWED, lambda _, use: borrowed_text(use), True),
+    _Cell(BAR, _of_share(lambda use: bar(use.used_bytes, use.limit_bytes), "")),
+    _Cell(Column("compute", right=True), _of_share(compute_text)),
+    _Cell(Column("processes", right=True, leaves=3), lambda one, _: str(len(one.slots))),
+    _Cell(Column("state", style=state_style), lambda one, _: one.state),
+    _Cell(
+        Column("age", right=True, leaves=2), lambda one, _: age(time.time() - one.lease.created) if one.lease else "-"
+    ),
+    # why it is dead, damaged or over its limit; below the table on a terminal
+    _Cell(Column("note"), lambda one, _: "-" if is_tty() else one.note or "-", True),
+    _Cell(Column("command", leaves=4), lambda one, _: _command(one) or "-", True),
+)
+
+
+def _table(found: Sequence[facts.Container]) -> tuple[list[Column], list[list[str]]]:
+    """The columns that are shown, and a row for each share, or for a container without one."""
+    lines = [(one, use) for one in found for use in one.uses or (None,)]
+    texts = [[cell.text(*line) for line in lines] for cell in _LIST]
+    kept = [at for at, cell in enumerate(_LIST) if not cell.optional or set(texts[at]) - {"-"}]
+    return [_LIST[at].column for at in kept], [list(row) for row in zip(*(texts[at] for at in kept))]
 
 
 def plain(one: facts.Container) -> dict[str, Any]:
@@ -256,6 +246,7 @@ def plain_account(account: Optional[accounts.Account]) -> Optional[dict[str, Any
         "memory_peak_bytes": account.peak_bytes,
         "refused": account.refused,
         "throttled_seconds": _seconds(account.throttled_ns),
+        "suspended_seconds": _seconds(account.suspended_ns),
     }
 
 
@@ -274,7 +265,7 @@ def inspect(paths: Paths, id: str, output: str) -> None:
     pod as POD, NAMESPACE/POD or NAMESPACE/POD/CONTAINER.
     """
     container_id = facts.find(paths.state_dir, id)
-    one = facts.one(paths.state_dir, container_id)
+    one = next(iter(facts.with_unlimited(facts.containers(paths.state_dir, container_id))), None)
     refusal = log.read(paths.state_dir, container_id)
     if output == "json":
         write_json(_details(container_id, one, refusal))
@@ -352,7 +343,7 @@ def _byte_time_text(byte_ns: Optional[int]) -> str:
 
 def _print_uses(one: facts.Container) -> None:
     write_line()
-    virtual = any(use.share.virtual_bytes and not use.share.lending for use in one.uses)
+    virtual = any(host_text(use) != "-" for use in one.uses)
     lent = any(use.share.lending for use in one.uses)
     driver = any(use.driver_bytes for use in one.uses)
     columns = (

@@ -65,7 +65,7 @@ def devices(paths: Paths, output: str) -> None:
             for one in found
         ],
     )
-    facts.warn_of_hidden_shares()
+    facts.warn_of_hidden_shares(facts.LESS_FREE)
 
 
 def listed(host: Node, ledger: placement.Ledger) -> list[dict[str, Any]]:

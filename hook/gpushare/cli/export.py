@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Optional
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -24,8 +25,10 @@ from ..core.errors import GpushareError, RequestError, what_to_do
 from ..core.model import Lease
 from ..core.quoting import shown
 from ..gpu import driverfiles, inventory, nvml_usage
-from ..monitor import overuse
+from ..monitor import overuse, unlimited
 from ..state import journal
+from ..state.unlimited import Unlimited
+from ..state.unlimited import find as find_unlimited
 from ..system import sigterm
 from . import facts
 from .options import Paths, given, with_interval, with_no_color
@@ -91,7 +94,7 @@ class Watched:
         from .metrics import Metrics
         from .node import installed
 
-        self._paths, self._watch = paths, overuse.Watch()
+        self._paths, self._watch, self._unlimited = paths, overuse.Watch(), unlimited.Watch()
         self.asker: Optional[nvml_usage.Asker] = None  # None: this process may fork
         self._config = node.load_config_only(*paths)
         self._checkpoint_due = time.monotonic()
@@ -110,22 +113,30 @@ class Watched:
             pass  # the file is being edited: keep the previous configuration
         root, library = self._config.driver_root, ""
         try:
-            library = driverfiles.nvml_library(root, inventory.driver_version(root))
+            version = inventory.driver_version(root)
+            library = driverfiles.nvml_library(
+                self._config.driver_libraries or driverfiles.root_of(root, version), version
+            )
         except (GpushareError, OSError):
             pass  # no driver is loaded
         gpus = self.asker.read(library) if self.asker else nvml_usage.read(library)
         comparison, now = overuse.Comparison((), {}), 0.0
-        if gpus is not None:
-            try:
-                leases = self._leases()
-            except (GpushareError, OSError):
-                pass  # gpushare_state_up reports it at the next scrape
-            else:
+        found: tuple[Unlimited, ...] = ()
+        try:
+            leases = self._leases()
+        except (GpushareError, OSError):
+            pass  # gpushare_state_up reports it at the next scrape
+        else:
+            found = find_unlimited(leases, unlimited.of_driver(leases, gpus))
+            if gpus is not None:
                 now = time.time()
                 comparison = overuse.judge(leases, gpus, overuse.Owners(leases))
-                if act:
+            if act:
+                self._unlimited.follow(leases, found, self._config.log, self._config.policy.unlimited_process)
+                if gpus is not None:
                     self._watch.follow(leases, comparison, self._config.log, self._config.reconcile)
-        self.metrics.seen = Seen(gpus, comparison, now or self.metrics.seen.time_s, dict(self._watch.exceeded))
+        exceeded, counts = dict(self._watch.exceeded), Counter(one.id for one in found)
+        self.metrics.seen = Seen(gpus, comparison, now or self.metrics.seen.time_s, exceeded, counts)
 
     def checkpoint(self) -> None:
         """Write running containers to the usage journal, every ten minutes."""
@@ -135,7 +146,7 @@ class Watched:
 
     def _leases(self) -> list[Lease]:
         found = facts.containers(self._paths.state_dir)
-        running = [one.lease for one in found if one.lease is not None and one.state in ("running", "paused")]
+        running = [one.lease for one in found if one.lease is not None and one.state in facts.ALIVE]
         return list(limit_update.settled(self._paths.state_dir, tuple(running), keep=False))
 
     def text(self) -> str:

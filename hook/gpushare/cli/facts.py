@@ -14,15 +14,17 @@ from ..core.model import Device, Inventory, Lease, Node, Share
 from ..core.quantity import human
 from ..core.quoting import shown
 from ..gpu import contexts
-from ..state import accounts, leases, log, shm_abi, storage, usage_reader
+from ..state import accounts, leases, log, shm_abi, storage, unlimited, usage_reader
+from ..state.names import Name, Names
 from ..system import procs, rootless
-from .names import Name, Names
 from .options import Paths
 
 _OWN_ONLY = "without root you see only your own shares, not the shares of root and of other users"
+LESS_FREE = ", so less may be free than this shows"
 NONE = "no container has a share of a GPU"
 GONE = ("dead", "ended")  # states of containers whose share is free; ended: a program of `gpushare run` has exited
 _STATES = {"reserved": "starting", "held": "running"}
+ALIVE = ("running", "paused", constants.SUSPENDING, constants.SUSPENDED, constants.RESUMING)  # states with processes
 
 
 class Compute(NamedTuple):
@@ -56,7 +58,7 @@ class Container(NamedTuple):
     """One entry of the state directory."""
 
     id: str
-    state: str  # starting | running | paused | ended | dead | damaged
+    state: str  # starting | running | paused | suspending | suspended | resuming | ended | dead | damaged
     note: str  # why it is ended, dead or damaged, and warnings from its usage file
     lease: Optional[Lease]
     uses: tuple[Use, ...]
@@ -68,7 +70,7 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
     slots: tuple[usage_reader.Slot, ...] = ()
     notes = [note] if note else []
     usage = None
-    if state in ("running", "paused"):
+    if state in ALIVE:
         try:
             usage = storage.read_usage(state_dir, lease.id, len(lease.shares))
         except shm_abi.RegionError as error:
@@ -82,6 +84,8 @@ def _container(state_dir: str, lease: Lease, state: str, note: str, names: Names
         request = share.memory_limit_bytes or 0
         on_host, lent = (0, beyond) if share.lending else (beyond, 0)
         used += lent
+        if not share.counts:
+            on_host, used = on_host + share.suspended_bytes, 0
         borrowed = max(lent, used - request, 0) if share.lending else 0
         limit = share.ceiling_bytes
         most = share.device.memory_bytes or used
@@ -125,8 +129,22 @@ def _compute(usage: Optional[usage_reader.Usage], slot: int, account: accounts.A
 
 
 def _state(lease: Lease) -> str:
-    paused = lease.state == "held" and any(share.paused for share in lease.shares)
-    return "paused" if paused else _STATES[lease.state]
+    if lease.state != "held":
+        return _STATES[lease.state]
+    phase = next((share.phase for share in lease.shares), "")
+    return phase or ("paused" if any(share.paused for share in lease.shares) else _STATES[lease.state])
+
+
+def with_unlimited(found: list[Container]) -> list[Container]:
+    """Add notes about processes that use a GPU without gpushare's library."""
+    leases_of = [one.lease for one in found if one.lease is not None and one.state in ALIVE]
+    notes: dict[str, list[str]] = {}
+    for process in unlimited.find(leases_of):
+        notes.setdefault(process.id, []).append(process.text)
+    return [
+        one._replace(note="; ".join([*([one.note] if one.note else []), *notes[one.id]])) if one.id in notes else one
+        for one in found
+    ]
 
 
 def containers(state_dir: str, only: str = "") -> list[Container]:
@@ -184,7 +202,17 @@ def find(state_dir: str, text: str) -> str:
     if matching:
         return next(iter(matching))
     hint = _OWN_ONLY if rootless.is_rootless() else "`gpushare list` shows containers with a share, by id and name"
-    raise RequestError(f"no container {shown(text)}", hint)
+    raise RequestError(f"no container {shown(text)}{_close(everything.leased, text)}", hint)
+
+
+def _close(leased: dict[str, Name], text: str) -> str:
+    """`, did you mean "serve"` for the most similar id or name of a container; "" if none is similar."""
+    from difflib import get_close_matches
+
+    ids = {constants.short(one): constants.short(one) for one in leased}
+    words = {**ids, **{word: name.shown for name in leased.values() for word in name.words()}}
+    close = get_close_matches(text, words, 1, 0.7)
+    return f", did you mean {shown(words[close[0]])}" if close else ""
 
 
 def running(state_dir: str, text: str) -> str:
@@ -198,9 +226,10 @@ def running(state_dir: str, text: str) -> str:
 
 
 def _matching(group: dict[str, Name], text: str) -> dict[str, Name]:
-    """The containers that `text` can mean: those with this whole name, else with a part of it, else with an id that
-    starts so."""
+    """The containers that `text` can mean: those with this id as `gpushare list` shows it, else with this whole name,
+    else with a part of it, else with an id that starts so. A user who chooses a name cannot take another's id."""
     tests: tuple[Callable[[str], bool], ...] = (
+        lambda one: constants.short(one) == text,
         lambda one: group[one].shown == text,
         lambda one: group[one].matches(text),
         lambda one: one.startswith(text),
@@ -228,10 +257,11 @@ def none() -> str:
     return "you have no share of a GPU; root sees the shares of all users" if rootless.is_rootless() else NONE
 
 
-def warn_of_hidden_shares() -> None:
-    """For an ordinary user, write a line on standard error about what the table does not count."""
+def warn_of_hidden_shares(result: str = "") -> None:
+    """For an ordinary user, write a line on standard error about what the table does not have. `result`: what follows
+    from that."""
     if rootless.is_rootless():
-        log.to_stderr(f"gpushare: {_OWN_ONLY}, so less may be free than this shows")
+        log.to_stderr(f"gpushare: {_OWN_ONLY}{result}")
 
 
 def context_source(device: Device, inventory: Inventory) -> str:

@@ -14,14 +14,11 @@ from ..core.model import Node
 from ..core.quantity import size_bytes
 from ..core.quoting import shown
 from . import facts
-from .options import Paths, given, with_interval, with_no_color
+from .options import Paths, given, with_interval, with_no_color, with_xid_options, xids
 from .output import write_now
 
 FOLDER = "/var/lib/kubelet/device-plugins"
 KINDS = ("memory", "compute", "gpu", "devices")  # offers.VARIABLES, which need not be imported to parse an option
-# Errors of a program, after which the GPU works on: "Xid Errors" in NVIDIA's GPU deployment documentation, the same
-# that NVIDIA's own device plugin skips by default
-IGNORED_XIDS = (13, 31, 43, 45, 68, 109)
 _MIB = 1 << 20
 # A qualified name, as Kubernetes requires it of an extended resource: DNS subdomain, slash, name
 _LABEL = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -56,22 +53,8 @@ _RESOURCE = re.compile(rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([A-Za-z0-9_.-]{{0,53
     metavar="KIND=NAME",
     help="KIND: memory, compute, gpu; or devices, a number of devices, offered only with this option. Can be repeated.",
 )
-@click.option(
-    "--nvml",
-    callback=given,
-    default="",
-    metavar="FILE",
-    help="libnvidia-ml.so.1 of the driver: a device with a Xid error becomes unhealthy.",
-)
-@click.option(
-    "--ignore-xid",
-    "ignored",
-    callback=given,
-    default=",".join(map(str, IGNORED_XIDS)),
-    show_default=True,
-    metavar="LIST",
-    help="Xid errors after which a device stays healthy; none for all errors.",
-)
+@with_xid_options
+@click.option("--check", is_flag=True, help="Fail unless a plugin runs that answers, for example as a probe.")
 @with_interval(5.0, "Time between two checks of the devices.")
 @with_no_color
 @click.pass_obj
@@ -83,6 +66,7 @@ def k8s_plugin(
     resources: tuple[str, ...],
     nvml: str,
     ignored: str,
+    check: bool,
     interval: float,
 ) -> None:
     """Offer the devices of this node to kubelet, as a device plugin.
@@ -96,7 +80,10 @@ def k8s_plugin(
     unit_mib, names = _unit_mib(unit), _names(resources)
     from ..integrations.kubelet import plugin  # imports gRPC, so only after the command line was parsed
 
-    settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval, nvml, _xids(ignored), names)
+    if check:
+        plugin.require_answers(os.path.abspath(folder))
+        return
+    settings = plugin.Settings(os.path.abspath(folder), unit_mib, whole, interval, nvml, xids(ignored), names)
     plugin.run(_node(paths, whole), paths.state_dir, settings, write_now)
 
 
@@ -110,14 +97,6 @@ def _unit_mib(text: str) -> int:
     if size % _MIB:
         raise RequestError(f"--memory-unit={shown(text)}: not whole MiB", hint)
     return size // _MIB
-
-
-def _xids(text: str) -> tuple[int, ...]:
-    """Parse --ignore-xid. Raise RequestError."""
-    numbers = [part.strip() for part in text.split(",")] if text != "none" else []
-    if not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
-        raise RequestError(f"--ignore-xid={shown(text)}: not numbers", "write numbers such as 13,31, or none")
-    return tuple(map(int, numbers))
 
 
 def _names(options: Sequence[str]) -> dict[str, str]:

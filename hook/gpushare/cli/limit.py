@@ -1,4 +1,4 @@
-"""gpushare limit set, limit show, pause, resume: show and change the limits of a running container."""
+"""gpushare limit set, limit show: show and change the limits of a running container."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def set_(
     def decide(lease: Lease, live: tuple[Lease, ...], seen: leases.View) -> tuple[Share, ...]:
         return limit_request.shares(lease, wish, node, live, seen.blocked(node))
 
-    changed = _change(paths, container_id, decide, dry_run)
+    changed = change(paths, container_id, decide, dry_run)
     if output == "json":
         write_json({**_plain(changed), "dry_run": dry_run})
         return
@@ -112,35 +112,7 @@ def show(paths: Paths, id: str, output: str) -> None:
         write_line(line)
 
 
-def _pausing(name: str, pause: bool, text: str) -> click.Command:
-    @click.command(name, help=text, short_help=text.partition("\n")[0])
-    @click.argument("id", metavar="ID", shell_complete=complete_ids)
-    @with_format
-    @click.pass_obj
-    def command(paths: Paths, id: str, output: str) -> None:
-        container_id = facts.running(paths.state_dir, id)
-        changed = _change(paths, container_id, lambda lease, live, seen: limit_request.paused(lease, pause), False)
-        did = changed.before.shares != changed.after.shares
-        if output == "json":
-            write_json({"id": changed.after.id, "paused": pause, "changed": did})
-            return
-        called = constants.short(container_id) if container_id.startswith(id) else id  # an ID, or the engine's name
-        now = f"paused: its launches wait until `gpushare resume {called}`" if pause else "running: launches go ahead"
-        write_line(f"{called} is {now if did else now.partition(':')[0] + ' already'}")
-
-    return command
-
-
-pause = _pausing(
-    "pause",
-    True,
-    "Pause the kernel launches of a container.\n\nLaunches wait, without an error, until `gpushare resume`. Kernels "
-    "that were launched already finish; memory calls, copies and the container's processes continue.",
-)
-resume = _pausing("resume", False, "Resume the kernel launches of a paused container.")
-
-
-def _change(paths: Paths, container_id: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
+def change(paths: Paths, container_id: str, decide: limit_update.DecideFn, dry_run: bool) -> limit_update.Changed:
     try:
         changed = limit_update.change(paths.state_dir, container_id, decide, dry_run)
         if changed.before.shares != changed.after.shares and not dry_run:

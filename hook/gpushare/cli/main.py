@@ -22,6 +22,7 @@ from .options import Paths, given, require_config, with_no_color
 
 PROGRAM = "gpushare"
 COMPLETE = "_GPUSHARE_COMPLETE"  # the variable with which a shell requests completions; see completion.py
+_FEW = 3  # commands of a group that an error can list
 _WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # of write(2)
 # click raises it since 8.2; older versions print the help and exit with 0
 _NO_ARGUMENTS: tuple[type[click.ClickException], ...] = tuple(
@@ -39,8 +40,9 @@ GROUPS = {
         "usage": ("usage", "usage"),
         "run": ("run", "run"),
         "limit": ("limit", "limit"),
-        "pause": ("limit", "pause"),
-        "resume": ("limit", "resume"),
+        "pause": ("suspend", "pause"),
+        "suspend": ("suspend", "suspend"),
+        "resume": ("suspend", "resume"),
         "explain": ("explain", "explain"),
     },
     "This host": {
@@ -214,7 +216,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 def _usage(error: click.UsageError, argv: Sequence[str]) -> GpushareError:
     """Convert click's sentences to one line in gpushare's style, without a capital letter and a full stop."""
-    text = _unknown(error) or " ".join(error.format_message().split()).rstrip(".")
+    text = _unknown(error) or " ".join(error.format_message().split()).rstrip(".") + _meant(error)
     text = re.sub(r"is not a valid (float|integer)( range)?", "is not a number", text)
     if getattr(error, "option_name", "") in ("--config", "--state"):
         text += ", which stands before the command"
@@ -237,12 +239,28 @@ def _unknown(error: click.UsageError) -> str:
 
         name = literal_eval(command[1])  # click prints its repr()
         text = f"no such command {shown(name)}"
-        close = sorted(get_close_matches(name, error.ctx.command.list_commands(error.ctx)))
+        known = error.ctx.command.list_commands(error.ctx)
+        close = sorted(get_close_matches(name, known))
+        if not close and error.ctx.parent is not None:  # `gpushare limit serve`
+            lines = [f"`{error.ctx.command_path} {one} {name}`" for one in known] if name.isprintable() else []
+            return f"{text}, did you mean {' or '.join(lines)}" if 0 < len(lines) <= _FEW else text
     else:
         return ""
     if close:
         text += f", did you mean{' one of' * (len(close) > 1)} " + ", ".join(map(shown, close))
     return text
+
+
+def _meant(error: click.UsageError) -> str:
+    """`, did you mean "docker"` after a value that is similar to a choice of an option or argument, else ""."""
+    choice = error.param.type if isinstance(error, click.BadParameter) and error.param is not None else None
+    wrong = re.search(r"'([^']*)' is not one of ", error.format_message())
+    if not isinstance(choice, click.Choice) or wrong is None:
+        return ""
+    from difflib import get_close_matches
+
+    close = get_close_matches(wrong[1].lower(), map(str, choice.choices), 1, 0.7)
+    return f", did you mean {shown(close[0])}" if close else ""
 
 
 def _command_of(argv: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from ..core import constants
 from ..core.errors import GpushareError
 from ..gpu.nvml_usage import Gpu
 from ..monitor.overuse import Comparison, Finding
+from ..state import log
 from ..state.accounts import Account
 from . import facts
 from .options import Paths
@@ -42,7 +43,7 @@ METRICS = (
     Metric("gpushare_memory_limit_bytes", SHARE_LABELS, "Memory limit of the share; none without a limit."),
     Metric("gpushare_memory_request_bytes", SHARE_LABELS, "Memory request of a share that borrows up to its limit."),
     Metric("gpushare_memory_borrowed_bytes", SHARE_LABELS, "Memory above the request, which can be taken back."),
-    Metric("gpushare_memory_host_bytes", SHARE_LABELS, "The part of an oversubscribed share that is in host memory."),
+    Metric("gpushare_memory_host_bytes", SHARE_LABELS, "Part of a share in host memory: oversubscribed or suspended."),
     Metric("gpushare_memory_physical_bytes", SHARE_LABELS, "Memory of the container's processes, by driver count."),
     Metric("gpushare_memory_over_bytes", SHARE_LABELS,
            "Memory by the driver's count beyond the limit and the uncertainty of context sizes; 0: within the limit."),
@@ -63,8 +64,11 @@ METRICS = (
     Metric("gpushare_account_refused_total", ACCOUNT_LABELS, "Allocations refused by the memory limit."),
     Metric("gpushare_account_throttled_seconds_total", ACCOUNT_LABELS,
            "Time that threads waited because of the compute limit, summed over threads."),
+    Metric("gpushare_account_suspended_seconds_total", ACCOUNT_LABELS, "Time that the container was suspended."),
     Metric("gpushare_exceeded_total", ("container", "pod", "namespace", "id", "name", "service"),
            "How often the container exceeded its memory limit by the driver's count."),
+    Metric("gpushare_unlimited_processes", ("container", "pod", "namespace", "id", "name", "service"),
+           "Processes of the container that use a GPU without gpushare's library, so without a limit."),
     Metric("gpushare_device_memory_bytes", DEVICE_LABELS, "Memory of the device."),
     Metric("gpushare_device_memory_used_bytes", DEVICE_LABELS, "Memory in use on the device, as NVML reports."),
     Metric("gpushare_device_memory_granted_bytes", DEVICE_LABELS, "Sum of memory limits on the device."),
@@ -75,6 +79,7 @@ METRICS = (
     Metric("gpushare_device_temperature_celsius", DEVICE_LABELS, "Temperature of the GPU, as NVML reports."),
     Metric("gpushare_device_power_watts", DEVICE_LABELS, "Power that the GPU draws, as NVML reports."),
     Metric("gpushare_device_containers", DEVICE_LABELS, "Containers with a share of the device."),
+    Metric("gpushare_refused_starts_total", (), "Containers that did not start because their request was refused."),
     Metric("gpushare_damaged_leases", (), "Leases that cannot be read; their devices are blocked."),
     Metric("gpushare_state_up", (), "1 if leases and devices could be read at this scrape."),
     Metric("gpushare_driver_up", (), "1 if NVML answered the last query."),
@@ -90,6 +95,7 @@ class Seen(NamedTuple):
     comparison: Comparison = Comparison((), {})
     time_s: float = 0.0  # unix; 0: never
     exceeded: dict[str, int] = {}
+    unlimited: Optional[dict[str, int]] = None  # container id -> number of such processes
 
 
 def _names(one: facts.Container) -> tuple[str, ...]:
@@ -116,6 +122,8 @@ class Metrics(Collector):
         self.seen = Seen()
         self._sampler = Sampler(paths)
         self._version = version
+        self._state_dir = paths.state_dir
+        self._refused, self._refusals = set(log.refusals(self._state_dir)), 0  # an earlier exporter counted these
         self._scrape_lock = threading.Lock()
 
     def describe(self) -> Iterator[Any]:
@@ -127,6 +135,14 @@ class Metrics(Collector):
             families = _families()
             self._fill(families)
         yield from families.values()
+
+    def _count_refusals(self) -> int:
+        """The refusals so far. gpushare keeps the last ones only; kubelet starts a refused container again under
+        another id, and docker under the same one."""
+        found = set(log.refusals(self._state_dir))
+        self._refusals += len(found - self._refused)
+        self._refused = found
+        return self._refusals
 
     def _fill(self, families: dict[str, Any]) -> None:
         seen = self.seen
@@ -144,6 +160,7 @@ class Metrics(Collector):
             put("gpushare_state_up", (), 0)
             return
         put("gpushare_state_up", (), int(not sample.note))
+        put("gpushare_refused_starts_total", (), self._count_refusals())
         put("gpushare_damaged_leases", (), sum(line.container.state == "damaged" for line in sample.lines))
         lines = [line for line in sample.lines if line.use is not None and line.container.state not in facts.GONE]
         findings = {(one.id, one.uuid): one for one in seen.comparison.findings}
@@ -165,6 +182,9 @@ class Metrics(Collector):
         for container_id, container in containers.items():
             count = seen.exceeded.get(container_id, 0)
             put("gpushare_exceeded_total", (*_names(container), *_ids(container)), count)
+            if seen.unlimited is not None:
+                number = seen.unlimited.get(container_id, 0)
+                put("gpushare_unlimited_processes", (*_names(container), *_ids(container)), number)
         for device in sample.devices:
             device_labels = (device["uuid"], device["name"], _utf8(device["model"]))
             for name, value in _of_device(device, seen):
@@ -201,6 +221,7 @@ def _of_account(account: Optional[Account]) -> Iterator[tuple[str, Optional[floa
         yield "gpushare_account_peak_bytes", account.peak_bytes
         yield "gpushare_account_refused_total", account.refused
         yield "gpushare_account_throttled_seconds_total", _over(account.throttled_ns)
+        yield "gpushare_account_suspended_seconds_total", account.suspended_ns / 1e9
 
 
 def _over(ns: Optional[int]) -> Optional[float]:

@@ -13,7 +13,7 @@ from ..config import node, node_diff, oci_runtime
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..core.quantity import human
-from ..gpu import charlinks
+from ..gpu import charlinks, driverfiles
 from ..gpu.selectors import device_name
 from ..state import leases, log, shm_abi, storage
 from . import facts
@@ -30,7 +30,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
 
     Reports what has changed since the last refresh, and which containers were started with another driver. Measures the
     memory of a CUDA context on each kind of device, once for each driver. Creates the links in /dev/char by which
-    systemd finds NVIDIA's devices.
+    systemd finds NVIDIA's devices. The exit code is not 0 if no container could start with a share.
 
     Run it after a change of the driver or the configuration. Otherwise the next container that starts reads them, so
     that its start takes longer, and context sizes are estimates.
@@ -48,7 +48,7 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
         raise GpushareError(f"cannot write {os.path.join(paths.state_dir, node.FILE)}", "run as root")
     oci_runtime.remember_scopes(paths.config, paths.state_dir)
     recovered = reservation.recover(paths.state_dir, host)
-    links = make_links(host.inventory.root)
+    links = make_links(host.inventory.dev_root)
     found = None if before is None else node_diff.between(before, host)
     old = node_diff.outdated(leases.view(paths.state_dir).live, host)
     if output == "json":
@@ -60,18 +60,19 @@ def refresh(paths: Paths, measure: bool, output: str) -> None:
                 "outdated": [{"id": name, "why": why} for name, why in old],
             }
         )
-        return
-    _print(host)
-    if links:
-        write_line(f"created links in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
-    for change in found or ():
-        write_line(f"changed: {change.text()}")
-    if found == []:
-        write_line("nothing has changed")
-    for name, why in old:
-        write_line(f"container {name} {why}: start it again")
-    if recovered:
-        write_line(f"{paths.state_dir} was lost; rebuilt the leases of running containers: {', '.join(recovered)}")
+    else:
+        _print(host)
+        if links:
+            write_line(f"created links in {charlinks.DIRECTORY}: {', '.join(map(os.path.basename, links))}")
+        for change in found or ():
+            write_line(f"changed: {change.text()}")
+        if found == []:
+            write_line("nothing has changed")
+        for name, why in old:
+            write_line(f"container {name} {why}: start it again")
+        if recovered:
+            write_line(f"{paths.state_dir} was lost; rebuilt the leases of running containers: {', '.join(recovered)}")
+    driverfiles.require_usable(host.inventory)
 
 
 def make_links(root: str) -> list[str]:
@@ -89,6 +90,8 @@ def _plain(host: Node) -> dict[str, Any]:
         "driver_version": inventory.driver_version,
         "cuda_version": inventory.cuda_version,
         "root": inventory.root,
+        "libraries": inventory.files_root,
+        "dev": inventory.dev_root,
         "simulated": inventory.simulated,
         "devices": [device._asdict() for device in inventory.devices],
         "mig": [device._asdict() for device in inventory.mig],
@@ -100,7 +103,9 @@ def _print(host: Node) -> None:
     inventory = host.inventory
     devices = "1 device" if len(inventory.devices) == 1 else f"{len(inventory.devices)} devices"
     cuda = f", CUDA {inventory.cuda_version}" if inventory.cuda_version else ""
-    write_line(f"driver {inventory.driver_version}{cuda} in {inventory.root}, {devices}")
+    others = (("libraries", inventory.libraries), ("dev", inventory.dev))
+    where = "".join(f" ({name} in {root})" for name, root in others if root)
+    write_line(f"driver {inventory.driver_version}{cuda} in {inventory.root}{where}, {devices}")
     for device in (*inventory.devices, *inventory.mig):
         size = human(device.memory_bytes) if device.memory_bytes else "memory size not known"
         context = f"context {human(device.context_bytes)} {facts.context_source(device, inventory)}"

@@ -1,4 +1,4 @@
-"""Options that commands have in common: paths, --format, --no-color and --interval."""
+"""Options that commands have in common: paths, --format, --no-color, --interval, and those for Xid errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import click
 from click.core import ParameterSource
 
 from ..core import constants
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, RequestError
+from ..core.quoting import shown
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+# Errors of a program, after which the GPU works on: "Xid Errors" in NVIDIA's GPU deployment documentation, the same
+# that NVIDIA's own device plugin skips by default
+IGNORED_XIDS = (13, 31, 43, 45, 68, 109)
 NO_COLOR = "gpushare.no_color"  # in context.meta if --no-color was given, before or after the command's name
 
 
@@ -89,3 +93,32 @@ def with_interval(default_s: float, meaning: str) -> Callable[[Command], Command
         metavar="SECONDS",
         help=meaning,
     )
+
+
+def with_xid_options(command: Command) -> Command:
+    """Add --nvml and --ignore-xid, which the command gets as `nvml` and `ignored`."""
+    library = click.option(
+        "--nvml",
+        callback=given,
+        default="",
+        metavar="FILE",
+        help="libnvidia-ml.so.1 of the driver: a device with a Xid error becomes unhealthy.",
+    )
+    errors = click.option(
+        "--ignore-xid",
+        "ignored",
+        callback=given,
+        default=",".join(map(str, IGNORED_XIDS)),
+        show_default=True,
+        metavar="LIST",
+        help="Xid errors after which a device stays healthy; none for all errors.",
+    )
+    return library(errors(command))
+
+
+def xids(text: str) -> tuple[int, ...]:
+    """Parse --ignore-xid. Raise RequestError."""
+    numbers = [part.strip() for part in text.split(",")] if text != "none" else []
+    if not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
+        raise RequestError(f"--ignore-xid={shown(text)}: not numbers", "write numbers such as 13,31, or none")
+    return tuple(map(int, numbers))

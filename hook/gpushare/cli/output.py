@@ -28,7 +28,8 @@ _FOLDED = 20  # least width of a column that folds, in characters
 _FULL, _HIGH = 90, 75  # a bar is red from _FULL percent, yellow from _HIGH percent
 _STATES = {
     **dict.fromkeys(("running", "open", "ok", "configured", "valid"), "green"),
-    **dict.fromkeys(("starting", "paused", "exclusive", "divided", "warn", "not configured", "kept"), "yellow"),
+    **dict.fromkeys(("starting", "paused", "suspending", "suspended", "resuming"), "yellow"),
+    **dict.fromkeys(("exclusive", "divided", "warn", "not configured", "incomplete", "kept"), "yellow"),
     "ended": "dim",
     **dict.fromkeys(("dead", "damaged", "unknown use", "fail", "refused"), "bold red"),
 }

@@ -43,7 +43,9 @@ _NO_ID = (1 << 32) - 1
 @click.option("--priority", metavar="WORD", help="normal, or high: gets idle time first.  [default: normal]")
 @click.option("--devices", metavar="LIST", help="any, any:2,model=A100, all, indices or uuids.  [default: any]")
 @click.option("--backend", metavar="NAME", help="What enforces the limits: shim, mps.  [default: auto]")
-@click.option("--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory.")
+@click.option(
+    "--oversubscribe", is_flag=True, help="Let allocations go beyond the limit into host memory (experimental)."
+)
 @click.option(
     "--name", callback=given, metavar="ID", help="Name in `gpushare list`.  [default: the program and its pid]"
 )
@@ -80,7 +82,7 @@ def run(
             where = node.log_target(paths.config, paths.state_dir)
             audit_log.refused(where, job.name, "run", error)
         given = {variable for variable, _ in variables}
-        error.message = as_typed(error.message, given)
+        error.draft = as_typed(error.draft, given)
         error.hint = as_typed(error.hint, _OPTIONS if given or not _has_own_variables(os.environ) else ())
         raise
 

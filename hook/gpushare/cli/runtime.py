@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import click
 
-from ..config import profiles
+from ..config import oci_runtime, profiles
 from ..config.config import load_config, parse_config
 from ..config.keys import effective
 from ..core.errors import ConfigError
+from ..core.model import Config
 from ..core.quoting import shown
 from ..engines import base
 from ..engines import configure as engines
 from ..engines.base import Change, Settings
 from ..engines.configure import CRI_ENGINES, ENGINES, Outcome, State
 from ..engines.host import Host, broken_snapshot, check_program, foreign_owners
-from ..state import log
+from ..state import leases, log
 from .node import make_links
 from .options import Paths, given, require_config, with_format
 from .output import Column, state_style, write_json, write_line, write_table
@@ -91,35 +93,81 @@ def configure_(
         engine_version=given["engine_version"],
         dump=dump.read() if dump else "",
     )
-    if settings.require_nri and (engine not in CRI_ENGINES or settings.hook_only or given["undo"]):
-        raise click.UsageError("--require-nri is for containerd and crio, without --hook-only and --undo")
-    if engine is None:
-        if given["undo"] or given["default"] or given["hook_only"] or given["config_file"]:
-            raise click.UsageError(f"name an engine: {', '.join(sorted(ENGINES))}")
-        if profile is None:
-            _status(settings, host, output)
-            return
+    _check_options(settings, engine, profile, given["undo"])
+    if engine is None and profile is None:
+        _status(settings, host, output)
+        return
     more = [] if profile is None else profile_changes(profile, paths.config, host, given["force"])
+    low_level = _low_level(paths) if host.root == "/" and not given["dry_run"] else ""
     if engine is None:
         outcome = Outcome("", tuple(more), "", ())
         if not given["dry_run"]:
             host.write(more)
     elif given["undo"]:
-        if profile is not None:
-            raise click.UsageError("--undo leaves the configuration file alone: leave out --profile")
         outcome = engines.undo(ENGINES[engine], settings, host, given["dry_run"])
     else:
-        checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
-        if engine in CRI_ENGINES and not checked.hook_only:
-            check_program(checked.cri_program)
-        removed = remove_broken_snapshot(checked.program, given["dry_run"]) if host.root == "/" else []
-        outcome = engines.configure(ENGINES[engine], checked, host, given["dry_run"], more)
-        owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
-        outcome = outcome._replace(notes=(*outcome.notes, *owners, *removed))
-        if host.root == "/" and not given["dry_run"]:
-            with contextlib.suppress(ConfigError):  # an invalid configuration is reported by the next start and doctor
-                make_links(load_config(paths.config).driver_root)
+        outcome = _configured(paths, engine, settings, host, given["dry_run"], more)
+    if low_level:
+        outcome = outcome._replace(notes=(*outcome.notes, *_left_behind(paths, low_level)))
     report(outcome, given["dry_run"], output)
+
+
+def _check_options(settings: Settings, engine: Optional[str], profile: Optional[str], undo: bool) -> None:
+    """Raise UsageError for options that do not go together."""
+    if settings.require_nri and (engine not in CRI_ENGINES or settings.hook_only or undo):
+        raise click.UsageError("--require-nri is for containerd and crio, without --hook-only and --undo")
+    if engine is None and (undo or settings.default or settings.hook_only or settings.config_file):
+        raise click.UsageError(f"name an engine: {', '.join(sorted(ENGINES))}")
+    if undo and profile is not None:
+        raise click.UsageError("--undo leaves the configuration file alone: leave out --profile")
+
+
+def _configured(
+    paths: Paths, engine: str, settings: Settings, host: Host, dry_run: bool, more: Sequence[Change]
+) -> Outcome:
+    """Configure an engine of this host, or of an image below another root."""
+    checked = settings._replace(program=check_program(settings.program), hook=check_program(settings.hook))
+    if engine in CRI_ENGINES and not checked.hook_only:
+        check_program(checked.cri_program)
+    here = host.root == "/"
+    removed = remove_broken_snapshot(checked.program, dry_run) if here else []
+    outcome = engines.configure(ENGINES[engine], checked, host, dry_run, more)
+    owners = foreign_owners([checked.program, checked.hook]) if outcome.changes else []
+    notes = [*outcome.notes, *owners, *removed]
+    if here and not dry_run:
+        with contextlib.suppress(ConfigError):  # an invalid configuration is reported by the next start and doctor
+            config = load_config(paths.config)
+            make_links(config.dev_root)
+            oci_runtime.remember(paths.config, paths.state_dir, config)  # perhaps another one than before
+            notes += _no_low_level(config)
+    return outcome._replace(notes=tuple(notes))
+
+
+def _low_level(paths: Paths) -> str:
+    """The low-level runtime that gpushare runs; empty without one, or with an invalid configuration."""
+    try:
+        return oci_runtime.find(load_config(paths.config))
+    except ConfigError:
+        return ""
+
+
+def _left_behind(paths: Paths, former: str) -> list[str]:
+    """One line if containers run that another low-level runtime started: runc and crun do not know each other's."""
+    present = _low_level(paths)
+    live = len(leases.view(paths.state_dir).live) if present != former else 0
+    if not live:
+        return []
+    what = f"gpushare now runs {present or 'no low-level runtime'}, and {former} started {live} running container(s)"
+    return [f"{what}: to stop or enter them, set runtime.path to {former} until they have ended"]
+
+
+def _no_low_level(config: Config) -> list[str]:
+    """One line if no container could start, because there is no low-level runtime."""
+    try:
+        oci_runtime.find(config)
+        return []
+    except ConfigError as error:
+        return [f"{error.message}: containers with the runtime gpushare do not start; {error.hint}"]
 
 
 @runtime.command("status")
@@ -220,4 +268,6 @@ def _status(settings: Settings, host: Host, output: str) -> None:
 
 
 def _word(one: State) -> str:
-    return "damaged" if one.problem else "configured" if one.configured else "not configured"
+    """`incomplete`: the entry is there, but has no effect yet, as before a restart; a line below the table has more."""
+    words = {(False, False): "not configured", (False, True): "damaged", (True, False): "configured"}
+    return words.get((one.configured, bool(one.problem)), "incomplete")

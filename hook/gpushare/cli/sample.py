@@ -13,8 +13,8 @@ from ..config import node
 from ..core.errors import GpushareError
 from ..core.model import Node
 from ..state import leases, shm_abi
+from ..state.names import Names
 from . import containers, devices, facts
-from .names import Names
 from .options import Paths
 
 _KEPT = 60  # samples

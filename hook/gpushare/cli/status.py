@@ -32,4 +32,4 @@ def status(paths: Paths, output: str) -> None:
             write_line()
     if not taken.lines:
         write_line(facts.none())
-    facts.warn_of_hidden_shares()
+    facts.warn_of_hidden_shares(facts.LESS_FREE)

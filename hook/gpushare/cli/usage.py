@@ -25,7 +25,7 @@ _SINCE_HINT = "write 24h, 90m, 7d, or a date such as 2026-11-01 or 2026-11-01T08
 _COLUMNS = tuple(
     Column(title, right=title != "name")
     for title in ("name", "containers", "gpu granted", "gpu used", "memory granted", "memory used", "peak", "refused")
-    + ("throttled", "running", "end unknown")
+    + ("throttled", "suspended", "running", "end unknown")
 )
 
 
@@ -105,6 +105,7 @@ def _cells(group: sums.Group, by: str) -> tuple[str, ...]:
         human(group.peak_bytes),
         str(total.refused),
         f"{total.throttled_ns / 1e9:.1f} s",
+        f"{total.suspended_ns / 1e9:.1f} s",
         str(group.running),
         str(group.unreported),
     )
@@ -125,6 +126,7 @@ def _values(group: sums.Group, by: str) -> dict[str, Any]:
         "memory_peak_bytes": group.peak_bytes,
         "refused": total.refused,
         "throttled_seconds": round(total.throttled_ns / 1e9, 3),
+        "suspended_seconds": round(total.suspended_ns / 1e9, 3),
     }
 
 

@@ -6,6 +6,7 @@
     sample()              -> str        config/config.yaml, commented
     rendered(values, head) -> str       such a file with other values (profiles.py)
     WrongConfig.problems  -> tuple      every problem of a file
+    without_effect(text)  -> [str]      notes on values that a valid file has and that mean nothing here
 
 Not on the start path: yaml and jsonschema are imported when node.json is compiled.
 """
@@ -20,7 +21,7 @@ from ..core.errors import ConfigError, RequestError, what_to_do
 from ..core.model import Config, Policy
 from ..core.quoting import shown
 from . import quotas, sharing
-from .keys import KEYS, PATTERNS, TYPES, VERSION
+from .keys import KEYS, NVIDIA_ONLY, PATTERNS, TYPES, VERSION
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -212,6 +213,8 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
     """The hint for the unknown key `name` below `at`, where the keys `known` exist."""
+    if _below(at, name) in _ELSEWHERE:
+        return _ELSEWHERE[_below(at, name)]
     near = _near(name, known)
     if near:
         return f"did you mean {_below(at, near)}?"
@@ -228,13 +231,22 @@ def _expected(error: Any) -> str:
     wanted = error.validator_value
     return {
         "pattern": PATTERNS.get(wanted, "") if isinstance(wanted, str) else "",
-        "const": str(wanted),
+        "anyOf": str(error.schema.get("description", "")),
         "minimum": f"at least {wanted}",
         "maximum": f"at most {wanted}",
         "minItems": "at least one",
-        "enum": "one of " + ", ".join(map(str, filter(None, wanted))) if isinstance(wanted, list) else "",
+        "enum": "one of " + ", ".join(str(one) for one in wanted if one and one is not True)
+        if isinstance(wanted, list)
+        else "",
         "type": TYPES.get(str(wanted), str(wanted)),
     }.get(error.validator, f"{error.validator} {wanted}")
+
+
+# Hints for keys of NVIDIA's device plugin that have another name here
+_ELSEWHERE = {
+    "sharing.mps": "write its replicas as sharing.split_count; policy.allowed_backends: [mps] has MPS enforce them",
+}
+_MIG_RESOURCE = "nvidia.com/mig-"
 
 
 def _schema_problems(value: Any, lines: Mapping[str, int]) -> Iterator[Problem]:
@@ -259,7 +271,27 @@ def _schema_problems(value: Any, lines: Mapping[str, int]) -> Iterator[Problem]:
             wrong = error.instance if isinstance(error.instance, str) else _yaml_value(error.instance)
             near = _near(wrong, map(str, error.validator_value)) if error.validator == "enum" else ""
             hint = f"did you mean {near}? Expected {_expected(error)}" if near else f"expected {_expected(error)}"
+            if wrong.startswith(_MIG_RESOURCE):
+                hint += "; for MIG devices write sharing.overrides"
             yield Problem(lines.get(at, 0), at, f"{shown(wrong)} is wrong", hint)
+
+
+def without_effect(text: str) -> list[str]:
+    """One note for each value of a valid file that only NVIDIA's device plugin uses."""
+    import yaml
+
+    given = _given(yaml.safe_load(text))
+    found = [f"{key}: no effect, only NVIDIA's device plugin uses it" for key in NVIDIA_ONLY if given.get(key)]
+    root = given.get("flags", {}).get("nvidiaDriverRoot", "/")
+    if root != "/":
+        found.append(f"flags.nvidiaDriverRoot: no effect; write {shown(str(root))} as driver.root, if it is needed")
+    names = {at: one["rename"] for at, one in enumerate(given.get(sharing.TIME_SLICING, ())) if one.get("rename")}
+    for at, name in names.items():
+        first = next(iter(names.values()))
+        if name != first:
+            key = f"{sharing.TIME_SLICING}[{at}].rename"
+            found.append(f"{key}: no effect; equal shares of all devices are offered as {shown(first)}")
+    return found
 
 
 def _given(value: Any) -> dict[str, Any]:

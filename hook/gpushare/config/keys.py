@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..core import constants
+from ..core import constants, installed
 from ..core.errors import RequestError
 from ..core.model import Config
 from ..core.quantity import amount, human, size_bytes, whole_percent
@@ -19,7 +19,9 @@ from ..request.dialects import registry
 from . import quotas, sharing
 
 VERSION = 1
+NVIDIA_VERSION = "v1"  # of the configuration of NVIDIA's device plugin, which may be pasted as a whole
 LEAST_JOURNAL = 1 << 20
+NVIDIA_ONLY = ("flags", "resources", "imex")  # keys that only NVIDIA's plugin uses
 _ACCEPT = {"enum": ["always", "privileged", "never"]}
 _SCHEDULERS = [row.name for row in registry.SCHEDULERS]
 _TEXT = {"type": "string"}
@@ -27,12 +29,17 @@ _PATH = {"type": "string", "pattern": "^/[^\\u0000]*$"}
 _PATH_OR_EMPTY = "^(/[^\\u0000]*)?$"
 _JOURNAL = "^(auto|none|/[^\\u0000]*)$"
 _LOG = "^(syslog|none|/[^\\u0000]*)$"
+_NO_TIME = "none"
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = "^(none|[0-9]{1,6}[smhd])$"
+_DURATION = {"type": "string", "pattern": _TIME}
 _DEVICE = "^([0-9]+(:[0-9]+)?|(GPU|MIG|gpu|mig)-[^ ]+)$"
 # Pattern -> expected value, for messages and docs/config.md
 PATTERNS = {
     _PATH["pattern"]: "an absolute path",
     _PATH_OR_EMPTY: "an absolute path, or nothing",
     _JOURNAL: "auto, none, or an absolute path",
+    _TIME: "none, or a number with s, m, h or d, such as 15m",
     _LOG: "syslog, none, or an absolute path",
     _DEVICE: "an index such as 0 or a whole uuid",
     **quotas.PATTERNS,
@@ -71,10 +78,24 @@ def _journal_size(path: str, value: str) -> str:
     return value.strip()
 
 
+def _duration(_: str, value: str) -> int:
+    """Return the seconds of `15m`; 0 for `none`."""
+    return 0 if value == _NO_TIME else int(value[:-1]) * _UNITS_S[value[-1]]
+
+
+def _low_level(_: str, value: str) -> str:
+    if value and installed.is_gpushare(value):
+        raise RequestError(f"{shown(value)} is gpushare itself", "set it to runc or crun, or leave it empty")
+    return value
+
+
 SAME = Kind()
+LOW_LEVEL = Kind(_low_level)
 JOURNAL_SIZE = Kind(_journal_size)
 DIRECTORY = Kind(lambda _, value: os.path.normpath(value))
-OFF_OR_TEXT = Kind(lambda _, value: value or constants.NO_LENDING)  # YAML reads `off` as false
+DIRECTORY_OR_NONE = Kind(lambda _, value: os.path.normpath(value) if value else "")
+LENDING = Kind(lambda _, value: constants.LENDING_WORDS.get(value, value))
+DURATION = Kind(_duration, lambda seconds: f"{seconds}s" if seconds else _NO_TIME)
 NUMBER = Kind(_number)
 WHOLE = Kind(lambda _, value: int(value))
 LIST = Kind(lambda _, value: tuple(value), list)
@@ -96,13 +117,28 @@ class Key(NamedTuple):
 
 
 _KEYS = (
-    Key("version", "", SAME, {"const": VERSION}, "Version of this file's format."),
+    Key("version", "", SAME, {"enum": [VERSION, NVIDIA_VERSION]},
+        "Version of this file's format; v1, as in the configuration of NVIDIA's device plugin, means 1."),
     Key("driver.root", "driver_root", DIRECTORY, _PATH,
         "Root directory of the NVIDIA driver, which contains its libraries, dev and proc. / if the driver is installed "
         "on the host; for example /run/nvidia/driver if it runs in a container."),
+    Key("driver.libraries", "driver_libraries", DIRECTORY_OR_NONE, {"type": "string", "pattern": _PATH_OR_EMPTY},
+        "Directory with the driver's libraries and programs, if they are not below driver.root in a usual place: one "
+        "that has lib64 and bin, such as /opt/nvidia. Empty: gpushare finds them (docs/driver.md)."),
+    Key("driver.dev", "driver_dev", DIRECTORY_OR_NONE, {"type": "string", "pattern": _PATH_OR_EMPTY},
+        "Directory that has dev with the driver's device nodes, if that is not driver.root. Empty: driver.root, or the "
+        "driver's container if only that has them."),
+    Key("kubernetes.kubelet_dir", "kubelet_dir", DIRECTORY, _PATH,
+        "Directory that has kubelet's device-plugins. Its checkpoint proves the variables of the device plugin. "
+        "kubelet uses the default whatever its --root-dir is, so only a distribution that changed kubelet needs "
+        "another one."),
+    Key("kubernetes.claims_dir", "claims_dir", DIRECTORY, _PATH,
+        "Directory in which `gpushare dra` prepares claims (--cdi). The files there prove the variables of the DRA "
+        "driver."),
     Key("shim_dir", "shim_dir", DIRECTORY, _PATH, "Directory with gpushare's libcuda.so and libnvidia-ml.so."),
-    Key("runtime.path", "runtime", SAME, {"type": "string", "pattern": _PATH_OR_EMPTY},
-        "The low-level runtime that gpushare-runtime executes; empty: runc if this host has it, else crun."),
+    Key("runtime.path", "runtime", LOW_LEVEL, {"type": "string", "pattern": _PATH_OR_EMPTY},
+        "The low-level runtime that gpushare-runtime executes; empty: the runc or crun of the engine's default handler "
+        "if that names its path, else runc if this host has it, else crun."),
     Key("placement.strategy", "placement", SAME, {"enum": ["binpack", "spread"]},
         "How to choose a device for `any` among devices with enough free memory and compute. binpack: the device that "
         "will then be fullest, so that other devices stay free; spread: the device that will then be emptiest. Memory "
@@ -120,19 +156,24 @@ _KEYS = (
         "Equal shares of particular devices. Each entry has model (A100, L40*) or devices (index or uuid), "
         "split_count, and optionally memory_scaling and cores_scaling (default 1.0). The first entry that matches a "
         "device applies."),
-    *(Key(f"sharing.timeSlicing.{name}", "", SAME, {"type": "boolean"},
-          "Accepted because the configuration of NVIDIA's device plugin has it; no effect.")
-      for name in ("renameByDefault", "failRequestsGreaterThanOne")),
-    Key(sharing.TIME_SLICING, "", SAME, sharing.RESOURCES,
+    Key("sharing.timeSlicing.renameByDefault", "", SAME, {"type": "boolean"},
+        "As in the configuration of NVIDIA's device plugin. true: `gpushare k8s-plugin` offers equal shares as "
+        "gpushare.io/gpu.shared in place of gpushare.io/gpu, and the label gpu.product does not end with -SHARED. "
+        "`rename` of a resource sets another name."),
+    Key("sharing.timeSlicing.failRequestsGreaterThanOne", "", SAME, {"type": "boolean"},
+        "As in the configuration of NVIDIA's device plugin. true: `gpushare k8s-plugin` refuses a container that "
+        "requests more than one equal share. false: it gets one of each of several devices."),
+    Key(sharing.TIME_SLICING, "", SAME, sharing.resources(_DEVICE),
         "As in the configuration of NVIDIA's device plugin: replicas of nvidia.com/gpu is another name for "
-        "split_count. It applies to MIG devices too."),
+        "split_count. It applies to MIG devices too. With a list of devices (index or uuid), an entry applies to these "
+        "devices, like an entry of overrides."),
     Key("memory_overcommit", "memory_overcommit", NUMBER, {"type": "number", "minimum": 0.1, "maximum": 16},
         "Memory that may be granted on a device, as a multiple of the device's memory. With 1.0 every container can "
         "use its whole limit at any time. One container never gets more than the device has."),
     Key("oversubscription.host_memory", "host_memory", AMOUNT_OR_NONE, _TEXT,
-        "Host memory for oversubscribed shares (GPUSHARE_OVERSUBSCRIBE, memory_scaling above 1.0), such as 64Gi, or "
-        "50% of the host's memory; empty: none, and such shares are refused. The whole share counts, also its part on "
-        "the device."),
+        "Experimental. Host memory for oversubscribed shares (GPUSHARE_OVERSUBSCRIBE, memory_scaling above 1.0), such "
+        "as 64Gi, or 50% of the host's memory; empty: none, and such shares are refused. The whole share counts, also "
+        "its part on the device."),
     Key("oversubscription.scaling", "oversubscribe_scaling", NUMBER, sharing.SCALING,
         "Memory on device and host together for a container that sets GPUSHARE_OVERSUBSCRIBE, as a multiple of its "
         "memory limit."),
@@ -150,8 +191,8 @@ _KEYS = (
         "between them after each time slice, which takes about a tenth of its time. turns: they use it one after the "
         "other, each for its part of a round; measured in simulations only so far."),
     Key("compute.round_ms", "round_ms", WHOLE, {"type": "integer", "minimum": 5, "maximum": 1000},
-        "With sharing: turns, the time in which each container has about one turn, in milliseconds. A turn is at least "
-        "2 ms, so with many containers a round is longer."),
+        "With sharing: turns, the time in which each container has about one turn, in milliseconds. A round is "
+        "at least 160 context switches long, and a turn 2 ms and 16 switches."),
     Key("compute.slice_us", "slice_us", WHOLE, {"type": "integer", "minimum": 0, "maximum": 1000000},
         "The device's time slice in microseconds: how long one container runs while other containers wait; 0: the "
         "default, 2000."),
@@ -190,6 +231,11 @@ _KEYS = (
         "Effect of the variable NVIDIA_VISIBLE_DEVICES, which most CUDA images set themselves. alone: it grants "
         "the devices that it names. with_limit: it only selects the devices of a container that also requests a limit, "
         "through gpushare or another scheduler; without a limit it grants nothing."),
+    Key("policy.amounts", "policy.amounts", SAME, {"enum": ["device", "container"]},
+        "Meaning of an amount of memory in variables and annotations. device: the container gets it on each of its "
+        "devices; container: a scheduler counted it once, so the container gets one device. A request for several is "
+        "refused, and NVIDIA_VISIBLE_DEVICES=all of an image means any device. Devices that kubelet or a claim "
+        "allocated have amounts of their own."),
     Key("policy.privileged_containers", "policy.privileged_containers", LIST,
         {"type": "array", "items": {"type": "string", "minLength": 1}},
         "Privileged containers that may use a GPU: <namespace>/<container> in a pod, where either may be *, else the "
@@ -221,12 +267,23 @@ _KEYS = (
     Key("policy.unlimited", "policy.unlimited", SAME, {"enum": ["exclusive", "shared", "deny"]},
         "Effect of a request without a memory limit. exclusive: the container gets the device for itself; shared: it "
         "shares the device with other containers; deny: it is refused."),
-    Key("policy.lending", "policy.lending", OFF_OR_TEXT,
-        {"enum": [constants.NO_LENDING, constants.MOVABLE, constants.EVICT, False]},
-        "How memory above a container's request is lent, up to its limit (4Gi..12Gi; docs/lending.md). off: never, "
-        "the request is the limit; movable: as memory that the driver can move to the host, within "
+    Key("policy.unlimited_process", "policy.unlimited_process", SAME, {"enum": ["report", "stop"]},
+        "Action of `gpushare export` for a process of a container that uses a GPU without gpushare's library, and so "
+        "without a limit, such as one that loads another libcuda.so.1. report: write a line to log.decisions; stop: "
+        "also kill that process (docs/driver.md)."),
+    Key("policy.lending", "policy.lending", LENDING,
+        {"enum": [constants.NO_LENDING, "on", constants.MOVABLE, constants.EVICT, constants.SUSPEND, False, True]},
+        "Experimental. How memory above a container's request is lent, up to its limit (4Gi..12Gi; docs/lending.md). "
+        "off: never, the request is the limit; movable: as memory that the driver can move to the host, within "
         "oversubscription.host_memory; evict: as memory of the device, while `gpushare agent` runs. The agent ends "
-        "the container that borrowed most when another container needs its own request."),
+        "the container that borrowed most when another container needs its own request; suspend, or on: the same, "
+        "but the agent suspends that container (docs/suspend.md) and ends it only if the driver cannot suspend it."),
+    Key("policy.suspend.idle", "policy.suspend_idle_s", DURATION, _DURATION,
+        "Experimental. Time without a call of CUDA after which `gpushare agent` may suspend a container whose memory "
+        "another one needs, such as 15m. A container for which there is no room then starts suspended, and gets its "
+        "memory at its first call. none: never."),
+    Key("policy.suspend.least", "policy.suspend_least_s", DURATION, _DURATION,
+        "Time that a container runs before the agent suspends it again."),
     Key("reconcile.action", "reconcile", SAME, {"enum": ["report", "stop"]},
         "Action of `gpushare export` for a container that uses more memory than its limit according to the driver. "
         "report: write a line to log.decisions; stop: also kill the container."),
@@ -239,12 +296,15 @@ _KEYS = (
     Key("log.decisions", "log", SAME, {"type": "string", "pattern": _LOG},
         "Destination of the log line for each share that is granted, refused or released: syslog (the journal if the "
         "host runs systemd); none; or the absolute path of a file, or of a socket that accepts /dev/log messages."),
+    *(Key(name, "", SAME, {"type": "object"},
+          "Accepted because the configuration of NVIDIA's device plugin has it; no effect.") for name in NVIDIA_ONLY),
 )  # fmt: skip
 
 
 def effective(config: Config) -> dict[str, Any]:
     """Return every key with its value, as the file would set it."""
     values = {"version": VERSION, **sharing.plain(config.sharing), quotas.KEY: quotas.plain(config.policy.quotas)}
+    values.update((name, {}) for name in NVIDIA_ONLY)
     for key in _KEYS:
         if key.field:
             part, _, name = key.field.rpartition(".")

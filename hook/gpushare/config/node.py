@@ -3,7 +3,7 @@
     load_node(config_path, state_dir)           -> Node     fast; compiles when missing or stale
     compile_node(config_path, state_dir, write, measure) -> Node     always compiles: yaml, jsonschema, NVML
     read_node(config_path, state_dir)           -> Node | None   only if fresh
-    last(state_dir)                             -> Node | None   the last compiled node, fresh or not
+    last(state_dir)                             -> Node | None   the last one, stale or of the previous schema as well
     load_config_only(config_path, state_dir)    -> Config   also on a host without a driver
     config_or_defaults(config_path, state_dir)  -> Config   the defaults if the configuration is wrong
     log_target(config_path, state_dir)          -> str      destination of audit lines
@@ -29,7 +29,8 @@ from ..gpu import inventory
 from ..system import filelock
 from . import oci_runtime
 
-SCHEMA = 7  # increment when the meaning of node.json changes
+SCHEMA = 8  # increment when the meaning of node.json changes
+_LAST = (7, SCHEMA)  # what `last` reads: the fields that 7 lacks have defaults
 FILE = "node.json"
 _LOCK = "compile"  # a file next to it; the process that holds its lock compiles
 _DEVICES = ("devices", "mig")  # fields of Inventory that hold devices
@@ -76,7 +77,8 @@ def node_of(value: dict[str, Any]) -> Node:
     }
     policy["quotas"] = tuple(Quota(*quota) for quota in policy["quotas"])
     measured = tuple(Context(*one) for one in host["contexts"])
-    sharing = tuple(SharingRule(*rule)._replace(devices=tuple(rule[-1])) for rule in config["sharing"])
+    rules = (SharingRule(*rule) for rule in config["sharing"])
+    sharing = tuple(rule._replace(devices=tuple(rule.devices)) for rule in rules)
     return Node(
         Config(**{**config, "policy": Policy(**policy), "sharing": sharing}),
         Inventory(
@@ -128,10 +130,11 @@ def read_node(config_path: str, state_dir: str) -> Optional[Node]:
 
 
 def last(state_dir: str) -> Optional[Node]:
-    """The last compiled node, fresh or not, to report changes."""
+    """The last compiled node, fresh or not, also of the previous schema: a pod that is upgraded before its node's
+    installer has no driver library to compile with."""
     value = _read(os.path.join(state_dir, FILE))
     try:
-        return None if value is None or value.get("schema") != SCHEMA else node_of(value)
+        return None if value is None or value.get("schema") not in _LAST else node_of(value)
     except (KeyError, TypeError, AttributeError):
         return None
 
@@ -172,7 +175,6 @@ def compile_node(config_path: str, state_dir: str, write: bool = True, measure: 
     """Read the configuration and query the driver. `write=False` writes no file (explain). `measure` measures contexts
     that the last node.json does not have (refresh)."""
     from ..gpu import contexts
-    from ..state import rebuild
     from .config import load_config
 
     config_identity = _config_identity(config_path)  # before reading: a change meanwhile makes the file stale
@@ -185,13 +187,13 @@ def compile_node(config_path: str, state_dir: str, write: bool = True, measure: 
     driver_identity = _driver_identity(config.driver_root)
     before = last(state_dir)
     host = contexts.with_measured(
-        inventory.read_inventory(config.driver_root), before.inventory.contexts if before is not None else ()
+        inventory.read_inventory(config.driver_root, libraries=config.driver_libraries, dev=config.driver_dev),
+        before.inventory.contexts if before is not None else (),
     )
     node = Node(config, host)
     if measure is not None:
         node = node._replace(inventory=contexts.with_measured(host, measure(node, host.contexts)))
     if write:
-        rebuild.mark_shares(state_dir)  # an upgrade compiles
         _write(state_dir, node_json(node, config_identity, driver_identity))
     return node
 

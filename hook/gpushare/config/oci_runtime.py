@@ -17,23 +17,33 @@ import errno
 import os
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..core import constants
+from ..core import constants, installed
 from ..core.errors import ConfigError, KernelError
 from ..core.model import Config
 from ..core.quoting import shown
 
 FILE = "launcher"
-VERSION = "2"  # increment when the meaning of the file changes
+VERSION = "3"  # increment when the meaning of the file changes
 _MAX_BYTES = 16 << 10
-_NAMES = ("runc", "crun")
+NAMES = ("runc", "crun")
 _ASK_SECONDS = 10
 # Releases that keep NVIDIA's devices in systemd's scopes: tests/integration/test_systemd_cgroups.py. runc 1.1.3 to
 # 1.1.6 gives systemd no rule for a device that sysfs lacks, and earlier ones need a link in /dev/char
 _GIVES_RULES = r"runc version 1\.(1\.([7-9]|\d\d)|[2-9]|\d\d)\b|crun version 1\.(2[1-9]|[3-9]\d|\d\d\d)\b"
 _DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+# Of engines that bring their own: CRI-O, k3s, RKE2, k0s
+_OF_ENGINES = (
+    "/usr/libexec/crio",
+    "/var/lib/rancher/k3s/data/current/bin",
+    "/var/lib/rancher/rke2/bin",
+    "/var/lib/k0s/bin",
+)
+# One line: the runtime of an engine's default handler, from `gpushare runtime configure`; one file for each engine
+FOLDER = "/var/lib/gpushare/configured"
+OF_HANDLER = ".runtime"
 # Python ignores these signals in its own process; a container must not inherit that
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
 _DEVICES = "devices"  # key of the identity of a runtime that gives systemd all device rules
@@ -88,23 +98,56 @@ def runtime_of(config_path: str, state_dir: str) -> str:
     return found
 
 
-def _is_gpushare(path: str) -> bool:
-    """Whether a program is gpushare-runtime under another name, which would execute itself for ever."""
-    return os.path.basename(os.path.realpath(path)).startswith("gpushare")
-
-
 def find(config: Config) -> str:
-    """Absolute path of the low-level runtime. Raises ConfigError."""
+    """Absolute path of the low-level runtime: the configured one, that of an engine's default handler, or the first
+    that this host has. Raises ConfigError."""
     if config.runtime:
+        if installed.is_gpushare(config.runtime):
+            raise ConfigError(f"runtime.path {shown(config.runtime)} is gpushare itself", "set it to runc or crun")
         if not os.access(config.runtime, os.X_OK) or not os.path.isfile(config.runtime):
             raise ConfigError(f"runtime.path {shown(config.runtime)} is not a program", "set it to runc or crun")
         return config.runtime
-    for name in _NAMES:
-        for directory in _DIRECTORIES:
-            path = f"{directory}/{name}"
-            if os.path.isfile(path) and os.access(path, os.X_OK) and not _is_gpushare(path):
+    path = _of_handler()
+    if path:
+        return path
+    path = first(_is_runtime)
+    if path:
+        return path
+    raise ConfigError(f"no {' or '.join(NAMES)} in {':'.join(_DIRECTORIES)}", "install runc, or set runtime.path")
+
+
+def first(there: Callable[[str], bool]) -> str:
+    """The first path of a low-level runtime for which `there` is true; empty: none."""
+    for directories in (_DIRECTORIES, _OF_ENGINES):
+        for name in NAMES:
+            for directory in directories:
+                path = f"{directory}/{name}"
+                if there(path):
+                    return path
+    return ""
+
+
+def is_usual(path: str) -> bool:
+    """Whether a program is in a directory that `find` searches first."""
+    return os.path.dirname(path) in _DIRECTORIES
+
+
+def _is_runtime(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK) and not installed.is_gpushare(path)
+
+
+def _of_handler() -> str:
+    """The runtime of an engine's default handler; empty if none is recorded."""
+    try:
+        names = sorted(name for name in os.listdir(FOLDER) if name.endswith(OF_HANDLER))
+        for name in names:
+            with open(f"{FOLDER}/{name}", encoding="utf-8", errors="surrogateescape") as file:
+                path = file.readline().rstrip("\n")
+            if path.startswith("/") and _is_runtime(path):
                 return path
-    raise ConfigError(f"no {' or '.join(_NAMES)} in {':'.join(_DIRECTORIES)}", "install runc, or set runtime.path")
+    except OSError:
+        pass
+    return ""
 
 
 def remember(config_path: str, state_dir: str, config: Config) -> None:

@@ -27,6 +27,7 @@ WORKSTATION: dict[str, Any] = {
 # must have counted every amount, and no amount may exceed the maximum.
 CLUSTER: dict[str, Any] = {
     "policy.accept.widening": "never",
+    "policy.amounts": "container",
     "policy.annotations": "scoped",
     "policy.dialects.enabled": [],
     "policy.nvidia_visible_devices": "with_limit",

@@ -4,6 +4,9 @@
 CONFIG_PATH = "/etc/gpushare/config.yaml"
 STATE_DIR = "/run/gpushare"
 SHIM_DIR = "/usr/lib/gpushare"  # the bundle has another one, see installed.py
+KUBELET_DIR = "/var/lib/kubelet"
+CLAIMS_DIR = "/var/run/cdi"  # CDI specifications of prepared claims
+CLAIM_FILE = "gpushare.io-claim_%s.json"  # of a claim's uid
 SIM_MARKER = ".gpushare-sim"  # marks a simulated driver root, whose device nodes are regular files
 
 # In the container
@@ -40,6 +43,31 @@ ALLOCATED = (ENV_ALLOCATED_MEMORY, ENV_ALLOCATED_GPU, ENV_ALLOCATED_COMPUTE, ENV
 ENV_CLAIM_PREFIX = (
     "GPUSHARE_CLAIM_"  # set by the DRA driver, one for each allocated device (integrations/dra/claims.py)
 )
+ENV_LOG = "GPUSHARE_LOG"  # no requests: what programs in the container write about themselves
+ENV_TRACE = "GPUSHARE_TRACE"
+# The writer of each variable or prefix above. POD: the pod's owner or the image. ENGINE: an engine that applies a CDI
+# device; the variable grants nothing that a pod could not request. PLUGIN: the device plugin or the DRA driver;
+# programs/system_variables.py believes it only if their record for this container has it. The admission policies of
+# packaging/kubernetes allow the names of POD and refuse all others.
+POD, ENGINE, PLUGIN = "pod", "engine", "plugin"
+WRITERS = {
+    ENV_DEVICES: POD,
+    ENV_MEMORY: POD,
+    ENV_COMPUTE: POD,
+    ENV_COMPUTE_MODE: POD,
+    ENV_PRIORITY: POD,
+    ENV_BACKEND: POD,
+    ENV_OVERSUBSCRIBE: POD,
+    ENV_LOG: POD,
+    ENV_TRACE: POD,
+    ENV_CDI_PREFIX: ENGINE,
+    ENV_ALLOCATED_MEMORY: PLUGIN,
+    ENV_ALLOCATED_GPU: PLUGIN,
+    ENV_ALLOCATED_COMPUTE: PLUGIN,
+    ENV_ALLOCATED_DEVICES: PLUGIN,
+    ENV_CLAIM_PREFIX: PLUGIN,
+}
+OF_PLUGINS = tuple(name for name, writer in WRITERS.items() if writer == PLUGIN)  # names, and beginnings of names
 ANNOTATION_PREFIX = "gpushare.io/"
 ANNOTATIONS = {
     ENV_DEVICES: "gpushare.io/devices",
@@ -54,7 +82,9 @@ ANNOTATIONS = {
 MEMORY_ENDS = ("gpushare.io/memory-request", "gpushare.io/memory-limit")
 AUTO = "auto"
 # Values of policy.lending: how memory that a container borrowed above its request is taken back
-NO_LENDING, MOVABLE, EVICT = "off", "movable", "evict"
+NO_LENDING, MOVABLE, EVICT, SUSPEND = "off", "movable", "evict", "suspend"
+LENDING_WORDS = {False: NO_LENDING, True: SUSPEND, "on": SUSPEND}  # YAML reads `off` as false, and `on` as true
+SUSPENDING, SUSPENDED, RESUMING = "suspending", "suspended", "resuming"  # Share.phase
 NVIDIA_MAJOR = 195  # Linux: Documentation/admin-guide/devices.txt has it as local use; the driver registers it
 SIMULATED_MODEL = "NVIDIA Simulated"  # how the names of the simulator's own cards begin
 # Memory that the device counts and NVML lists for no process: of cuInit in a process, and of each context. Measured on

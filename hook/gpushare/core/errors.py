@@ -13,6 +13,8 @@ import os
 
 from .quoting import printable, shown
 
+_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; driver files have the version in their names
+
 
 class GpushareError(Exception):
     """One line for the user: what failed, and what to do (`hint`). `brief` is a short reason for lists of several."""
@@ -21,9 +23,17 @@ class GpushareError(Exception):
 
     def __init__(self, message: str, hint: str = "", brief: str = "") -> None:
         super().__init__(message)
-        self.message = message
+        self.draft, self.draft_brief = message, brief or message
         self.hint = hint
-        self.brief = brief or message
+
+    @property
+    def message(self) -> str:
+        """The failure. A class whose text needs a lookup completes the draft here, when the text is read."""
+        return self.draft
+
+    @property
+    def brief(self) -> str:
+        return self.draft_brief
 
     def __str__(self) -> str:
         """The line to print; control characters are escaped for terminals and logs."""
@@ -102,3 +112,14 @@ def of_file(error: OSError, path: str) -> KernelError:
     """Convert an OSError about `path` to a KernelError with a hint."""
     why = reason(error.errno) if error.errno == 21 else error.strerror
     return KernelError(f"{shown(path)}: {why}", what_to_do(error))
+
+
+def of_source(number: int, path: str) -> DeviceError:
+    """Return the error for a file of the driver or of gpushare that cannot be mounted. `number`: errno"""
+    is_shim = os.path.basename(path) in _SHIM
+    return DeviceError(
+        f"{shown(path)}: {reason(number)}",
+        "install gpushare again, or set shim_dir in the configuration"
+        if is_shim
+        else "is the driver loaded, and its version still the same?",
+    )

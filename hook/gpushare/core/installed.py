@@ -1,4 +1,5 @@
-"""Find the shim of this installation (start path), for the snapshot and the ordinary program alike."""
+"""Find the shim of this installation (start path), for the snapshot and the ordinary program alike; tell gpushare's own
+programs from others."""
 
 from __future__ import annotations
 
@@ -15,3 +16,9 @@ def shim_dir(program: str) -> str:
         return f"{above}/shim"
     wheel = f"{above}/libexec/gpushare/shim"  # packaging/wheel.py
     return wheel if os.access(wheel, os.F_OK) else constants.SHIM_DIR
+
+
+def is_gpushare(path: str) -> bool:
+    """Whether a program is gpushare-runtime, perhaps under another name: as low-level runtime it would execute itself
+    for ever."""
+    return os.path.basename(os.path.realpath(path)).startswith("gpushare")

@@ -29,7 +29,7 @@ class Device(NamedTuple):
 
     @property
     def recorded(self) -> "Device":
-        """The device as lease.json has it. An older gpushare refuses a lease with fields that it does not know."""
+        """The device as lease.json has it."""
         return self._replace(reserved_bytes=0, profile="")
 
 
@@ -46,7 +46,8 @@ class Context(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """Driver and devices of this host. `root` is the driver root; device nodes are below `root`/dev."""
+    """Driver and devices of this host. `root` is the driver root: /proc and /sys are below it, and the driver's files
+    and dev are, too, unless `libraries` or `dev` is the root of these."""
 
     root: str
     driver_version: str
@@ -57,6 +58,18 @@ class Inventory(NamedTuple):
     host_memory_bytes: int = 0  # MemTotal; 0 = not known
     contexts: tuple[Context, ...] = ()  # of the kinds of devices that were measured or tried
     stale_programs: tuple[str, ...] = ()  # paths: programs of another driver version than another file of their name
+    libraries: str = ""  # "": root
+    dev: str = ""  # "": root
+
+    @property
+    def files_root(self) -> str:
+        """The root below which the driver's libraries and programs are."""
+        return self.libraries or self.root
+
+    @property
+    def dev_root(self) -> str:
+        """The root below which dev has the device nodes."""
+        return self.dev or self.root
 
 
 class Quota(NamedTuple):
@@ -88,11 +101,20 @@ class Policy(NamedTuple):
     privileged_containers: tuple[str, ...] = ("*",)  # <namespace>/<container> or an id; * = all, () = none
     over_maximum: str = "refuse"  # refuse | clamp
     accept_widening: str = "always"  # variables that let a container use more than its limit
+    amounts: str = "device"  # device | container: what a memory amount of variables and annotations is for
     accept_switches: str = "never"  # other schedulers' variables that switch their limits off
     enabled_dialects: tuple[str, ...] = ("*",)  # names of dialects.registry.SCHEDULERS; * = all
     disabled_dialects: tuple[str, ...] = ()
-    lending: str = constants.NO_LENDING  # off | movable | evict: how borrowed memory is taken back; off = none is lent
+    unlimited_process: str = "report"  # report | stop: for a process that uses a GPU without the shim
+    lending: str = constants.NO_LENDING  # off | movable | evict | suspend: how borrowed memory is taken back
+    suspend_idle_s: int = 0  # without a call, until a container may be suspended for another one; 0: never
+    suspend_least_s: int = 60  # that a container runs before it is suspended again
     quotas: tuple[Quota, ...] = ()  # the first entry for a user and the first for a namespace apply
+
+    @property
+    def lent_as(self) -> str:
+        """The `lending` of a share: the agent chooses between the two ways of taking back memory of the device."""
+        return constants.EVICT if self.lending == constants.SUSPEND else self.lending
 
 
 class SharingRule(NamedTuple):
@@ -104,6 +126,8 @@ class SharingRule(NamedTuple):
     cores_scaling: float = 1.0  # compute of all shares together, as a multiple of the device's time
     model: str = ""
     devices: tuple[str, ...] = ()  # index, <gpu>:<mig> or uuid
+    alone: bool = False  # the device plugin refuses a container that requests more than one share
+    resource: str = ""  # its name for the shares, or the end of that name if it begins with a dot; "": the usual name
 
 
 class Config(NamedTuple):
@@ -130,6 +154,15 @@ class Config(NamedTuple):
     reconcile: str = "report"  # report | stop: for a container that uses more than its limit according to the driver
     compute_sharing: str = "slices"  # slices | turns
     round_ms: int = 20  # in which each container has a turn
+    driver_libraries: str = ""  # root of the driver's files; "": gpushare finds it
+    driver_dev: str = ""  # root that has dev; "": gpushare finds it
+    kubelet_dir: str = constants.KUBELET_DIR
+    claims_dir: str = constants.CLAIMS_DIR
+
+    @property
+    def dev_root(self) -> str:
+        """The root below which dev has the device nodes, as far as the configuration sets it."""
+        return self.driver_dev or self.driver_root
 
 
 class Node(NamedTuple):
@@ -234,6 +267,14 @@ class Share(NamedTuple):
     granted_ns: int = 0  # device time granted from the start until Lease.counted_ns
     granted_byte_ns: int = 0  # memory granted until then, multiplied by time
     lending: str = ""  # movable | evict: memory above memory_limit_bytes, then the request, is lent up to virtual_bytes
+    phase: str = ""  # of a suspended container: suspending | suspended | resuming; "": it runs
+    suspended_bytes: int = 0  # in host memory, while it is suspended
+    suspended_ns: int = 0  # time that it was suspended until Lease.counted_ns
+
+    @property
+    def counts(self) -> bool:
+        """Whether what it was granted is taken from the device."""
+        return self.phase != constants.SUSPENDED
 
     @property
     def ceiling_bytes(self) -> Optional[int]:
@@ -248,7 +289,7 @@ class Share(NamedTuple):
     @property
     def host_promise_bytes(self) -> int:
         """The bytes that count against oversubscription.host_memory."""
-        return self.virtual_bytes if self.has_host_part else 0
+        return (self.virtual_bytes if self.has_host_part else 0) + self.suspended_bytes
 
     @property
     def clamp_note(self) -> str:
@@ -274,7 +315,7 @@ class Lease(NamedTuple):
     cgroup: str = ""
     first: bool = False  # init is the first process of a pid namespace: no process of the container outlives it
     cgroup_dir: str = ""  # of the container's own cgroup; leftover.py identifies it by its inode number
-    cgroup_id: int = -1  # that inode number; 0: no own cgroup; -1: not recorded
+    cgroup_id: int = 0  # that inode number; 0: no own cgroup
     created: float = 0.0  # unix seconds
     dialect: str = ""
     driver_version: str = ""

@@ -251,7 +251,7 @@ class KernelLimit(NamedTuple):
         return f"kernel   dmem.max and dmem.min {self.region} {self.limit_bytes}"
 
     def edit_spec(self, editor: Any) -> None:
-        editor.leave("KernelLimit", *(self if self.request_bytes else self[:-1]))  # as earlier versions read it
+        editor.leave("KernelLimit", *self)
         if not self.tree and not self.library:
             editor.add_kernel_limit(self.region, self.limit_bytes, self.soft_bytes)
 

@@ -11,6 +11,7 @@
     percents(name, value)      -> ((slot or None, int), ...)
     bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
     human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
+    described(amount, size_bytes) -> str            "4 GiB", "25% (4 GiB)", "4 GB (3.73 GiB)", "4 GiB..12 GiB"
 
 Every parser raises RequestError with `name`, `value` and a valid example. Powers follow the International
 System and IEC 80000-13, as Kubernetes quantities do: `G` is 10^9, `Gi` is 2^30; a final `B` changes nothing.
@@ -59,6 +60,18 @@ def _decimal(text: str) -> Optional[tuple[int, int]]:
     return int(digits), 10 ** len(part)
 
 
+def _negative(text: str) -> str:
+    """The reason if a text is a number below zero, else ""."""
+    return "below zero" if text[:1] in "-\u2212" and text[1:2].isdigit() else ""
+
+
+def _unit_hint(number: str, unit: str) -> str:
+    """The unit that a user meant who wrote "4gb", else all of them."""
+    known = (one + end for one in UNITS if one for end in ("", "B"))
+    meant = [one for one in known if one.lower() == unit.lower()]
+    return f"did you mean {number.strip()}{meant[-1]}?" if meant else f"use {', '.join(one for one in UNITS if one)}"
+
+
 def size_bytes(name: str, value: str) -> int:
     """Bytes of a size. Fractions of a byte are dropped. Zero is refused: it could mean "none" or "no limit"."""
     text = value.strip()
@@ -70,12 +83,15 @@ def size_bytes(name: str, value: str) -> int:
         unit = unit[:-1]
     number = _decimal(text[:end])
     if number is None:
-        raise wrong(name, value, "not an amount of memory", _SIZE_HINT)
+        raise wrong(name, value, _negative(text) or "not an amount of memory", _SIZE_HINT)
     if unit not in UNITS:
-        raise wrong(name, value, f"unknown unit {shown(text[end:].strip())}", f"use {', '.join(u for u in UNITS if u)}")
+        raise wrong(
+            name, value, f"unknown unit {shown(text[end:].strip())}", _unit_hint(text[:end], text[end:].strip())
+        )
     size = number[0] * UNITS[unit] // number[1]
     if size == 0:
-        raise wrong(name, value, "zero is not a limit", "leave it out for no limit, or " + _SIZE_HINT)
+        no_gpu = ", GPUSHARE_DEVICES=none for no GPU" if name.startswith("GPUSHARE_") or "gpushare.io/" in name else ""
+        raise wrong(name, value, "zero is not a limit", f"leave it out for no limit{no_gpu}, or {_SIZE_HINT}")
     if size > MAX_BYTES:
         raise wrong(name, value, "larger than any device", _SIZE_HINT)
     return size
@@ -86,7 +102,7 @@ def percent(name: str, value: str) -> float:
     text = value.strip()
     number = _decimal(text[:-1].strip()) if text.endswith("%") else None
     if number is None or number[1] > _PERCENT_SCALE:
-        raise wrong(name, value, "not a percentage", _PERCENT_HINT)
+        raise wrong(name, value, _negative(text) or "not a percentage", _PERCENT_HINT)
     if not 0 < number[0] <= 100 * number[1]:
         raise wrong(name, value, "out of range", _PERCENT_HINT)
     return number[0] / number[1]
@@ -97,7 +113,7 @@ def whole_percent(name: str, value: str) -> int:
     text = value.strip()
     number = _decimal(text[:-1].strip() if text.endswith("%") else text)
     if number is None or number[0] % number[1]:
-        raise wrong(name, value, "not a whole percentage", _WHOLE_HINT)
+        raise wrong(name, value, _negative(text) or "not a whole percentage", _WHOLE_HINT)
     if not 1 <= number[0] // number[1] <= 100:
         raise wrong(name, value, "out of range", _WHOLE_HINT)
     return number[0] // number[1]
@@ -201,3 +217,24 @@ def human(size: int) -> str:
         if size >= factor:
             return f"{size // factor} {unit}" if size % factor == 0 else f"{size / factor:.2f} {unit}"
     return f"{size} B"
+
+
+def described(wanted: Amount, size: Optional[int] = None) -> str:
+    """An amount for a person, with the units of `human`, so that no message mixes `8Gi` with `6 GiB`. `size`: its bytes
+    on the device, which are added to a percentage and to a size in powers of ten."""
+    text = "..".join(map(_spaced, wanted.text.split("..")))
+    if size is None or "(" in text or text.endswith(("iB", " B")):
+        return text
+    return f"{text} ({human(size)})"
+
+
+def _spaced(text: str) -> str:
+    """`4 GiB` for `4096Mi`, `3000 MiB` where two digits of a GiB cannot express it; any other text stays."""
+    try:
+        size = size_bytes("", text)
+    except RequestError:
+        return text
+    if 100 * size % UNITS[human(size).partition(" ")[2].rstrip("B")] == 0:
+        return human(size)
+    number = text.strip().rstrip("BKkMGTPi").strip()
+    return f"{number} {text.strip()[len(number) :].strip().rstrip('B')}B"

@@ -58,10 +58,22 @@ CHECKS = (
         "where systemd manages cgroups, the hook can give it the device rules of containers",
         engines.cgroup_drivers,
     ),
+    Check(
+        "handlers",
+        "containerd gives gpushare's handler the cgroup driver of the default one, and no container is outside the "
+        "cgroup of its pod",
+        engines.handlers,
+    ),
+    Check("CDI", "containerd has CDI enabled where pods request devices of gpushare's CDI files", engines.cdi_files),
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
     Check("state", "the state directory is gpushare's and has room", state.directory),
     Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),
-    Check("lending", "`gpushare agent` runs if policy.lending is evict", state.lending),
+    Check("lending", "`gpushare agent` runs if policy.lending or policy.suspend needs it", state.lending),
+    Check(
+        "processes",
+        "no process of a container uses a GPU without gpushare's library, so without a limit",
+        state.unlimited_processes,
+    ),
     Check("containers", "running containers were started with the driver that is loaded now", state.versions),
     Check(
         "MPS", "daemons run as root with unchanged limits, and no container was started with one that died", mps.daemons
@@ -77,7 +89,7 @@ def probe(config_path: str, state_dir: str, settings: Settings) -> Machine:
         config = load_config(config_path)._replace(state_dir=state_dir)
         machine = machine._replace(config=config)
         last = node.last(state_dir)
-        found = read_inventory(config.driver_root)
+        found = read_inventory(config.driver_root, libraries=config.driver_libraries, dev=config.driver_dev)
         return machine._replace(inventory=contexts.with_measured(found, last.inventory.contexts if last else ()))
     except DeviceError as error:
         return machine._replace(driver_error=error)

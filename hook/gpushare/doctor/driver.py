@@ -30,7 +30,7 @@ def files(machine: Machine) -> Result:
     if machine.inventory is None:
         return no_driver(machine)
     one = machine.inventory
-    found = driverfiles.find(one.root, one.driver_version, _USUAL, one.simulated, one.stale_programs)
+    found = driverfiles.for_capabilities(one, _USUAL)
     count = 2 + len(found.libraries)
     nvml_tool = [name for name, _ in found.programs if name == "nvidia-smi"]
     detail = f"{count} libraries in {os.path.dirname(found.cuda.source)}, {len(found.programs)} programs"
@@ -47,7 +47,7 @@ def files(machine: Machine) -> Result:
 
 def _skipped(one: Inventory) -> tuple[str, ...]:
     """Files of all capabilities that have a driver file's name and are not used, one line each."""
-    found = driverfiles.find(one.root, one.driver_version, _EVERY, one.simulated, one.stale_programs, thorough=True)
+    found = driverfiles.for_capabilities(one, _EVERY, thorough=True)
     return tuple(f"not used: {file.path} is {file.why}" for file in found.skipped)
 
 
@@ -87,15 +87,15 @@ def nodes(machine: Machine) -> Result:
         return no_driver(machine)
     one = machine.inventory
     names = ["nvidiactl", *CAPABILITIES["compute"].nodes, *(f"nvidia{device.minor}" for device in one.devices)]
-    found = {name: driverroot.node(one.root, name, one.simulated) for name in dict.fromkeys(names)}
+    found = {name: driverroot.node(one.dev_root, name, one.simulated) for name in dict.fromkeys(names)}
     missing = [f"/dev/{name}" for name, node in found.items() if node is None]
     if missing:
         return Result(FAIL, f"missing: {', '.join(missing)}", _LOAD_UVM)
-    links = charlinks.missing(one.root, machine.files.at(charlinks.DIRECTORY))
+    links = charlinks.missing(one.dev_root, machine.files.at(charlinks.DIRECTORY))
     if links:
         what = f"{', '.join(map(os.path.basename, links))} not in {charlinks.DIRECTORY}: systemd may take the devices "
         return Result(WARN, what + "from containers at `systemctl daemon-reload`", "gpushare refresh")
-    return Result(OK, f"{len(found)} in {os.path.join(one.root, 'dev')}")
+    return Result(OK, f"{len(found)} in {os.path.join(one.dev_root, 'dev')}")
 
 
 def rights(machine: Machine) -> Result:

@@ -7,8 +7,7 @@ import re
 import subprocess
 
 from ..config import oci_runtime
-from ..core.errors import ConfigError
-from ..engines import base, configure
+from ..engines import base, configure, containerd, daemon
 from ..engines.configure import ENGINES, State
 from ..engines.host import broken_snapshot, check_program, foreign_owners
 from ..system import systemdscope
@@ -31,6 +30,9 @@ _FILES = {  # a name with "/" at its end: all files below it
     ),
 }
 _FORGETS = re.compile(r"runc version 1\.1\.[3-6]\b")
+_CGROUPS = "/sys/fs/cgroup"
+_CLAIMS = "/var/run/cdi/gpushare.io-claim_*.json"  # of the DRA driver
+_NOTATION = re.compile(r"[^:]*\.slice:[^:]*:[^:]+")
 _HOOK_DIRS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d", "/etc/crio/hooks.d")
 _NVIDIA_HOOK = re.compile(r"nvidia-(container-runtime-hook|container-toolkit|ctk|cdi-hook)")
 _NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runtime(_name)?\s*=\s*"nvidia', re.MULTILINE)
@@ -77,9 +79,15 @@ def _word(one: State) -> str:
 
 def engines(machine: Machine) -> Result:
     states = _states(machine)
-    problems = [f"{one.engine}: {one.problem}" for one in states if one.problem]
-    if problems:
-        return Result(FAIL, "; ".join(problems), "gpushare runtime configure ENGINE writes the entry again")
+    wrong = [one for one in states if one.problem]
+    if wrong:
+        hints = {
+            f"gpushare runtime configure {one.engine} writes the entry again"
+            if one.configured
+            else f"correct the file of {one.engine} first: `gpushare runtime configure` refuses it, too"
+            for one in wrong
+        }
+        return Result(FAIL, "; ".join(f"{one.engine}: {one.problem}" for one in wrong), "; ".join(sorted(hints)))
     configured = [_word(one) for one in states if one.configured]
     others = [one.engine for one in states if one.found and not one.configured]
     if configured:
@@ -91,8 +99,12 @@ def engines(machine: Machine) -> Result:
 
 
 def cgroup_driver(machine: Machine, engine: str) -> str:
-    """The engine's cgroup driver according to its configuration files: systemd or cgroupfs."""
-    texts = [_text(machine, path) for name in _FILES[engine] for path in _matching(machine, name)]
+    """The engine's cgroup driver as containerd has it; of others, according to files and flags: systemd or cgroupfs."""
+    if engine == "containerd":
+        return "systemd" if containerd.systemd_cgroups(machine.settings, machine.files)[0] else "cgroupfs"
+    flags = daemon.flags("dockerd", ("docker",), machine.files) if engine == "docker" else []
+    texts = [*(flag.value for flag in flags if flag.name == "exec-opt")]
+    texts += [machine.files.look(path) for name in _FILES[engine] for path in _matching(machine, name)]
     settings = [
         name for text in texts for name, rule in (("systemd", _SYSTEMD), ("cgroupfs", _CGROUPFS)) if rule.search(text)
     ]
@@ -127,6 +139,57 @@ def cgroup_drivers(machine: Machine) -> Result:
     )
 
 
+def handlers(machine: Machine) -> Result:
+    """Whether the pod's limits hold for containers of gpushare's handler in containerd. Earlier versions of `gpushare
+    runtime configure` could leave SystemdCgroup out of it: runc then takes the systemd name of the cgroup for a path,
+    and makes a directory of this name outside the pod's slice."""
+    again = "run `gpushare runtime configure containerd` again and restart containerd"
+    lost = _literal_cgroups(machine.files.at(_CGROUPS))
+    if lost:
+        what = f"{len(lost)} container{'s are' if len(lost) > 1 else ' is'} outside the pod's cgroup"
+        ids = ", ".join(name.rpartition(":")[2][:12] for name in lost[:5])
+        return Result(FAIL, f"{what}, so the pod's limits do not hold: {ids}", f"{again}, then delete these pods")
+    default, ours = containerd.systemd_cgroups(machine.settings, machine.files)
+    if ours is not None and ours != default:
+        values = [str(value).lower() for value in (ours, default)]
+        what = f"containerd: SystemdCgroup is {values[0]} for the handler gpushare and {values[1]} for the default one"
+        return Result(FAIL, f"{what}, so its containers are outside their pod's cgroup", again)
+    return Result(OK, "no container is outside its pod's cgroup")
+
+
+def cdi_files(machine: Machine) -> Result:
+    """Whether containerd reads the CDI files of gpushare, where pods use them: kubelet's request is ignored otherwise,
+    and the container starts without a GPU."""
+    used = machine.files.glob(_CLAIMS)
+    if configure.state(ENGINES["containerd"], machine.settings, machine.files).configured:
+        used += [path for path in base.CDI_FILES if _exists(machine, path)]
+    if not used or containerd.reads_cdi(machine.settings, machine.files) is not False:
+        return Result(OK, "containerd ignores no CDI file of gpushare")
+    return Result(
+        FAIL,
+        f"containerd has CDI disabled, so containers that request a device of {used[0]} start without a GPU",
+        'write enable_cdi = true below [plugins."io.containerd.grpc.v1.cri"] in its configuration and restart it; '
+        "containerd 1.6 has no CDI",
+    )
+
+
+def _literal_cgroups(top: str) -> list[str]:
+    """Names of cgroups that are systemd's notation SLICE:PREFIX:NAME. A cgroup that root does not own is of a user or a
+    user namespace, where any name can be made."""
+    found: list[str] = []
+    for above, names, _ in os.walk(top):
+        names[:] = [name for name in names if _is_of_root(os.path.join(above, name))]
+        found += filter(_NOTATION.fullmatch, names)
+    return sorted(found)
+
+
+def _is_of_root(path: str) -> bool:
+    try:
+        return os.lstat(path).st_uid == 0
+    except OSError:  # it was removed
+        return False
+
+
 def _exists(machine: Machine, path: str) -> bool:
     return bool(machine.files.read(path))
 
@@ -142,9 +205,9 @@ def nvidia_hooks(machine: Machine) -> Result:
     gpushare."""
     files = machine.files
     paths = [path for folder in _HOOK_DIRS for path in files.glob(f"{folder}/*.json")]
-    hooks = [path for path in paths if _NVIDIA_HOOK.search(_text(machine, path))]
+    hooks = [path for path in paths if _NVIDIA_HOOK.search(machine.files.look(path))]
     names = [path for paths_ in _FILES.values() for name in paths_ for path in _matching(machine, name)]
-    defaults = [path for path in names if _NVIDIA_DEFAULT.search(_text(machine, path))]
+    defaults = [path for path in names if _NVIDIA_DEFAULT.search(machine.files.look(path))]
     if hooks and any(_has_hook(one) for one in _states(machine)):
         return Result(
             FAIL,
@@ -164,17 +227,6 @@ def nvidia_hooks(machine: Machine) -> Result:
 def _matching(machine: Machine, name: str) -> list[str]:
     files = machine.files
     return files.files_below(name.rstrip("/")) if name.endswith("/") else files.glob(name)
-
-
-def _text(machine: Machine, path: str) -> str:
-    try:
-        return machine.files.read(path) or ""
-    except (ConfigError, OSError):  # Host.read refuses links, which packaged hooks often are; reading one is safe
-        try:
-            with open(machine.files.at(path), encoding="utf-8", errors="replace") as file:
-                return file.read(1 << 20)
-        except OSError:
-            return ""
 
 
 def configuration(machine: Machine) -> Result:

@@ -72,7 +72,7 @@ def file_leases(machine: Machine) -> Result:
         return Result(SKIP, "needs a configuration and root's rights over mounts")
     paths = [machine.config.shim_dir]
     if machine.inventory is not None:
-        paths.append(driverfiles.cuda_library(machine.inventory.root, machine.inventory.driver_version))
+        paths.append(driverfiles.cuda_library(machine.inventory.files_root, machine.inventory.driver_version))
     namespace = idmap.new_namespace()
     try:
         trees = [("the state directory's tmpfs", syscalls.detached_tmpfs({}, 0, "tmpfs"))]

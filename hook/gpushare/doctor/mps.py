@@ -174,7 +174,7 @@ def _unused(host: Node) -> Result:
     if mps_control.program(host.inventory) is None:
         return Result(
             WARN,
-            f"policy.allowed_backends has mps, and the driver in {host.inventory.root} has no {mps_control.NAME}",
+            f"policy.allowed_backends has mps, and the driver in {host.inventory.files_root} has no {mps_control.NAME}",
             "install it: it is part of the driver",
         )
     return Result(WARN, "policy.allowed_backends has mps, and no GPU has a daemon", "gpushare mps start")

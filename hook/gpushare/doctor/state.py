@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 
-from ..allocation import limit_update
+from ..allocation import limit_update, suspension
 from ..config import node, node_diff
 from ..core import constants
 from ..core.quoting import shown
-from ..state import agentlock, leases, log, storage
+from ..state import agentlock, leases, log, storage, unlimited
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
@@ -42,14 +42,25 @@ def directory(machine: Machine) -> Result:
 def lending(machine: Machine) -> Result:
     if machine.config is None:
         return no_driver(machine)
-    way = machine.config.policy.lending
-    if way == constants.EVICT and not agentlock.is_held(machine.state_dir):
-        return Result(
-            WARN,
-            "policy.lending is evict and no agent runs: no memory is lent",
-            "systemctl enable --now gpushare-agent",
-        )
-    return Result(OK, f"policy.lending is {way}")
+    policy = machine.config.policy
+    way, without = f"policy.lending is {policy.lending}", ""
+    if policy.lending in (constants.EVICT, constants.SUSPEND):
+        without = f"{way} and no agent runs: no memory is lent"
+    elif policy.suspend_idle_s:
+        without = "policy.suspend.idle is set and no agent runs: no idle container is suspended"
+    else:
+        live = leases.view(machine.state_dir).live
+        suspended = [constants.short(one.id) for one in live if any(share.phase for share in one.shares)]
+        if suspended:
+            without = f"{some(suspended)}: suspended, and no agent runs that resumes it at its next call"
+    if without and not agentlock.is_held(machine.state_dir):
+        return Result(WARN, without, "systemctl enable --now gpushare-agent")
+    why = suspension.unable(machine.node) if machine.node else ""
+    if policy.suspend_idle_s and why:
+        return Result(WARN, f"policy.suspend.idle is set, and no container can be suspended: {why}")
+    if policy.lending == constants.SUSPEND and why:
+        return Result(OK, f"{way}, and borrowers are ended as with evict: {why}")
+    return Result(OK, way)
 
 
 def stale_leases(machine: Machine) -> Result:
@@ -82,6 +93,15 @@ def versions(machine: Machine) -> Result:
     if old:
         return Result(WARN, some([f"{name} {why}" for name, why in old]), "start these containers again")
     return Result(OK, f"all use {machine.node.inventory.driver_version}" if live else "no container runs")
+
+
+def unlimited_processes(machine: Machine) -> Result:
+    live = [lease for lease in leases.view(machine.state_dir).live if lease.state == "held"]
+    found = unlimited.find(live)
+    if found:
+        what = some([f"{constants.short(one.id)}: {one.text}" for one in found])
+        return Result(WARN, what, "policy.unlimited_process: stop ends such processes (docs/driver.md)")
+    return Result(OK, "none uses a GPU without a limit" if live else "no container runs")
 
 
 def refusals(machine: Machine) -> Result:

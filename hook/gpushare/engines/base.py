@@ -106,6 +106,13 @@ class Proposal(NamedTuple):
 
     changes: Sequence[Change] = ()
     notes: Sequence[str] = ()  # for the user, one line each
+    # Path of the default handler's program, if it is a low-level runtime with a path of its own; "": it is not.
+    # None: not known, as when gpushare itself is the default, so the recorded path stays.
+    low_level: Optional[str] = None
+
+
+class Refusal(ConfigError):
+    """The engine itself does not accept its files."""
 
 
 class Files(Protocol):
@@ -114,14 +121,32 @@ class Files(Protocol):
     def read(self, path: str) -> Optional[str]:
         """The text of a file; None: no such file. Raises ConfigError if it is no regular file, or not text."""
 
+    def read_linked(self, path: str) -> Optional[str]:
+        """The same of a file that gpushare does not change, or of the file that a link names: engines follow links."""
+
     def glob(self, pattern: str) -> list[str]:
         """Paths that match, sorted."""
 
     def files_below(self, folder: str) -> list[str]:
         """Paths of all files below a directory, in the order of the names of each directory."""
 
+    def look(self, path: str) -> str:
+        """The text of a file that gpushare does not change, through links; empty if it cannot be read."""
+
+    def has(self, path: str) -> bool:
+        """Whether a path exists."""
+
+    def program(self, name: str) -> str:
+        """The path of a program in PATH; empty: none."""
+
+    def processes(self, program: str) -> list[tuple[int, list[str]]]:
+        """(pid, command line) of the running processes of a program on this host."""
+
     def ask(self, *command: str) -> Optional[str]:
         """Standard output of a program of the engine; None: not installed, or it failed."""
+
+    def complaint(self, *command: str) -> str:
+        """Standard error of a program that failed; empty: it did not, or is not installed."""
 
 
 class Engine(Protocol):
@@ -129,13 +154,27 @@ class Engine(Protocol):
 
     NAME: str
     PROGRAMS: tuple[str, ...]  # if one of them is installed, the engine is
-    RELOAD: str  # the command that makes the engine read its files; empty: it always reads them
-    FORGET: str  # the same after removing gpushare's entries
+
+    def located(self, settings: Settings, files: Files) -> Settings:
+        """Settings with the file that the daemon reads, as it was started, unless the command names a file."""
+
+    def reload(self, settings: Settings, files: Files) -> str:
+        """The command that makes the engine read its files; empty: it always reads them."""
+
+    def forget(self, settings: Settings, files: Files, changed: Sequence[str]) -> str:
+        """The same after removing gpushare's entries from the files `changed`."""
+
+    def verify(self, settings: Settings, files: Files) -> None:
+        """Let the engine check the files that were written. Raises Refusal if it would not start with them, ConfigError
+        if they lack the entry."""
+
+    def ignored(self, settings: Settings, files: Files, paths: Sequence[str]) -> str:
+        """Why the daemon does not read gpushare's entries, which are in `paths`; empty: it does."""
 
     def propose(self, settings: Settings, files: Files) -> Proposal:
         """The changes that add gpushare's entries. Raises ConfigError."""
 
-    def paths(self, settings: Settings) -> tuple[str, ...]:
+    def paths(self, settings: Settings, files: Files) -> tuple[str, ...]:
         """Files that can contain gpushare's entries."""
 
     def withdraw(self, path: str, text: str, before: Optional[str]) -> Optional[str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from . import containerd, crio, docker, podman, record, unread
-from .base import UNKNOWN, Change, Engine, Settings
+from .base import UNKNOWN, Change, Engine, Refusal, Settings
 from .host import Host
 from .record import Kept, Record
 
@@ -52,17 +52,44 @@ def configure(
     changes = tuple(proposal.changes)
     unread_files = [] if changes else _unread(engine, host)
     notes = (*proposal.notes, *(f"{engine.NAME} has not read {path} yet" for path in unread_files))
-    outcome = Outcome(engine.NAME, (*more, *changes), engine.RELOAD if changes or unread_files else "", notes)
-    if dry_run or not outcome.changes:
+    reload = engine.reload(settings, host) if changes or unread_files else ""
+    outcome = Outcome(engine.NAME, (*more, *changes), reload, notes)
+    records = record.low_level(host, engine.NAME, proposal.low_level)
+    if dry_run:
         return outcome
-    records = []
+    if not outcome.changes:
+        host.write(records)
+        return outcome
     if changes:
         old = _present(record.load(host, engine.NAME), host)
         folders = host.missing_folders([change.path for change in changes] + [record.path_of(engine.NAME)])
-        records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders))]
-        records += unread.mark(engine, engine.RELOAD, host, [change.path for change in changes])
+        records = [record.change(host, engine.NAME, _kept(engine, old, changes, folders)), *records]
+        records += unread.mark(engine, reload, host, [change.path for change in changes])
+    else:
+        folders = ()
+    older = _refusal(engine, settings, host) if changes else ""
     host.write([*records, *outcome.changes])  # the record first, so that nothing is lost if the command is killed
+    try:
+        if changes:
+            engine.verify(settings, host)
+    except ConfigError as error:
+        if isinstance(error, Refusal) and error.message == older:
+            return outcome._replace(notes=(*notes, f"{older}; it refused the files before the change, too"))
+        host.write([one._replace(before=one.after, after=one.before) for one in reversed([*records, *outcome.changes])])
+        host.remove_folders(folders)
+        raise ConfigError(f"{error.message}; nothing was changed", error.hint) from None
     return outcome
+
+
+def _refusal(engine: Engine, settings: Settings, host: Host) -> str:
+    """Why the engine refuses its present files; empty if it does not."""
+    try:
+        engine.verify(settings, host)
+    except Refusal as error:
+        return error.message
+    except ConfigError:  # the entry is not there yet
+        pass
+    return ""
 
 
 def _unread(engine: Engine, host: Host) -> list[str]:
@@ -99,7 +126,7 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
     """Restore the previous bytes of each file that has not been edited since; from an edited file remove gpushare's
     entries. Raises ConfigError, KernelError."""
     kept = record.load(host, engine.NAME)
-    paths = _paths(engine, settings, kept)
+    paths = _paths(engine, settings, host, kept)
     changes = []
     for path in paths:
         now = host.read(path)
@@ -108,24 +135,29 @@ def undo(engine: Engine, settings: Settings, host: Host, dry_run: bool = False) 
         if then != now:
             changes.append(Change(path, now, then))
     unread_paths = [] if changes else unread.paths(engine, host)
+    changed = [change.path for change in changes] or unread_paths
+    forget = engine.forget(settings, host, changed) if changed else ""
     if not dry_run:
         left = tuple(one for one in kept.files if one.path not in paths) if kept else ()
         rest = kept._replace(files=left) if kept and left else None
-        marks = unread.mark(engine, engine.FORGET, host, [change.path for change in changes]) if changes else []
+        marks = unread.mark(engine, forget, host, [change.path for change in changes]) if changes else []
         host.write([*marks, *changes] if changes or unread_paths else unread.unmark(engine, host))
         host.sweep([*paths, record.path_of(engine.NAME)])
-        host.remove_folders(kept.folders if kept and not left else ())
-        host.write([record.change(host, engine.NAME, rest)] if kept else [])  # last, so that a killed undo can resume
+        host.remove_folders(kept.folders if kept else ())
+        former = record.low_level(host, engine.NAME, "") if rest is None else []
+        last = [record.change(host, engine.NAME, rest)] if kept else []  # so that a killed undo can resume
+        host.write([*former, *last])
         host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
     notes = tuple(f"{engine.NAME} has not read yet that {path} was changed or removed" for path in unread_paths)
-    return Outcome(engine.NAME, tuple(changes), engine.FORGET if changes or unread_paths else "", notes)
+    return Outcome(engine.NAME, tuple(changes), forget, notes)
 
 
-def _paths(engine: Engine, settings: Settings, kept: Optional[Record]) -> list[str]:
+def _paths(engine: Engine, settings: Settings, host: Host, kept: Optional[Record]) -> list[str]:
     """All files that can contain gpushare's entries, recorded ones first. If the command names the engine's file, only
     the files of that daemon: there can be several daemons."""
-    usual = engine.paths(settings)
     written = [one.path for one in kept.files] if kept else []
+    # gpushare does not write through a link, so there is no entry of gpushare behind one
+    usual = [path for path in engine.paths(settings, host) if path in written or not host.is_link(path)]
     return list(dict.fromkeys([*(path for path in written if not settings.config_file or path in usual), *usual]))
 
 
@@ -138,7 +170,7 @@ def state(engine: Engine, settings: Settings, host: Host) -> State:
     found = next((path for path in map(host.program, engine.PROGRAMS) if path), "")
     try:
         kept = record.load(host, engine.NAME)
-        paths = _paths(engine, settings, kept)
+        paths = _paths(engine, settings, host, kept)
         entries, former = {}, False
         for path in paths:
             text = host.read(path)
@@ -146,14 +178,15 @@ def state(engine: Engine, settings: Settings, host: Host) -> State:
             if program and text is not None:
                 entries[path] = program
                 former = former or engine.lacks_cri(path, text)
+        ignored = engine.ignored(settings, host, tuple(entries)) if entries else ""
     except ConfigError as error:
         return State(engine.NAME, found, False, "", (), str(error))
     program = next(iter(entries.values()), "")
     if former:
         problem = (
             "the entry is of an earlier version, so pod annotations are refused: run `gpushare runtime configure "
-            f"{engine.NAME}` again, then `{engine.RELOAD}`"
+            f"{engine.NAME}` again, then `{engine.reload(settings, host)}`"
         )
         return State(engine.NAME, found, True, program, tuple(entries), problem)
-    problem = f"{shown(program)} does not exist" if program and not host.has(program) and host.root == "/" else ""
+    problem = f"{shown(program)} does not exist" if program and not host.has(program) and host.root == "/" else ignored
     return State(engine.NAME, found, bool(entries), program, tuple(entries), problem)

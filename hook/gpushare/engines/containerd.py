@@ -1,13 +1,14 @@
 """Configure containerd: a runtime handler of the CRI plugin, for a RuntimeClass. Pure.
 
-Sources: containerd's docs/cri/config.md and docs/PLUGINS.md; tried with 1.6.
+Sources: containerd's docs/cri/config.md and docs/PLUGINS.md; tried with 1.6, 1.7 and 2.1.
 
 * The plugin is called io.containerd.grpc.v1.cri in files of version 2, io.containerd.cri.v1.runtime from version 3 on
   (version 4 moved other sections only). An imported file must have the version of the file that imports it.
 * containerd 2.1 and later merge imported files, so gpushare writes a drop-in. In earlier versions a plugin's section in
   an imported file replaces the whole section, so gpushare adds its entry to the last file that has the section.
+* gpushare's handler is a copy of the default handler as `containerd config dump` shows it: a file can leave out what
+  containerd adds by itself. Handlers must agree on SystemdCgroup, or containers end up outside their pod's cgroup.
 * Before 2.0 a section with any runtimes has no default runtimes: if the file has none, gpushare adds runc too.
-* Handlers should agree on SystemdCgroup, so gpushare's handler starts as a copy of the default handler.
 * With --require-nri there is no handler: the drop-in requires the NRI plugin (validator.py).
 """
 
@@ -15,57 +16,61 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
+from ..config import oci_runtime
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from ..request.dialects import triggers
-from . import basespec, hookfiles, jsontext, tomltext, validator
-from .base import RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Settings
+from . import basespec, containerd_files, daemon, distributions, hookfiles, jsontext, tomltext, validator
+from .base import CRI_PROGRAM, RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Refusal, Settings
+from .containerd_files import PLUGINS, Place, Source
 from .tomltext import Keys
 
 NAME = "containerd"
-PROGRAMS: tuple[str, ...] = ("containerd",)
-RELOAD = "systemctl restart containerd"
-FORGET = RELOAD
-FILE = "/etc/containerd/config.toml"
-DROP_IN = "/etc/containerd/conf.d/gpushare.toml"
-BASE_SPEC = "/etc/gpushare/containerd-base-spec.json"
-_ALL_DROP_INS = "/etc/containerd/conf.d/*.toml"
-_OUR_DROP_INS = "/etc/containerd/conf.d/gpushare*.toml"  # only gpushare's: the user did not import other files there
+PROGRAMS: tuple[str, ...] = (NAME, *distributions.PROGRAMS)
+FILE, DROP_IN, BASE_SPEC = containerd_files.FILE, containerd_files.DROP_IN, containerd_files.BASE_SPEC
 _MERGES = (2, 1)
-_PLUGINS = {2: "io.containerd.grpc.v1.cri", 3: "io.containerd.cri.v1.runtime", 4: "io.containerd.cri.v1.runtime"}
+_MIGRATES = (1, 7)  # has `containerd config migrate`; 1.6.20 has not (tried)
 _RUNC = "io.containerd.runc.v2"
+_RUNC_TYPES = (_RUNC, "io.containerd.runc.v1", "")
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
 _NRI = "io.containerd.nri.v1.nri"  # without it, containerd's CRI starts containers and validates nothing
 # Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
 ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS), f"{triggers.SCOPE}*")
 _REQUIREMENT = validator.CONTAINERD.keys
-_MAX_FILES = 64
+_BUILT_IN = {"runtimes": {"runc": {"runtime_type": _RUNC}}}  # containerd 2 adds it to what the files have
+_BASE = '{{ template "base" . }}\n'  # k3s's own template, which one of the administrator's can extend
+_OWN_TABLE = re.compile(rf"""^\s*\[[^]\n]*\bruntimes\s*\.\s*["']?{RUNTIME}["'.\s\]]""", re.MULTILINE)  # in a template
+_VERSION_1 = {"plugins", "proxy_plugins", "stream_processors"}  # sections that version 2 writes differently
+
+located = containerd_files.located
+paths = containerd_files.paths
+ignored = containerd_files.ignored
+reload = containerd_files.command
+forget = containerd_files.command_after
 
 
-def paths(settings: Settings) -> tuple[str, ...]:
-    return (settings.config_file or FILE, DROP_IN, BASE_SPEC)
-
-
-class Source(NamedTuple):
-    """A file that containerd reads. `value` is its content without gpushare's block."""
-
-    path: str
-    text: Optional[str]
-    value: Mapping[str, Any]
+def _plugin(version: int) -> Keys:
+    return ("plugins", PLUGINS[version])
 
 
 def _tables(version: int) -> Keys:
-    return ("plugins", _PLUGINS[version], "containerd")
+    return (*_plugin(version), "containerd")
+
+
+def _programs(main: str) -> tuple[str, ...]:
+    one = distributions.of(main)
+    return (one.programs if one is not None else ()) or (NAME,)
 
 
 def engine_version(settings: Settings, files: Files) -> tuple[int, int]:
     """(major, minor); (0, 0) when unknown. Raises ConfigError for an invalid --engine-version."""
     if settings.engine_version:
         return settings.given_version()
-    match = re.search(r" v?(\d+)\.(\d+)\.", files.ask("containerd", "--version") or "")
+    answers = (files.ask(program, "--version") for program in _programs(settings.config_file))
+    match = re.search(r" v?(\d+)\.(\d+)\.", next(filter(None, answers), ""))
     if match is not None:
         return int(match[1]), int(match[2])
     dumped = tomltext.check(settings.dump, "--dump").get("version") if settings.dump else None
@@ -77,80 +82,202 @@ def _config_version(source: Source, engine: tuple[int, int]) -> int:
     version = source.value.get("version")
     if version is None and not source.value:
         return 3 if engine[0] >= 2 else 2  # 2.x still reads version 2
-    if version in _PLUGINS:
-        return int(version)
+    if isinstance(version, int) and version in PLUGINS:
+        return version
     if version in (None, 1):
-        hint = "convert it to version 2 with `containerd config migrate`"
-        raise ConfigError(f"{source.path}: the file has format version 1 (the default)", hint)
-    known = ", ".join(map(str, _PLUGINS))
+        if (
+            version is None
+            and not _VERSION_1 & set(source.value)
+            and not any(source.value.get(f"{one}_plugins") for one in ("disabled", "required"))
+        ):
+            return 2  # nothing in the file depends on the version: `version = 2` is added
+        what = f"{source.path}: the file has format version 1 (the default)"
+        if engine < _MIGRATES and any(engine):
+            raise ConfigError(what, "write `version = 2` as its first line, and each plugin with its whole name")
+        raise ConfigError(what, "convert it to version 2 with `containerd config migrate`")
+    known = ", ".join(map(str, PLUGINS))
     raise ConfigError(f"{source.path}: unknown version {shown(version)}", f"known: {known}; update gpushare")
 
 
-def _sources(main: str, files: Files) -> list[Source]:
-    """The main file and all files that it imports, in containerd's order. Raises ConfigError."""
-    found: list[Source] = []
-    pending = [main]
-    while pending and len(found) < _MAX_FILES:
-        path = pending.pop(0)
-        if any(source.path == path for source in found):
-            continue
-        text = files.read(path)
-        if text is None and path != main:
-            continue
-        source = Source(path, text, tomltext.check(tomltext.without_block(text or ""), path))
-        found.append(source)
-        for one in tomltext.imports(source.value, path):
-            one = one if one.startswith("/") else f"{path.rpartition('/')[0]}/{one}"
-            pending += files.glob(one) if "*" in one else [one]
-    return found
-
-
 def propose(settings: Settings, files: Files) -> Proposal:
-    settings = settings._replace(cri=True)
-    main = settings.config_file or FILE
+    settings = located(settings._replace(cri=True), files)
+    main = settings.config_file
+    distributions.refuse_generated(main)
     engine = engine_version(settings, files)
-    merges = engine >= _MERGES
     why_not = validator.why_not(validator.CONTAINERD, engine)
     if settings.require_nri and why_not:
         return Proposal((), [why_not])
-    sources = _sources(main, files)
+    sources = containerd_files.sources(main, files)
+    _refuse_impossible(settings, sources, files)
+    version = _config_version(sources[0], engine)
+    for source in sources[1:] if "version" not in sources[0].value else ():
+        if source.value:
+            _config_version(source, engine)  # containerd would refuse it below a file of another version
+    place = containerd_files.place(main, sources)
+    merges = engine >= _MERGES
+    others = [source for source in sources if source.path != place.drop_in]
+    plugin = _plugin(version)
+    target = next((one for one in reversed(others) if tomltext.table_at(one.value, plugin, one.path)), others[0])
+    value: Mapping[str, Any] = {}
+    for source in others if merges or place.always else [target]:
+        value = tomltext.merged(value, source.value)
+    if settings.require_nri:
+        required: dict[Keys, Mapping[str, Any]] = {_REQUIREMENT: validator.table(value, main, validator.CONTAINERD)}
+        return Proposal(_written(place, sources, target, required, version, merges, files))
+    ours = next(filter(None, (_present(source, version) for source in reversed(sources))), {})
+    section, notes = _section(settings, tomltext.table_at(value, _tables(version), target.path), ours, engine, files)
+    table, changes, more = _table(settings, section, files)
+    tables: dict[Keys, Mapping[str, Any]] = {containerd_files.handler(version): table}
+    in_place = not (place.always or place.template or merges)
+    if in_place:
+        if not tomltext.at(value, (*_tables(version), "runtimes")):
+            tables[(*_tables(version), "runtimes", "runc")] = _of_runc(section)
+        notes.append(_why_no_drop_in(engine, target.path, main))
+    elif place.template and place.drop_in and not merges:
+        notes.append(_why_no_drop_in(engine, place.template, place.template))
+    changes += _written(place, sources, target, tables, version, merges, files)
+    binary = tomltext.text_at(section, ("options", "BinaryName"), main)
+    low_level = None if settings.hook_only or _is_ours(binary) else binary
+    return Proposal(changes, [*notes, *more], low_level)
+
+
+def _present(source: Source, version: int) -> dict[str, Any]:
+    """gpushare's handler in a file; empty if there is none."""
+    return tomltext.table_at(
+        tomltext.check(source.text or "", source.path), containerd_files.handler(version), source.path
+    )
+
+
+def _is_ours(program: str) -> bool:
+    return program.rpartition("/")[2] in (RUNTIME_PROGRAM, CRI_PROGRAM)
+
+
+def _refuse_impossible(settings: Settings, sources: Sequence[Source], files: Files) -> None:
+    """Raise ConfigError if no change of the files can make containerd run gpushare."""
+    main = sources[0]
     for source in sources:
         disabled = source.value.get("disabled_plugins")
         names = {str(one) for one in disabled} if isinstance(disabled, list) else set()
         what = "CRI" if names & _CRI else "NRI" if settings.require_nri and _NRI in names else ""
         if what:
             raise ConfigError(f"{source.path}: disabled_plugins disables {what}", "remove it from that list")
-    version = _config_version(sources[0], engine)
-    keys = _tables(version)
-    plugin = keys[:2]
-    others = [source for source in sources if source.path != DROP_IN]
-    target = next((one for one in reversed(others) if tomltext.table_at(one.value, plugin, one.path)), others[0])
-    if merges:
-        value: Mapping[str, Any] = {}
-        for source in others:
-            value = tomltext.merged(value, source.value)
-    else:
-        value = target.value
-    if settings.require_nri:
-        required: dict[Keys, Mapping[str, Any]] = {_REQUIREMENT: validator.table(value, main, validator.CONTAINERD)}
-        return Proposal(_drop_in(main, sources, required, version, files))
-    section = tomltext.table_at(value, keys, target.path)
-    runtimes = {
-        name: table
-        for name, table in tomltext.table_at(section, ("runtimes",), target.path).items()
-        if name != RUNTIME and isinstance(table, dict)
-    }
-    table, changes, notes = _table(settings, section, runtimes, files, target.path)
-    tables: dict[Keys, Mapping[str, Any]] = {(*keys, "runtimes", RUNTIME): table}
-    if not runtimes and not merges:
-        tables[(*keys, "runtimes", "runc")] = {"runtime_type": _RUNC}
-    if merges:
-        changes += _drop_in(main, sources, tables, version, files)
-    else:
-        notes.append(_why_no_drop_in(engine, target.path, main))
-        changes += _in_place(target, tables, version)
-        changes += _former_drop_in(files)
-    return Proposal(changes, notes)
+    one = distributions.of(main.path)
+    if main.text is None and one is not None:
+        raise ConfigError(f"{main.path} does not exist", f"start {one.name} once, which writes it")
+    if main.text is None and main.path == FILE and not files.program("containerd"):
+        for one in distributions.installed(files):
+            raise ConfigError(
+                f"no containerd is in PATH and there is no {FILE}; this host has the containerd of {one.name}",
+                f"name its configuration: --config-file {one.main}",
+            )
+
+
+def _dump(settings: Settings, files: Files) -> list[tuple[str, ...]]:
+    """The commands of which the first that runs prints the configuration that containerd has."""
+    named = () if settings.config_file == FILE and not files.has(FILE) else ("--config", settings.config_file)
+    return [(program, *named, "config", "dump") for program in _programs(settings.config_file)]
+
+
+def _answer(words: Sequence[str], files: Files) -> dict[str, Any]:
+    """The configuration that a command prints; empty if it does not run, or prints something else."""
+    try:
+        return tomltext.check(files.ask(*words) or "", " ".join(words))
+    except ConfigError:
+        return {}
+
+
+def _dumped(settings: Settings, files: Files) -> dict[str, Any]:
+    """The configuration that containerd has; empty without its answer."""
+    if settings.dump:
+        return tomltext.check(settings.dump, "--dump")
+    return next(filter(None, (_answer(words, files) for words in _dump(settings, files))), {})
+
+
+def _effective(
+    settings: Settings, written: Mapping[str, Any], engine: tuple[int, int], files: Files
+) -> tuple[Mapping[str, Any], list[str]]:
+    """(the table `containerd` of the CRI plugin as containerd itself has it, notes); without its answer, as the files
+    have it."""
+    dumped = _dumped(settings, files)
+    version = dumped.get("version")
+    if version in PLUGINS:
+        return tomltext.table_at(dumped, _tables(version), "containerd config dump"), []
+    built_in = _BUILT_IN if engine[0] >= 2 or "runtimes" not in written else {}
+    note = f"`containerd config dump` did not run, so the default handler is as {settings.config_file} has it"
+    return tomltext.merged(built_in, written), [note]
+
+
+def _section(
+    settings: Settings, written: Mapping[str, Any], ours: Mapping[str, Any], engine: tuple[int, int], files: Files
+) -> tuple[Mapping[str, Any], list[str]]:
+    """(the handler of which gpushare's is a copy, notes): the default handler, if it runs runc. If gpushare is the
+    default already, its entry `ours` is a copy of the former one."""
+    section, notes = _effective(settings, written, engine, files)
+    path = settings.config_file
+    name, one, table = _copied(section, path, ours)
+    if one:
+        if one != name:
+            notes.append(f"the default handler {shown(name)} runs no runc, so gpushare's is a copy of {shown(one)}")
+        return {**_set(table), "options": _set(tomltext.table_at(table, ("options",), path))}, notes
+    if name in tomltext.table_at(section, ("runtimes",), path):
+        notes.append(f"no handler runs runc, so gpushare's has the defaults of containerd (default: {shown(name)})")
+    return {}, notes
+
+
+def _copied(section: Mapping[str, Any], path: str, ours: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    """(name of the default handler, name of the one to copy, its table). The first that runs runc is copied; an empty
+    name: none does."""
+    runtimes = tomltext.table_at(section, ("runtimes",), path)
+    name = str(section.get("default_runtime_name") or "runc")
+    for one in dict.fromkeys((name, "runc", *sorted(runtimes))):
+        table = runtimes.get(one, (ours or None) if one == RUNTIME else None)
+        if one == RUNTIME and one != name:
+            continue
+        if isinstance(table, Mapping) and table.get("runtime_type", "") in _RUNC_TYPES:
+            return name, one, table
+    return name, "", {}
+
+
+def systemd_cgroups(settings: Settings, files: Files) -> tuple[bool, Optional[bool]]:
+    """SystemdCgroup of the handler of which gpushare's is a copy, and of gpushare's (None: there is none). Raises
+    ConfigError."""
+    settings = located(settings, files)
+    value = _written_value(settings, files)
+    written: Mapping[str, Any] = next(
+        (found for version in PLUGINS if (found := tomltext.at(value, _tables(version)))), {}
+    )
+    section, _ = _effective(settings, written, (2, 0), files)
+    ours = tomltext.at(section, ("runtimes", RUNTIME))
+    _, _, default = _copied(section, settings.config_file, {})
+    systemd = [bool(tomltext.at(table or {}, ("options", "SystemdCgroup"))) for table in (default, ours)]
+    return systemd[0], systemd[1] if ours else None
+
+
+def reads_cdi(settings: Settings, files: Files) -> Optional[bool]:
+    """Whether containers get the CDI devices that kubelet requests: containerd 1.7 has CDI disabled by default, and 1.6
+    has none. None: neither containerd nor its files tell. Raises ConfigError."""
+    settings = located(settings, files)
+    dumped = _dumped(settings, files)
+    value = dumped or _written_value(settings, files)
+    found = [tomltext.at(value, (*_plugin(version), "enable_cdi")) for version in PLUGINS]
+    return any(found) if dumped or any(one is not None for one in found) else None
+
+
+def _written_value(settings: Settings, files: Files) -> Mapping[str, Any]:
+    """All files of the daemon in one, with gpushare's entries."""
+    value: Mapping[str, Any] = {}
+    for source in containerd_files.sources(settings.config_file, files):
+        value = tomltext.merged(value, tomltext.check(source.text or "", source.path))
+    return value
+
+
+def _set(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that do not have Go's zero value, which a new handler has by itself."""
+    return {key: value for key, value in table.items() if value not in ("", 0, [], {})}
+
+
+def _of_runc(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {"runtime_type": _RUNC, **{key: value for key, value in section.items() if value}}
 
 
 def _unknown(engine: tuple[int, int]) -> str:
@@ -164,26 +291,28 @@ def _why_no_drop_in(engine: tuple[int, int], path: str, main: str) -> str:
     return _unknown(engine) + reason
 
 
-def _table(
-    settings: Settings, section: Mapping[str, Any], runtimes: Mapping[str, Any], files: Files, path: str
-) -> tuple[dict[str, Any], list[Change], list[str]]:
+def _table(settings: Settings, base: Mapping[str, Any], files: Files) -> tuple[dict[str, Any], list[Change], list[str]]:
     """(gpushare's handler, changes of the base spec, notes)."""
-    base = runtimes.get(str(section.get("default_runtime_name", "runc")), {})
-    table: dict[str, Any] = dict(base) if base.get("runtime_type") == _RUNC else {}
-    options = dict(tomltext.table_at(table, ("options",), path))
-    table.pop("options", None)
-    table["runtime_type"] = _RUNC
+    table: dict[str, Any] = {**base, "runtime_type": _RUNC}
+    options = dict(table.pop("options", {}))
+    before = tomltext.text_at(options, ("BinaryName",), settings.config_file)
     for name in ("pod_annotations", "container_annotations"):
-        allowed = [one for one in table.get(name, []) if one not in ANNOTATIONS]
+        allowed = [one for one in tomltext.texts_at(table, (name,), settings.config_file) if one not in ANNOTATIONS]
         table[name] = [*allowed, *ANNOTATIONS]
-    changes, notes = [], []
+    changes: list[Change] = []
+    notes: list[str] = []
     if settings.hook_only:
-        changes = _base_spec(settings, table.get("base_runtime_spec") or "", files)
-        table["base_runtime_spec"] = BASE_SPEC
+        if _is_ours(before):
+            del options["BinaryName"]
+        changes, notes = _base_spec(
+            settings, tomltext.text_at(table, ("base_runtime_spec",), settings.config_file), files
+        )
+        table["base_runtime_spec"] = containerd_files.base_spec_of(settings.config_file)
     else:
         hookfiles.refuse_arguments(settings, "containerd")
-        before = options.get("BinaryName")
-        if before and before.rpartition("/")[2] != "runc":
+        if table.get("base_runtime_spec") == containerd_files.base_spec_of(settings.config_file):
+            del table["base_runtime_spec"]
+        if before and before.rpartition("/")[2] not in oci_runtime.NAMES and not _is_ours(before):
             notes.append(
                 f"the default handler runs {shown(before)}; gpushare's handler runs runtime.path, or runc by default"
             )
@@ -193,84 +322,158 @@ def _table(
     return table, changes, notes
 
 
-def _base_spec(settings: Settings, former: str, files: Files) -> list[Change]:
-    """The default handler's base spec, or containerd's own, with gpushare's hooks added."""
-    text = files.read(former) if former and former != BASE_SPEC else files.ask("ctr", "oci", "spec")
-    spec = jsontext.check(text, former or "ctr oci spec") if text else basespec.default()
-    hooks = {name: list(spec.get("hooks", {}).get(name, [])) for name in spec.get("hooks", {})}
+def _hooks(spec: Mapping[str, Any], path: str) -> dict[str, list[dict[str, Any]]]:
+    """The hooks of a base spec by stage. Raises ConfigError."""
+    found = spec.get("hooks") or {}
+    stages = [one or [] for one in found.values()] if isinstance(found, dict) else [None]
+    if not all(isinstance(one, list) and all(isinstance(hook, dict) for hook in one) for one in stages):
+        raise ConfigError(f'{path}: "hooks" must be an object of lists of objects', "fix the file")
+    return {name: list(one or []) for name, one in found.items()}
+
+
+def _base_spec(settings: Settings, former: str, files: Files) -> tuple[list[Change], list[str]]:
+    """(the change that writes the default handler's base spec, or containerd's own, with gpushare's hooks added;
+    notes)."""
+    own = containerd_files.base_spec_of(settings.config_file)
+    named = former if former != own else ""
+    text, notes = files.read_linked(named) if named else None, []
+    if named and text is None:
+        notes.append(f"base_runtime_spec {shown(named)} does not exist, so gpushare's is a copy of containerd's own")
+    text = files.ask("ctr", "oci", "spec") if text is None else text
+    spec = jsontext.check(text, named or "ctr oci spec") if text else basespec.default()
+    hooks = _hooks(spec, named or "ctr oci spec")
     for stage in hookfiles.STAGES:
         hooks[stage] = [*hooks.get(stage, []), hookfiles.entry_of(settings, stage)]
     spec.get("linux", {}).pop("cgroupsPath", None)  # a placeholder of `ctr oci spec`; CRI sets the real one
     after = json.dumps({**spec, "hooks": hooks}, indent=2, ensure_ascii=False) + "\n"
-    before = files.read(BASE_SPEC)
-    return [Change(BASE_SPEC, before, after)] if before != after else []
+    before = files.read(own)
+    return [Change(own, before, after)] if before != after else [], notes
+
+
+def _written(
+    place: Place,
+    sources: Sequence[Source],
+    target: Source,
+    tables: Mapping[Keys, Mapping[str, Any]],
+    version: int,
+    merges: bool,
+    files: Files,
+) -> list[Change]:
+    """The changes that write these tables where this containerd reads them."""
+    if place.always or (merges and place.drop_in):
+        return [*_drop_in(place, sources, tables, version, files), *_former(place.template, files)]
+    if place.template:
+        return [*_template(place, sources[0], tables, version, files), *_former(place.drop_in, files)]
+    return [*_in_place(target, tables, version), *_former(place.drop_in, files)]
 
 
 def _in_place(target: Source, tables: Mapping[Keys, Mapping[str, Any]], version: int) -> list[Change]:
-    head = f"version = {version}\n" if not target.value else ""
+    head = f"version = {version}\n" if "version" not in target.value else ""
     after = tomltext.put(head + (target.text or ""), tables, target.path)
     return [Change(target.path, target.text, after)] if after != target.text else []
 
 
-def _former_drop_in(files: Files) -> list[Change]:
-    """Remove the drop-in of a newer containerd, or of another profile: in this version it would replace the whole
-    section."""
-    text = files.read(DROP_IN)
-    then = None if text is None else withdraw(DROP_IN, text, UNKNOWN)
-    return [Change(DROP_IN, text, then)] if then != text else []
+def _template(
+    place: Place, made: Source, tables: Mapping[Keys, Mapping[str, Any]], version: int, files: Files
+) -> list[Change]:
+    """`made`: the file that the distribution makes of the template. Raises ConfigError if a table would be in it
+    twice: containerd would not start."""
+    before = files.read(place.template)
+    if place.is_go:
+        handler = containerd_files.handler(version)
+        if handler in tables and (
+            tomltext.at(made.value, handler) or _OWN_TABLE.search(tomltext.without_block(before or ""))
+        ):
+            one = distributions.of(made.path)
+            again = f", then run `{one.command(files)}`" if one is not None else ""
+            raise ConfigError(
+                f"{place.template} has a handler {RUNTIME} that gpushare did not write",
+                f"remove that table from the template{again} and this command again",
+            )
+        after = tomltext.put_block(_BASE if before is None else before, tables)
+        return [Change(place.template, before, after)] if after != before else []
+    if before is None:
+        raise ConfigError(f"{place.template} does not exist", "write the entry into the template that is used instead")
+    value = tomltext.check(tomltext.without_block(before), place.template)
+    return _in_place(Source(place.template, before, value), tables, version)
+
+
+def _former(path: str, files: Files) -> list[Change]:
+    """Remove the entry of another version of containerd, or of another profile. A containerd
+    that merges no files takes a drop-in for the whole section; another one adds a template's keys to the drop-in."""
+    text = files.read(path) if path else None
+    then = None if text is None else withdraw(path, text, UNKNOWN)
+    return [Change(path, text, then)] if then != text else []
 
 
 def _drop_in(
-    main: str, sources: list[Source], tables: Mapping[Keys, Mapping[str, Any]], version: int, files: Files
+    place: Place, sources: Sequence[Source], tables: Mapping[Keys, Mapping[str, Any]], version: int, files: Files
 ) -> list[Change]:
     """Write the drop-in, and import it in the main file unless a file imports it already."""
-    before = files.read(DROP_IN)
-    head = f"# For containerd, which merges it into {main}.\nversion = {version}\n"
-    own = before if before is not None and _only_of(before, version) else ""
-    handler: Keys = (*_tables(version), "runtimes", RUNTIME)
-    changes = [Change(DROP_IN, before, tomltext.put(own or head, tables, DROP_IN, (handler, _REQUIREMENT)))]
-    first = sources[0]
-    text = tomltext.drop(first.text or "", [handler], main)  # written for an older containerd
-    if not any(_covers(one) for source in sources for one in tomltext.imports(source.value, source.path)):
-        # Without a main file containerd imports all drop-ins; a new main file must import them too.
-        glob = _OUR_DROP_INS if first.value else _ALL_DROP_INS
-        text = tomltext.add_import(text if first.value else f"version = {version}\n", glob, main)
+    path, first = place.drop_in, sources[0]
+    before = files.read(path)
+    head = f"{containerd_files.HEAD.format(main=first.path)}version = {version}\n"
+    own = before if before is not None and tomltext.check(before, path).get("version") == version else ""
+    handler = containerd_files.handler(version)
+    changes = [Change(path, before, tomltext.put(own or head, tables, path, (handler, _REQUIREMENT)))]
+    text = tomltext.drop(first.text or "", [handler], first.path)  # written for an older containerd
+    if "version" not in first.value and (first.value or place.imported):
+        text = f"version = {version}\n{text if first.value else ''}"
+    if place.imported:
+        text = tomltext.add_import(text, place.imported, first.path)
     if text != (first.text or ""):
-        changes.append(Change(main, first.text, text))
+        changes.append(Change(first.path, first.text, text))
     return [change for change in changes if change.before != change.after]
 
 
-def _only_of(text: str, version: int) -> bool:
-    return tomltext.check(text, DROP_IN).get("version") == version
-
-
-def _covers(pattern: str) -> bool:
-    """Whether an entry of `imports` matches gpushare's drop-in."""
-    regex = "".join("[^/]*" if c == "*" else re.escape(c) for c in pattern)
-    return re.fullmatch(regex, DROP_IN) is not None
+def verify(settings: Settings, files: Files) -> None:
+    """Let containerd read its files, and look for the entry in its answer."""
+    settings = located(settings, files)
+    for words in _dump(settings, files):
+        complaint = files.complaint(*words)
+        if complaint:
+            raise Refusal(
+                f"containerd refuses the change: {daemon.reason(complaint)}",
+                "fix that, then run the command again",
+            )
+        dumped = _answer(words, files)
+        if dumped and not settings.require_nri:
+            place = containerd_files.place(settings.config_file, containerd_files.sources(settings.config_file, files))
+            there = any(tomltext.at(dumped, containerd_files.handler(version)) for version in PLUGINS)
+            if not there and not place.always and not place.template:
+                raise ConfigError(
+                    f"`{' '.join(words)}` shows no handler {RUNTIME} after the change",
+                    "name the daemon's file: --config-file",
+                )
+            return
 
 
 def withdraw(path: str, text: str, before: Optional[str]) -> Optional[str]:
-    if path == BASE_SPEC:
+    if containerd_files.is_base_spec(path):
         return None
-    ours: list[Keys] = [(*_tables(version), "runtimes", RUNTIME) for version in (2, 3)]
-    if path == DROP_IN:
+    if containerd_files.is_template(path):
+        left = tomltext.without_block(text)
+        return None if left == _BASE and before is None else left
+    ours: list[Keys] = [containerd_files.handler(version) for version in (2, 3)]
+    drop_in = containerd_files.is_drop_in(path)
+    if drop_in:
         ours.append(_REQUIREMENT)
     left = tomltext.drop(text, ours, path)
-    if before is not None and _OUR_DROP_INS not in before:
-        left = tomltext.drop_import(left, _OUR_DROP_INS, path)
-    own = path == DROP_IN and set(tomltext.check(left, path)) <= {"version"}
+    for one in tomltext.imports(tomltext.check(left, path), path):
+        if containerd_files.is_own_import(one) and before is not None and one not in before:
+            left = tomltext.drop_import(left, one, path)
+    own = drop_in and set(tomltext.check(left, path)) <= {"version"}
     new = before is None and set(tomltext.check(left, path)) <= {"version", "imports"}
     return None if own or new else left
 
 
 def entry(path: str, text: str) -> str:
-    if path == BASE_SPEC:
-        hooks = jsontext.check(text, path).get("hooks", {}).get(hookfiles.STAGES[0], [])
+    if containerd_files.is_base_spec(path):
+        hooks = _hooks(jsontext.check(text, path), path).get(hookfiles.STAGES[0], [])
         return next((str(hook["path"]) for hook in hooks if str(hook.get("path")).endswith("/gpushare-hook")), "")
-    value = tomltext.check(text, path)
+    value = tomltext.check(tomltext.block(text) if containerd_files.is_template(path) else text, path)
     for version in (2, 3):
-        table = tomltext.table_at(value, (*_tables(version), "runtimes", RUNTIME), path)
+        table = tomltext.table_at(value, containerd_files.handler(version), path)
         if table:
             return str(tomltext.table_at(table, ("options",), path).get("BinaryName") or table.get("base_runtime_spec"))
     return ""
@@ -278,8 +481,8 @@ def entry(path: str, text: str) -> str:
 
 def lacks_cri(path: str, text: str) -> bool:
     program = entry(path, text)
-    if path == BASE_SPEC:
-        hooks = jsontext.check(text, path).get("hooks", {}).get(hookfiles.STAGES[0], [])
+    if containerd_files.is_base_spec(path):
+        hooks = _hooks(jsontext.check(text, path), path).get(hookfiles.STAGES[0], [])
         ours = [hook for hook in hooks if str(hook.get("path")).endswith("/gpushare-hook")]
         return any(map(hookfiles.lacks_cri, ours))
     return program.rpartition("/")[2] == RUNTIME_PROGRAM

@@ -19,6 +19,7 @@ from .base import HOOK_PROGRAM, Change, Files, Settings
 
 _USUAL = "/usr/share/containers/oci/hooks.d"  # the only directory that podman and CRI-O search by default
 STAGES = ("prestart", "poststop")
+APPEND = {"append": True}  # the attribute of a list in containers.conf
 _TIMEOUT_S = 30  # longer than the hook's own deadline, so that the hook can report its timeout itself
 
 
@@ -61,22 +62,51 @@ def propose(folder: str, settings: Settings, files: Files) -> list[Change]:
 
 def folders(
     folder: str, files: Files, paths: Sequence[str], own: str, table: tomltext.Keys
-) -> tuple[list[str], list[str]]:
-    """(hooks_dir for the drop-in `own`, notes): the directories of the other files, then `folder`. `paths` are the
-    other files in the order in which the engine reads them. The last file that has the key overrides the rest, so a
-    file after `own` can undo it. Raises ConfigError."""
-    found, notes = [_USUAL], []
+) -> tuple[list[Any], list[str]]:
+    """(hooks_dir for the drop-in `own`, notes): the directories of the other files, then `folder`. Raises
+    ConfigError."""
+    found, adds, later = listed((*table, "hooks_dir"), [_USUAL], files, paths, own)
+    notes = [
+        f"{path}: hooks_dir overrides gpushare's and lacks {shown(folder)}, so add it there"
+        for path, names in later
+        if folder not in names
+    ]
+    return [folder, APPEND] if adds else [*found, *([] if folder in found else [folder])], notes
+
+
+def listed(
+    keys: tomltext.Keys, built_in: Sequence[str], files: Files, paths: Sequence[str], own: str
+) -> tuple[list[str], bool, list[tuple[str, list[str]]]]:
+    """(the list that the engine has without the drop-in `own`, whether that drop-in adds to it, the later files that
+    override it). `paths` are the other files in the order in which the engine reads them. The last file that has the
+    key overrides the rest, so a file after `own` can undo it. With {append = true} in a list, this list and later ones
+    are added to the earlier ones (containers.conf(5); podman 5). Raises ConfigError."""
+    found, later, appends, adds = list(built_in), [], False, False
     for path in paths:
-        text = None if path == own else files.read(path)
-        value = tomltext.table_at(tomltext.check(text, path), table, path).get("hooks_dir") if text else None
+        value = None if path == own else _list_of(path, files, keys)
         if value is None:
             continue
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise ConfigError(f"{path}: hooks_dir must be a list of texts", "fix the file")
-        found = value
-        if is_later(path, own) and folder not in value:
-            notes.append(f"{path}: hooks_dir overrides gpushare's and lacks {shown(folder)}, so add it there")
-    return [*found, *([] if folder in found else [folder])], notes
+        names = [one for one in value if isinstance(one, str)]
+        appends = next((one["append"] for one in reversed(value) if isinstance(one, dict)), appends)
+        if not is_later(path, own):
+            found, adds = [*found, *names] if appends else names, appends
+        elif not appends:
+            later.append((path, names))
+    return found, adds, later
+
+
+def _list_of(path: str, files: Files, keys: tomltext.Keys) -> Optional[list[Any]]:
+    """A list of a file; None without it. Raises ConfigError."""
+    text = files.read_linked(path)
+    value = tomltext.table_at(tomltext.check(text, path), keys[:-1], path).get(keys[-1]) if text else None
+    if value is not None and (not isinstance(value, list) or not all(map(_is_item, value))):
+        raise ConfigError(f"{path}: {keys[-1]} must be a list of texts", "fix the file")
+    return value
+
+
+def _is_item(one: Any) -> bool:
+    """Whether this is a text, or the attribute of the list."""
+    return isinstance(one, str) or one in (APPEND, {"append": False})
 
 
 def is_later(path: str, own: str) -> bool:

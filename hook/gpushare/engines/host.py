@@ -6,9 +6,11 @@ stay. A file that is not regular (a link, a directory, a FIFO) is refused: anoth
 
 from __future__ import annotations
 
+import codecs
 import errno
 import glob
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -17,12 +19,18 @@ from typing import Optional
 
 from ..core.errors import ConfigError, KernelError
 from ..core.quoting import shown
-from ..system import filelock
+from ..system import filelock, procs
 from .base import Change
 
 MAX_BYTES = 4 << 20
 _ASK_SECONDS = 10
+# Where systemd keeps the daemons of engines. Seen from a cgroup namespace, such as a pod's, a path begins with /..
+_SERVICE = re.compile(
+    r"(?:/\.\.)*/system\.slice/(?:(?:docker|containerd|crio|k3s|k3s-agent|rke2-server|rke2-agent|k0sworker|"
+    r"k0scontroller)|snap\.microk8s\.[^/]*|(?P<snap>snap\.docker\.[^/]*))\.service(?:/|$)"
+)
 _HINTS = {errno.EACCES: "run as root", errno.EPERM: "run as root", errno.ENOSPC: "free some space"}
+_MAX_LINKS = 40  # the kernel's limit
 
 
 class Host:
@@ -70,9 +78,20 @@ class Host:
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{shown(path)} is larger than {MAX_BYTES} bytes")
         try:
-            return data.decode()
+            return data.decode(_encoding(data))
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{shown(path)}: not UTF-8 text (byte {error.start})", "fix the file") from None
+            kind = "UTF-16" if error.encoding.startswith("utf-16") else "UTF-8"
+            raise ConfigError(f"{shown(path)}: not {kind} text (byte {error.start})", "fix the file") from None
+
+    def read_linked(self, path: str) -> Optional[str]:
+        """The same, also through links; a link's target is a path of this host."""
+        last = path
+        for _ in range(_MAX_LINKS):
+            full = self.at(last)
+            if not os.path.islink(full):
+                return self.read(last)
+            last = os.path.normpath(os.path.join(os.path.dirname(last), os.readlink(full)))
+        raise ConfigError(f"{shown(path)} is a link to itself", "remove that link")
 
     def glob(self, pattern: str) -> list[str]:
         prefix = self.root.rstrip("/")
@@ -92,15 +111,63 @@ class Host:
 
     def ask(self, *command: str) -> Optional[str]:
         """Standard output of a program; None if it fails, or if `root` is another host's: never run its programs."""
-        if self.root != "/" or shutil.which(command[0]) is None:
+        program = self._executable(command[0])
+        if not program:
             return None
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+                [program, *command[1:]],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_ASK_SECONDS,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
             return None
         return done.stdout
+
+    def _executable(self, name: str) -> str:
+        """The path of an engine's program if it is safe to run; else empty. A path that is given whole can come from
+        another process, so only root may be able to replace that program."""
+        path = self.program(name) if self.root == "/" else ""
+        return path if "/" not in name or _is_of_root(name) else ""
+
+    def complaint(self, *command: str) -> str:
+        """Standard error of a program that failed; empty if it did not, or cannot be run."""
+        program = self._executable(command[0])
+        if not program:
+            return ""
+        try:
+            done = subprocess.run(
+                [program, *command[1:]], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_SECONDS
+            )
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        text = done.stderr.decode(errors="replace").strip() or f"{command[0]} ended with {done.returncode}"
+        return text if done.returncode else ""
+
+    def look(self, path: str) -> str:
+        """The text of a file that gpushare does not change, through links; empty if it cannot be read."""
+        try:
+            full = os.path.realpath(self.at(path))
+            if self.root != "/" and os.path.commonpath([self.root, full]) != self.root:
+                return ""
+            with open(full, encoding="utf-8", errors="replace") as file:
+                return file.read(1 << 20)
+        except (ConfigError, OSError):
+            return ""
+
+    def processes(self, program: str) -> list[tuple[int, list[str]]]:
+        """(pid, command line) of the running processes of a program that the host itself has started; none if `root` is
+        another host's. No other process's command line is read: it can be in memory that makes the reader wait
+        (FUSE)."""
+        found = []
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc") if self.root == "/" else ())):
+            words = procs.command(pid) if _is_service(pid) else []
+            if words and os.path.basename(words[0]) == program:
+                found.append((pid, words))
+        return found
 
     def runs_systemd(self) -> bool:
         """sd_booted(3); False if `root` is another host's."""
@@ -109,8 +176,13 @@ class Host:
     def has(self, path: str) -> bool:
         return os.path.lexists(self.at(path))
 
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(self.at(path))
+
     def program(self, name: str) -> str:
-        """Path of an engine's program; empty when there is none."""
+        """Path of an engine's program, which can be given by its path; empty when there is none."""
+        if name.startswith("/"):
+            return name if self.has(name) else ""
         if self.root == "/":
             return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/usr/local/bin") or ""
         folders = ("/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin")
@@ -173,7 +245,7 @@ class Host:
                 if status is not None:
                     os.fchown(fd, status.st_uid, status.st_gid)
                 os.fchmod(fd, stat.S_IMODE(status.st_mode) if status is not None else change.mode)
-                file.write(change.after.encode())
+                file.write(change.after.encode(self._encoding_of(full) if status is not None else "utf-8"))
                 file.flush()
                 os.fsync(fd)
                 os.rename(temporary, full)
@@ -181,12 +253,32 @@ class Host:
                 os.unlink(temporary)
                 raise
 
+    @staticmethod
+    def _encoding_of(full: str) -> str:
+        with open(full, "rb") as file:
+            return _encoding(file.read(2))
+
     def sweep(self, paths: Sequence[str]) -> None:
         """Remove temporary files of killed commands next to these files."""
         for path in paths:
             left = _temporary_name(self.at(path))
             if os.path.lexists(left):
                 os.unlink(left)
+
+
+def _is_service(pid: int) -> bool:
+    """Whether a process is a unit of an engine on this host, of root. A daemon of a container or of a user is not: its
+    command line can name any file."""
+    match = _SERVICE.match(procs.cgroup_of(pid))
+    if match is None or not procs.is_root(pid):
+        return False
+    return bool(match["snap"]) or procs.sees_same_files(pid)  # the snap of docker has its own mounts
+
+
+def _encoding(data: bytes) -> str:
+    """The encoding of a text that begins with these bytes. Its byte order mark stays in the text. docker reads UTF-16
+    with such a mark (tried with 28.5.2)."""
+    return {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(data[:2], "utf-8")
 
 
 def _temporary_name(full: str) -> str:
@@ -222,17 +314,38 @@ def check_program(path: str) -> str:
     resolved = os.path.realpath(path)
     if not os.path.isfile(resolved) or not os.access(resolved, os.X_OK):
         raise ConfigError(f"{shown(path)} is not a program", "install gpushare, or name it with --program")
-    here = resolved
+    _refuse_writable(resolved)
+    return resolved
+
+
+def _refuse_writable(path: str) -> None:
+    """Raise ConfigError if users other than root could write a program or a directory above it."""
+    here = path
     while True:
         status = os.stat(here)
         group = status.st_gid != 0 and status.st_mode & stat.S_IWGRP
-        sticky = here != resolved and status.st_mode & stat.S_ISVTX
+        sticky = here != path and status.st_mode & stat.S_ISVTX
         if (group or status.st_mode & stat.S_IWOTH) and not sticky:
             mode = oct(stat.S_IMODE(status.st_mode))[2:]
             raise ConfigError(f"{shown(here)} (mode {mode}) is writable by users other than root", f"chmod go-w {here}")
         if here == "/":
-            return resolved
+            return
         here = os.path.dirname(here)
+
+
+def _is_of_root(program: str) -> bool:
+    """Whether only root can replace a program: by itself, by a link on the way to it, or by a directory above."""
+    try:
+        resolved = check_program(program)
+        _refuse_writable(os.path.abspath(program))
+        return all(os.lstat(one).st_uid == 0 for path in (os.path.abspath(program), resolved) for one in _above(path))
+    except (ConfigError, OSError):
+        return False
+
+
+def _above(path: str) -> list[str]:
+    """A path and all directories above it."""
+    return [path] if path == "/" else [path, *_above(os.path.dirname(path))]
 
 
 def foreign_owners(paths: Sequence[str]) -> list[str]:

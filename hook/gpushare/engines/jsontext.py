@@ -15,6 +15,7 @@ from ..core.errors import ConfigError
 from ..core.quoting import shown
 
 _DECODER = json.JSONDecoder()
+BYTE_ORDER_MARK = "\ufeff"  # editors of Windows write it, and docker accepts it; Python's parser does not
 _SPACE = " \t\r\n"
 _INDENT = "    "  # for a text without indentation
 
@@ -26,6 +27,11 @@ class Member(NamedTuple):
     start: int
     value: int
     end: int
+
+
+def is_empty(text: Optional[str]) -> bool:
+    """Whether there is no JSON value, only white space."""
+    return not (text or "").removeprefix(BYTE_ORDER_MARK).strip()
 
 
 def check(text: str, path: str) -> dict[str, Any]:
@@ -40,7 +46,7 @@ def check(text: str, path: str) -> dict[str, Any]:
         return value
 
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text.removeprefix(BYTE_ORDER_MARK), object_pairs_hook=pairs)
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply", "fix the file") from None
     except json.JSONDecodeError as error:

@@ -2,6 +2,7 @@
 
 load(host, engine) -> Record | None     raises ConfigError when it is damaged
 change(host, engine, record) -> Change  the change that writes it (None: removes it)
+low_level(host, engine, path)           the same for the path of its default handler's runtime, for oci_runtime.find
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, Optional
 
+from ..config import oci_runtime
 from ..core.errors import ConfigError
 from ..core.quoting import shown
 from .base import Change
 from .host import Host
 
-FOLDER = "/var/lib/gpushare/configured"
+FOLDER = oci_runtime.FOLDER
 VERSION = 1
 
 
@@ -76,3 +78,14 @@ def change(host: Host, engine: str, record: Optional[Record]) -> Change:
     """The change that writes the record. Mode 0600: an engine's configuration can contain passwords."""
     path = path_of(engine)
     return Change(path, host.read(path), None if record is None else _text(record), 0o600)
+
+
+def low_level(host: Host, engine: str, path: Optional[str]) -> list[Change]:
+    """The changes that record what the default handler runs; a program other than runc and crun is not recorded. None:
+    not known, so the record stays."""
+    if path is None:
+        return []
+    file = f"{FOLDER}/{engine}{oci_runtime.OF_HANDLER}"
+    name = path.rpartition("/")[2]
+    before, after = host.read(file), f"{path}\n" if path.startswith("/") and name in oci_runtime.NAMES else None
+    return [Change(file, before, after)] if before != after else []

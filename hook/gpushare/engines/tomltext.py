@@ -1,6 +1,7 @@
 """Add gpushare's tables to a TOML text: one block between two comments at its end; the rest stays unchanged. Pure.
 
 check(text, path)                   -> dict    raises ConfigError naming file and line
+put_block(text, tables)             -> str     the block alone, for a text that need not be TOML
 put(text, tables, path)             -> str     adds the block; removes an earlier block and these tables elsewhere
 drop(text, tables, path)            -> str     the text without them, also when a program has rewritten the file
                                                and removed the comments
@@ -61,6 +62,22 @@ def table_at(value: Any, keys: Sequence[str], path: str) -> dict[str, Any]:
     return found or {}
 
 
+def text_at(value: Any, keys: Sequence[str], path: str) -> str:
+    """The text at `keys`; empty when there is none. Raises ConfigError."""
+    found = table_at(value, keys[:-1], path).get(keys[-1], "")
+    if not isinstance(found, str):
+        raise ConfigError(f"{path}: {_name(keys)} must be text, not {type(found).__name__}", "fix the file")
+    return found
+
+
+def texts_at(value: Any, keys: Sequence[str], path: str) -> list[str]:
+    """The list of texts at `keys`; empty when there is none. Raises ConfigError."""
+    found = table_at(value, keys[:-1], path).get(keys[-1], [])
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{path}: {_name(keys)} must be a list of strings", "fix the file")
+    return found
+
+
 def merged(to: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Both together, as an engine merges a later file: tables are united, other values replaced."""
     result = dict(to)
@@ -90,12 +107,23 @@ def without_block(text: str) -> str:
     return text if start < 0 or end < 0 else text[:start] + text[end + len(END) :]
 
 
+def block(text: str) -> str:
+    """gpushare's block; empty if there is none."""
+    rest = without_block(text)
+    return "" if rest == text else text[text.rfind(BEGIN) : text.find(END)]
+
+
+def put_block(text: str, tables: Mapping[Keys, Mapping[str, Any]]) -> str:
+    """Replace gpushare's block, or add it at the end, in a text that need not be TOML, such as a template."""
+    rest = without_block(text)
+    written = BEGIN + "".join(_written(keys, table) for keys, table in tables.items()) + END
+    return rest + ("" if not rest or rest.endswith("\n") else "\n") + written
+
+
 def put(text: str, tables: Mapping[Keys, Mapping[str, Any]], path: str, ours: Sequence[Keys] = ()) -> str:
     """Remove the tables `ours` (default: `tables`), then add `tables` in a block at the end. Raises ConfigError if
     tables cannot be added at the end of this file."""
-    rest = drop(text, ours or list(tables), path)
-    block = BEGIN + "".join(_written(keys, table) for keys, table in tables.items()) + END
-    result = rest + ("" if not rest or rest.endswith("\n") else "\n") + block
+    result = put_block(drop(text, ours or list(tables), path), tables)
     try:
         value = check(result, path)
     except ConfigError:
@@ -133,10 +161,7 @@ def _delete(value: Any, keys: Sequence[str]) -> bool:
 
 def imports(value: Mapping[str, Any], path: str) -> list[str]:
     """The list `imports`; empty when there is none. Raises ConfigError."""
-    found = value.get("imports", [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{path}: imports must be a list of strings", "fix the file")
-    return found
+    return texts_at(value, ("imports",), path)
 
 
 def add_import(text: str, glob: str, path: str) -> str:

@@ -54,9 +54,13 @@ def _last_read(command: str, host: Host) -> Optional[int]:
     """When the engine last did what `command` makes it do, in microseconds of the monotonic clock; _UNKNOWN if
     systemd's answer leaves that open; None if the engine does not run, or not as that unit."""
     words = command.split()
-    if len(words) != 3 or not host.runs_systemd():
+    if len(words) < 3 or not host.runs_systemd():
         return None
-    _, action, unit = words
+    found = [_last_of(unit if words[0] != "snap" else f"snap.{unit}", words[1], host) for unit in words[2:]]
+    return min((one for one in found if one is not None), default=None)
+
+
+def _last_of(unit: str, action: str, host: Host) -> Optional[int]:
     event = "StateChange" if action == "reload" else "ExecMainStart"  # a reload changes the unit's state, and back
     stamp = f"{event}TimestampMonotonic"
     text = host.ask("systemctl", "show", f"--property=ActiveState,{stamp}", unit) or ""

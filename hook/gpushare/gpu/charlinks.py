@@ -17,7 +17,7 @@ import os
 import stat
 from typing import Optional
 
-from .driverroot import listing, node
+from .driverroot import below, listing, node
 
 DIRECTORY = "/dev/char"  # udev makes it; without it no systemd needs links
 _FOLDERS = ("", "nvidia-caps", "nvidia-caps-imex-channels")  # below dev
@@ -35,7 +35,7 @@ def missing(root: str, directory: str) -> dict[str, str]:
     """The links that `make` would make, with their targets."""
     found = {}
     for folder in _FOLDERS if os.path.isdir(directory) else ():
-        for name in sorted(listing(os.path.join(root, "dev", folder))):
+        for name in sorted(listing(below(root, os.path.join("dev", folder)))):
             one = node(root, os.path.join(folder, name), False) if folder or name.startswith("nvidia") else None
             link = f"{directory}/{one.major}:{one.minor}" if one else ""
             if one and _leads_to(link) != (one.major, one.minor):

@@ -3,6 +3,8 @@
     for_request(inventory, request, shares)        -> DriverFiles  all files and nodes for a container's request
     find(root, version, capabilities, simulated)   -> DriverFiles  only those of the capabilities
     nvml_library(root, version), cuda_library(...) -> str          host path, "" when missing
+    root_of(root, version)                         -> str          the root of the driver's files: a container's?
+    require_usable(inventory)                      raises DeviceError where no start can work
     host_program(inventory, name)                  -> str          path of a program to execute on the host, "" ...
     stale_programs(root, version)                  -> paths        programs of another version (for the inventory)
 
@@ -13,16 +15,18 @@ Runs on the start path.
 
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from ..core.errors import DeviceError
 from ..core.model import Inventory, Request, Share
 from . import driverchoice, drivernodes, mig
 from .driverchoice import LIBRARY, LIBRARY_32, PROGRAM, Kind, Search, Skipped
-from .driverroot import HostNode, in_root, listing, short_read
+from .driverroot import HostNode, below, in_root, listing, node, short_read
 from .drivertable import (
     ALWAYS,
     CAPABILITIES,
+    CONTAINER_ROOT,
     DATA_DIRS,
     EXTRA_LINKS,
     FEATURES,
@@ -31,9 +35,11 @@ from .drivertable import (
     LIBRARY_DIRS,
     LIBRARY_DIRS_32,
     OTHER_MACHINES,
+    PLACES,
     PROGRAM_DIRS,
     SUBDIRECTORIES,
 )
+from .selectors import no_device
 
 _Listed = list[tuple[str, frozenset[str]]]  # (library directory, names in it)
 
@@ -82,8 +88,8 @@ def _versions(names: frozenset[str]) -> set[str]:
     return {ending for ending in endings if "." in ending}
 
 
-def _listed(root: str, directories: tuple[str, ...]) -> _Listed:
-    return [(path, listing(path)) for path in (os.path.join(root, directory) for directory in directories)]
+def _listed(root: str, directories: Iterable[str]) -> _Listed:
+    return [(path, listing(path)) for path in (below(root, directory) for directory in directories)]
 
 
 def _library_directories(search: Search) -> tuple[str, ...]:
@@ -99,17 +105,44 @@ def _library_directories(search: Search) -> tuple[str, ...]:
     return tuple(path for path in LIBRARY_DIRS if not f"{path}/".startswith(tuple(f"{one}/" for one in useless)))
 
 
+def _filled(search: Search, text: str) -> str:
+    return text.format(version=search.version, machine=search.machine)
+
+
+def _groups(search: Search) -> Iterator[_Listed]:
+    """The library directories, in groups: a group counts only if the ones before it have no libcuda. usr/lib has the
+    32-bit libraries of many hosts. The last group is the root itself, as driver.libraries can name the directory of the
+    libraries, and the directory where the loader of this root finds libcuda."""
+    yield _listed(search.root, _library_directories(search))
+    yield _listed(search.root, (LAST_LIBRARY_DIR,))
+    yield _listed(search.root, (_filled(search, place.libraries) for place in PLACES))
+    yield _listed(search.root, ("", *_cached_directories(search.root)))
+
+
+def _cached_directories(root: str) -> list[str]:
+    """The directories of libcuda.so.1 in the loader's cache of this root."""
+    from ..system import ldcache
+
+    try:
+        with open(os.path.join(below(root, "etc"), "ld.so.cache"), "rb") as file:
+            found = ldcache.parse(file.read(ldcache.MAX_BYTES + 1)).libraries()
+            paths = [os.fsdecode(path) for name, path, _ in found if name == b"libcuda.so.1"]
+    except (OSError, ldcache.MalformedCache):
+        return []
+    return list(dict.fromkeys(os.path.dirname(path).lstrip("/") for path in paths))
+
+
 def _directories(search: Search) -> _Listed:
-    """Library directories for this version and the names in them; the directory of libcuda is first. usr/lib has the
-    32-bit libraries of many hosts, so it counts only if no other directory has libcuda."""
+    """Library directories for this version and the names in them; the directory of libcuda is first."""
     name = f"libcuda.so.{search.version}"
-    listed = _listed(search.root, _library_directories(search))
-    cuda = driverchoice.first(search, _in(listed, name), LIBRARY, "libcuda")
-    if not cuda:
-        last = _listed(search.root, (LAST_LIBRARY_DIR,))
-        cuda = driverchoice.first(search, _in(last, name), LIBRARY, "libcuda")
-        listed += last
-    if not cuda:
+    listed: _Listed = []
+    cuda = ""
+    for group in _groups(search):
+        listed += group
+        cuda = driverchoice.first(search, _in(group, name), LIBRARY, "libcuda")
+        if cuda:
+            break
+    else:
         _refuse(search, name, listed)
     home = next(item for item in listed if search.known.get(f"{item[0]}/{name}") == cuda)
     return _with_subdirectories([home, *(item for item in listed if item is not home)])
@@ -129,7 +162,12 @@ def _refuse(search: Search, name: str, listed: _Listed) -> None:
             f"the loaded driver is {version}, the libraries below {root} are {', '.join(others)}",
             "finish the driver upgrade (reboot, or reload the modules)",
         )
-    raise DeviceError(f"no libcuda.so.{version} below {root}", "install the driver's libraries, or set driver.root")
+    from . import unsupported
+
+    raise unsupported.of_kind(root) or DeviceError(
+        f"no libcuda.so.{version} below {root}",
+        "install the driver's libraries, or set driver.libraries to the directory that has them",
+    )
 
 
 def _in(dirs: _Listed, name: str) -> list[str]:
@@ -203,10 +241,12 @@ def _libraries32(search: Search, capabilities: tuple[str, ...], dirs: _Listed) -
 def _program_directories(search: Search, libdir: str = "") -> list[str]:
     """Real paths of the program directories. Those of the installation of the library directory `libdir` are first:
     usr/local/nvidia/bin for usr/local/nvidia/lib64. Most programs are missing, so the directories are resolved once."""
-    below = libdir[len(search.root) :].strip("/")
-    home = "usr/lib/nvidia" if below.endswith("/nvidia/current") else f"/{below}".partition("/lib")[0][1:] or "usr"
+    under = libdir[len(search.root) :].strip("/")
+    home = "usr/lib/nvidia" if under.endswith("/nvidia/current") else f"/{under}".partition("/lib")[0][1:] or "usr"
+    own = [place.programs for place in PLACES if libdir == below(search.root, _filled(search, place.libraries))]
     ordered = sorted(PROGRAM_DIRS, key=lambda directory: directory.rpartition("/")[0] != home)
-    paths = [in_root(search.root, directory, search.plain) for directory in ordered]
+    names = [*(_filled(search, one) for one in own), *ordered, *(() if search.root == "/" else ("bin",))]
+    paths = [in_root(search.root, directory, search.plain) for directory in names]
     return [path for path in dict.fromkeys(paths) if path]
 
 
@@ -226,7 +266,7 @@ def _firmware(search: Search) -> tuple[str, ...]:
     configured = short_read(os.path.join(search.root, "sys/module/firmware_class/parameters/path")) or ""
     directories = (f"{configured.strip().strip('/')}/nvidia", *FIRMWARE_DIRS)
     for directory in directories[0 if configured.strip() else 1 :]:
-        path = os.path.join(search.root, directory, search.version)
+        path = below(search.root, f"{directory}/{search.version}")
         names = sorted(n for n in listing(path) if n.startswith("gsp") and n.endswith(".bin"))
         files = [driverchoice.plain_file(search, f"{path}/{name}") for name in names]
         if any(files):
@@ -237,7 +277,8 @@ def _firmware(search: Search) -> tuple[str, ...]:
 def _sockets(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     found = []
     for name in (name for key in capabilities for name in CAPABILITIES[key].sockets):
-        path = os.path.join(root, name)
+        folder, _, base = name.rpartition("/")
+        path = f"{below(root, folder).rstrip('/')}/{base}"
         try:
             if stat.S_ISSOCK(os.lstat(path).st_mode):
                 found.append(("/" + name, path))
@@ -279,15 +320,16 @@ def find(
     simulated: bool = False,
     stale: tuple[str, ...] = (),
     thorough: bool = False,
+    dev: str = "",
 ) -> DriverFiles:
     """The files for `capabilities`. Libraries that a driver version does not have are left out; libcuda and
     libnvidia-ml are required. `stale`: programs of another version. `thorough`: also examine the files after the used
-    one, to report all skipped files."""
+    one, to report all skipped files. `dev`: the root that has dev, if it is another one."""
     search = driverchoice.new(root, version, stale, thorough)
     dirs = _directories(search)
     libraries = _libraries(search, capabilities, dirs)
     requested = {stem for key in capabilities for stem in CAPABILITIES[key].libraries}
-    nodes, missing = drivernodes.of_capabilities(root, capabilities, simulated)
+    nodes, missing = drivernodes.of_capabilities(dev or root, capabilities, simulated)
     cuda = _required(search, "libcuda", dirs)
     found = DriverFiles(
         version=version,
@@ -307,17 +349,24 @@ def find(
     return found._replace(skipped=tuple(search.skipped))
 
 
+def for_capabilities(inventory: Inventory, capabilities: tuple[str, ...], thorough: bool = False) -> DriverFiles:
+    """`find` for the driver of this host."""
+    version, stale = inventory.driver_version, inventory.stale_programs
+    roots = inventory.files_root, inventory.dev_root
+    return find(roots[0], version, capabilities, inventory.simulated, stale, thorough, roots[1])
+
+
 def for_request(inventory: Inventory, request: Request, shares: tuple[Share, ...]) -> DriverFiles:
     """Everything for `request` besides the GPUs of `shares`: files, control and feature nodes, IMEX, MIG."""
-    root, simulated = inventory.root, inventory.simulated
-    files = find(root, inventory.driver_version, request.capabilities, simulated, inventory.stale_programs)
-    nodes, missing = drivernodes.of_features(root, request.features, simulated)
+    root, dev, simulated = inventory.root, inventory.dev_root, inventory.simulated
+    files = for_capabilities(inventory, request.capabilities)
+    nodes, missing = drivernodes.of_features(dev, request.features, simulated)
     paths = mig.capability_paths(shares, request.mig_access)
     more = (
         *nodes,
-        *drivernodes.of_display(root, shares, request.capabilities),
-        *drivernodes.of_imex(root, request.imex_channels, simulated),
-        *mig.nodes(root, paths, simulated),
+        *drivernodes.of_display(root, shares, request.capabilities, dev),
+        *drivernodes.of_imex(dev, request.imex_channels, simulated),
+        *mig.nodes(root, paths, simulated, dev),
     )
     return files._replace(
         nodes=tuple(dict.fromkeys((*files.nodes, *more))),
@@ -328,8 +377,12 @@ def for_request(inventory: Inventory, request: Request, shares: tuple[Share, ...
 
 
 def _in_library_dirs(root: str, version: str, stem: str) -> str:
-    paths = [os.path.join(root, directory, f"{stem}.so.{version}") for directory in (*LIBRARY_DIRS, LAST_LIBRARY_DIR)]
-    return driverchoice.first(driverchoice.new(root, version), paths, LIBRARY, stem)
+    search = driverchoice.new(root, version)
+    for group in _groups(search):
+        found = driverchoice.first(search, _in(group, f"{stem}.so.{version}"), LIBRARY, stem)
+        if found:
+            return found
+    return ""
 
 
 def nvml_library(root: str, version: str) -> str:
@@ -342,10 +395,29 @@ def cuda_library(root: str, version: str) -> str:
     return _in_library_dirs(root, version, "libcuda")
 
 
+def require_usable(inventory: Inventory) -> None:
+    """Raise the reason if no start can work: no device, no libraries of the loaded driver, or no node of a device."""
+    if not inventory.devices:
+        raise no_device(inventory)
+    for_capabilities(inventory, ())
+    names = [f"nvidia{device.minor}" for device in inventory.devices]
+    if not any(node(inventory.dev_root, name, inventory.simulated) for name in names):
+        raise DeviceError(
+            f"no device node {os.path.join(inventory.dev_root, 'dev', names[0])}",
+            "run `nvidia-modprobe -u -c 0`, or set driver.dev to the directory whose dev has the nodes",
+        )
+
+
+def root_of(root: str, version: str) -> str:
+    """`root`, or the root file system of the driver's container if only that has libcuda."""
+    container = os.path.join(root, CONTAINER_ROOT)
+    return container if not cuda_library(root, version) and cuda_library(container, version) else root
+
+
 def host_program(inventory: Inventory, name: str) -> str:
     """Host path of a driver program that gpushare executes on the host, "" when there is none. If no directory has the
     driver's own program, an executable script is used: on the host it finds its program."""
-    root, version = inventory.root, inventory.driver_version
+    root, version = inventory.files_root, inventory.driver_version
     search = driverchoice.new(root, version, inventory.stale_programs)
     paths = [f"{one}/{name}" for one in _program_directories(search, os.path.dirname(cuda_library(root, version)))]
     own = driverchoice.first(search, paths, PROGRAM)

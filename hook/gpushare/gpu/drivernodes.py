@@ -3,7 +3,7 @@
 of_capabilities(root, capabilities, simulated) -> (nodes, missing names)
 of_features(root, features, simulated)         -> (nodes, missing names)
 of_imex(root, channels, simulated)             -> nodes       raises DeviceError
-of_display(root, shares, capabilities)         -> nodes       /dev/dri of the granted GPUs
+of_display(root, shares, capabilities, dev)    -> nodes       /dev/dri of the granted GPUs
 of_cdi_device(inventory, device)               -> nodes       in the CDI entry of this device
 """
 
@@ -54,13 +54,13 @@ def of_imex(root: str, channels: tuple[str, ...], simulated: bool) -> tuple[Host
     return nodes
 
 
-def of_display(root: str, shares: tuple[Share, ...], capabilities: tuple[str, ...]) -> tuple[HostNode, ...]:
+def of_display(root: str, shares: tuple[Share, ...], capabilities: tuple[str, ...], dev: str) -> tuple[HostNode, ...]:
     """DRM nodes of the granted GPUs, if the driver has made any (nvidia-drm is optional)."""
     wanted = tuple(prefix for key in capabilities for prefix in _DRM.get(key, ()))
     found = []
     for bus_id in dict.fromkeys(share.device.bus_id for share in shares):
         names = listing(os.path.join(root, "sys/bus/pci/devices", bus_id.lower(), "drm"))
-        found += [node(root, f"dri/{name}", False) for name in sorted(names) if name.startswith(wanted)]
+        found += [node(dev, f"dri/{name}", False) for name in sorted(names) if name.startswith(wanted)]
     return tuple(one for one in found if one is not None)
 
 
@@ -69,13 +69,13 @@ def of_cdi_device(inventory: Inventory, device: Device) -> tuple[HostNode, ...]:
     only the hook gives access to it."""
     from . import mig
 
-    root = inventory.root
-    first = None if inventory.simulated else node(root, f"nvidia{device.minor}", False)
+    root, dev = inventory.root, inventory.dev_root
+    first = None if inventory.simulated else node(dev, f"nvidia{device.minor}", False)
     if first is None:
         return ()
     try:
-        parts = mig.nodes(root, mig.paths_of(device), False) if device.parent else ()
+        parts = mig.nodes(root, mig.paths_of(device), False, dev) if device.parent else ()
     except DeviceError:
         return ()
-    control, _ = of_capabilities(root, ("compute",), False)
+    control, _ = of_capabilities(dev, ("compute",), False)
     return (first, *parts, *control)

@@ -2,6 +2,7 @@
 
     listing(path)                     -> frozenset[str]        empty when the directory is missing
     in_root(root, path)               -> str | None            `path` with its links followed as if `root` were "/"
+    below(root, path)                 -> str                   the same for a directory; as it is, if it is missing
     short_read(path, max_bytes)       -> str | None
     node(root, name, simulated)       -> HostNode | None       the device node <root>/dev/<name>
     numbered(root, pattern)           -> tuple[str, ...]       names below <root>/dev; `#` stands for a number
@@ -12,6 +13,8 @@ Runs on the start path, so it imports only the standard library.
 import os
 import stat
 from typing import NamedTuple, Optional
+
+_NOWHERE = "/dev/null"  # no directory, so nothing is below it
 
 
 class HostNode(NamedTuple):
@@ -65,6 +68,17 @@ def in_root(root: str, path: str, plain: Optional[set[str]] = None) -> Optional[
     return os.path.join(root, here.lstrip("/"))
 
 
+def below(root: str, path: str) -> str:
+    """The directory `path` below `root`, with its links followed inside `root`. If the root is "/", the kernel does
+    that. The kernel would follow a link whose target is missing in `root` to the host's directory: then the path is
+    one that cannot exist."""
+    plain = os.path.join(root, path).rstrip("/") or "/"
+    if root == "/" or not path:
+        return plain
+    found = in_root(root, path)
+    return found or (f"{_NOWHERE}{plain}" if os.path.lexists(f"{plain}/") else plain)
+
+
 def short_read(path: str, max_bytes: int = 4096) -> Optional[str]:
     """Return the text of a small file; None if it cannot be read."""
     try:
@@ -83,6 +97,8 @@ def node(root: str, name: str, simulated: bool) -> Optional[HostNode]:
     """Return the node `name`: a character device, or a regular file if the root is simulated."""
     path = os.path.join(root, "dev", name)
     try:
+        if root != "/":
+            path = os.path.join(below(root, os.path.join("dev", os.path.dirname(name))), os.path.basename(name))
         status = os.lstat(path)
     except OSError:
         return None
@@ -101,7 +117,7 @@ def numbered(root: str, pattern: str) -> tuple[str, ...]:
     directory, _, name = pattern.rpartition("/")
     before, _, after = name.partition("#")
     numbers = []
-    for found in listing(os.path.join(root, "dev", directory)):
+    for found in listing(below(root, os.path.join("dev", directory))):
         middle = found[len(before) : len(found) - len(after)]
         if found == f"{before}{middle}{after}" and middle.isascii() and middle.isdigit():
             numbers.append(int(middle))

@@ -146,7 +146,8 @@ COMPAT = ("libcuda", "libnvidia-ptxjitcompiler", "libnvidia-nvvm", "libcudadebug
 CAPS_DIR = "nvidia-caps"
 IMEX_DIR = "nvidia-caps-imex-channels"
 
-# Directories of 64-bit libraries by distribution: multiarch (Debian and its alternatives), lib64, Arch, NixOS, COS
+# Directories of 64-bit libraries by distribution: multiarch (Debian and its alternatives), lib64, NixOS, and the folder
+# of NVIDIA's images
 LIBRARY_DIRS = (
     "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/nvidia/current",
     "usr/lib/aarch64-linux-gnu", "usr/lib/aarch64-linux-gnu/nvidia/current",
@@ -162,6 +163,32 @@ LIBRARY_DIRS_32 = (
     "usr/lib/i386-linux-gnu", "usr/lib/i386-linux-gnu/nvidia/current",
     "usr/lib32", "run/opengl-driver-32/lib", "usr/local/nvidia/lib", "usr/lib",
 )  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a system that keeps the driver outside its own directories has it. {version}: the driver's, {machine}: as
+    uname(2) names it."""
+
+    libraries: str
+    programs: str
+
+
+# In the order of search, after the directories above. Sources: Google's documents of GPUs on GKE and on
+# Container-Optimized OS; Flatcar's service nvidia.service, whose layout Amazon Linux shares; Talos' extension nvidia;
+# Bottlerocket's packages kmod-*-nvidia (with and without the version).
+_BOTTLEROCKET = "{machine}-bottlerocket-linux-gnu/sys-root/usr"
+PLACES = (
+    Place("home/kubernetes/bin/nvidia/lib64", "home/kubernetes/bin/nvidia/bin"),
+    Place("var/lib/nvidia/lib64", "var/lib/nvidia/bin"),
+    Place("opt/nvidia/{version}/usr/lib64", "opt/nvidia/{version}/usr/bin"),
+    Place("opt/nvidia/current/usr/lib64", "opt/nvidia/current/usr/bin"),
+    Place("usr/local/glibc/usr/lib", "usr/local/bin"),
+    Place("usr/lib/nvidia/tesla", "usr/libexec/nvidia/tesla/bin"),
+    Place(f"{_BOTTLEROCKET}/lib/nvidia/tesla", f"{_BOTTLEROCKET}/libexec/nvidia/tesla/bin"),
+    Place(f"{_BOTTLEROCKET}/lib/nvidia/tesla/{{version}}", f"{_BOTTLEROCKET}/libexec/nvidia/tesla/bin/{{version}}"),
+)
+# Below a driver root without libraries: the root file system of the container that NVIDIA's GPU Operator starts
+CONTAINER_ROOT = "run/nvidia/driver"
 SUBDIRECTORIES = ("vdpau",)  # of a library directory; some libraries can be there instead
 PROGRAM_DIRS = ("usr/lib/nvidia/current", "usr/bin", "usr/sbin", "usr/local/nvidia/bin", "run/opengl-driver/bin")
 FIRMWARE_DIRS = ("lib/firmware/nvidia", "usr/lib/firmware/nvidia", "run/current-system/firmware/nvidia")

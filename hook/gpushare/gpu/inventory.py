@@ -2,7 +2,7 @@
 
     driver_version(root)               -> str                 short read; raises DeviceError
     bus_ids(root)                      -> tuple[str, ...]     directory names only; to detect a stale inventory
-    read_inventory(root, deadline_s)   -> Inventory           for `refresh`: with NVML in a child process
+    read_inventory(root, ...)          -> Inventory           for `refresh`: with NVML in a child process
     mig_instances(root)                -> tuple[str, ...]     MIG instances; to detect a stale inventory
 
 NVML is queried only when the inventory is compiled (nvml.py). The marker file `.gpushare-sim` of a simulated root may
@@ -47,10 +47,11 @@ def driver_version(root: str) -> str:
     for field in (text or "").partition("\n")[0].split():
         if field[0].isdigit() and "." in field and field.replace(".", "").isdigit():
             return field
+    from . import unsupported
+
     proc = os.path.join(root, _PROC)
-    raise DeviceError(
-        f"no NVIDIA driver is loaded (no version in {proc})", "load it, or set driver.root in the configuration file"
-    )
+    hint = "load it" if root == "/" else "load it, or set driver.libraries in place of driver.root"
+    raise unsupported.of_kind(root) or DeviceError(f"no NVIDIA driver is loaded (no version in {proc})", hint)
 
 
 def bus_ids(root: str) -> tuple[str, ...]:
@@ -166,6 +167,16 @@ def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, 
     return answer._replace(gpus=gpus)
 
 
+def _roots(root: str, version: str, libraries: str, dev: str) -> tuple[str, str]:
+    """(root of the driver's files, root that has dev): as configured, else where they are."""
+    from . import driverfiles
+    from .driverroot import below
+
+    files = libraries or driverfiles.root_of(root, version)
+    having = (one for one in (root, files) if os.path.lexists(os.path.join(below(one, "dev"), "nvidiactl")))
+    return files, dev or next(having, root)
+
+
 def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float) -> nvml.Answer:
     """NVML's answer with an entry for each GPU; the entry is empty for a GPU that NVML did not report."""
     from . import driverfiles, nvml
@@ -178,16 +189,21 @@ def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float
     return answer._replace(gpus={uuid: answer.gpus.get(uuid, nvml.Gpu()) for uuid in uuids})
 
 
-def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
-    """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused."""
-    from . import driverfiles
+def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S, libraries: str = "", dev: str = "") -> Inventory:
+    """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused.
+    `libraries`, `dev`: the roots of the driver's files and of dev; "": they are looked for."""
+    from . import driverfiles, unsupported
 
     _refuse_share(root)
     version = driver_version(root)
     marker = _marker(root)
     buses = bus_ids(root)
+    refusal = unsupported.of_driver(version) or (None if buses else unsupported.of_kind(root))
+    if refusal is not None:
+        raise refusal
     facts = [_information(root, bus) for bus in buses]
-    answer = _ask(root, version, facts, deadline_s)
+    files, nodes = _roots(root, version, libraries, dev)
+    answer = _ask(files, version, facts, deadline_s)
     if marker:
         minors = {int(fact["Device Minor"]): fact["GPU UUID"] for fact in facts}
         answer = _with_marker(answer, marker, minors)
@@ -199,7 +215,8 @@ def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S) -> Inventory:
     cuda_version = answer.cuda_version or CUDA_VERSIONS.get(version.partition(".")[0], "")
     mig = _mig_devices(root, devices, answer, context_bytes)
     found = Inventory(root, version, devices, marker is not None, mig, cuda_version, host_memory_bytes())
-    return found._replace(stale_programs=driverfiles.stale_programs(root, version))
+    found = found._replace(libraries="" if files == root else files, dev="" if nodes == root else nodes)
+    return found._replace(stale_programs=driverfiles.stale_programs(files, version))
 
 
 def _refuse_share(root: str) -> None:

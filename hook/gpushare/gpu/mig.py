@@ -2,7 +2,7 @@
 
     instances(root)                     -> tuple[Instance, ...]   as listed in /proc/driver/nvidia/capabilities
     capability_paths(shares, access)    -> tuple[str, ...]        files below capabilities/ that a container keeps
-    nodes(root, paths, simulated)       -> tuple[HostNode, ...]   raises DeviceError for a missing node
+    nodes(root, paths, simulated, dev)  -> tuple[HostNode, ...]   raises DeviceError for a missing node
     opened_by(root, minors, devices)    -> tuple[Device, ...]     devices that these capability nodes open
 
 Opening a MIG device takes two nodes besides its GPU's: of its GPU instance and of its compute instance. Their minors
@@ -77,14 +77,15 @@ def _minor(root: str, path: str) -> Optional[int]:
     return None
 
 
-def nodes(root: str, paths: tuple[str, ...], simulated: bool) -> tuple[HostNode, ...]:
-    """The nodes of these capabilities. Every node is required: without one the device cannot be opened."""
+def nodes(root: str, paths: tuple[str, ...], simulated: bool, dev: str = "") -> tuple[HostNode, ...]:
+    """The nodes of these capabilities. Every node is required: without one the device cannot be opened. `dev`: the
+    root that has dev, if it is another one."""
     found = []
     for path in paths:
         minor = _minor(root, path)
         if minor is None:
             raise DeviceError(f"the driver has no MIG capability {path}", "run gpushare refresh")
-        one = node(root, f"{CAPS_DIR}/nvidia-cap{minor}", simulated)
+        one = node(dev or root, f"{CAPS_DIR}/nvidia-cap{minor}", simulated)
         if one is None:
             raise DeviceError(
                 f"/dev/{CAPS_DIR}/nvidia-cap{minor} ({path}) is not on this host",

@@ -93,16 +93,16 @@ def ask(nvml_library: str, cuda_library: str, deadline_s: float) -> Answer:
     )
 
 
-def in_child(function: Callable[[], Any], deadline_s: float) -> Any:
+def in_child(function: Callable[[], Any], deadline_s: float, meanwhile: Optional[Callable[[], None]] = None) -> Any:
     """Run `function` in a forked child and return its result, which JSON can represent. None if it fails or does not
-    end in time."""
+    end in time. Call `meanwhile` ten times a second until then."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         _answer(function, writer)
     os.close(writer)
     try:
-        text = read_until(reader, time.monotonic() + deadline_s)
+        text = read_until(reader, time.monotonic() + deadline_s, meanwhile)
     finally:
         os.close(reader)
         end(pid)
@@ -112,19 +112,21 @@ def in_child(function: Callable[[], Any], deadline_s: float) -> Any:
         return None
 
 
-def read_until(fd: int, deadline: float) -> bytes:
+def read_until(fd: int, deadline: float, meanwhile: Optional[Callable[[], None]] = None) -> bytes:
     """Read up to the end of the pipe; b"" when that does not come before the deadline."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    while True:
-        left_ms = int((deadline - time.monotonic()) * 1000)
-        if left_ms <= 0 or not poll.poll(left_ms):
-            return b""
+    while (left_ms := int((deadline - time.monotonic()) * 1000)) > 0:
+        if not poll.poll(min(left_ms, 100) if meanwhile else left_ms):
+            if meanwhile:
+                meanwhile()
+            continue
         part = os.read(fd, 65536)
         if not part:
             return b"".join(parts)
         parts.append(part)
+    return b""
 
 
 def end(pid: int) -> None:

@@ -4,6 +4,7 @@ find_devices(name, value, token, inventory) -> tuple[Device, ...]   several: MIG
 device_name(device)                         -> str                  0, or 0:1
 usable_devices(inventory)                   -> tuple[Device, ...]   devices that can be granted
 is_among(device, listed)                    -> bool
+no_device(inventory)                        -> DeviceError          a driver that has no GPU
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ def is_among(device: Device, listed: Iterable[str]) -> bool:
     """Whether one of `listed` selects this device: index, `<gpu>:<mig>`, uuid in any case, or the uuid of its GPU."""
     own = {name.lower() for name in (device.uuid, str(device.index), device.parent, device_name(device)) if name}
     return not own.isdisjoint(name.lower() for name in listed)
+
+
+def no_device(inventory: Inventory) -> DeviceError:
+    """The error on a host whose driver has no GPU."""
+    return DeviceError(
+        f"no NVIDIA device on this host (driver root {inventory.root})",
+        "see the kernel's log for the reason: dmesg | grep -i nvrm",
+    )
 
 
 def usable_devices(inventory: Inventory) -> tuple[Device, ...]:

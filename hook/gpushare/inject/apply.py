@@ -14,7 +14,8 @@ import stat
 from collections.abc import Callable
 from typing import Union
 
-from ..core.errors import DeviceError, GpushareError, KernelError, reason
+from ..core import constants
+from ..core.errors import DeviceError, GpushareError, KernelError, of_source
 from ..core.model import Bundle, LdEntry
 from ..core.ops import (
     DEVICE_FLAGS,
@@ -32,8 +33,6 @@ from ..core.ops import (
 from ..core.quoting import shown
 from ..system import cgroup, idmap, inroot, mountns, rootless, syscalls
 from . import mountpoint, mountrules, rootfs
-
-_SHIM = ("libcuda.so", "libnvidia-ml.so")  # in shim_dir; driver files have the version in their names
 
 
 class Applied:
@@ -55,8 +54,8 @@ class Applied:
         _run_all(self._access, failures)
         if self._root is not None and self._root.undo:
             try:
-                with self._namespace:
-                    _run_all(self._root.undo, failures)
+                steps = self._root.undo
+                self._namespace.inside(lambda: _run_all(steps, failures))
             except KernelError as error:
                 failures.append(error)
         self.close()
@@ -106,7 +105,7 @@ def _carry_out(
             applied.undo()
         except KernelError as second:
             if isinstance(error, GpushareError):
-                error.message += f" (and {second.message})"
+                error.draft += f" (and {second.message})"
         if isinstance(error, OSError):
             raise syscalls.from_os_error(error, "apply", str(error.filename or plan.container_id)) from None
         raise
@@ -157,8 +156,7 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root.keep(root_fd)
     _load_modules(plan)
     applied._namespace.require_alive()
-    with applied._namespace:
-        put(root, plan, trees)
+    applied._namespace.inside(lambda: put(root, plan, trees))
     applied.notes.extend(root.notes)
     _enforce_limits(plan, pid, applied)
     if rules and not rootless.is_rootless():
@@ -197,24 +195,35 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root.keep(root_fd)
     _load_modules(plan)
     applied._namespace.require_alive()
-    with applied._namespace:
+
+    def claim_and_put() -> None:
         for target, source in sources.items():
             root.claim(target, source)
         put(root, plan, trees)
+
+    applied._namespace.inside(claim_and_put)
     applied.notes.extend(root.notes)
     _enforce_limits(plan, pid, applied)
 
 
 def _make_point_in_source(op: Union[Mount, ImageFile], directories: list[Union[Mount, InPlace]]) -> None:
-    """Create a mount point below a directory that this plan mounts. It is created in the directory's source on the
-    host, since the mount in the container is read-only."""
+    """Create a mount point below the container's own directory, in its source on the host, since the mount is
+    read-only; its parent exists (state/storage.py). Raise KernelError for one that is missing below any other directory
+    of the plan: an image's links can lead there, and the source is the host's, or all containers of a device see it."""
     for below in directories:
-        if op.target.startswith(below.target + "/"):
-            path = below.source + op.target[len(below.target) :]
-            os.makedirs(path if op.kind == "dir" else os.path.dirname(path), 0o755, exist_ok=True)
-            if op.kind != "dir" and not os.path.lexists(path):
-                flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-                os.close(os.open(path, flags, 0o444))
+        path = below.source + op.target[len(below.target) :]
+        if not op.target.startswith(below.target + "/") or os.path.lexists(path):
+            continue
+        if below.target != constants.PRIVATE_DIR or not os.path.isdir(os.path.dirname(path)):
+            raise KernelError(
+                f"{shown(op.target)} is below {shown(below.target)}, where gpushare mounts a directory of the host",
+                "remove the image's link that leads there",
+            )
+        if op.kind == "dir":
+            os.mkdir(path, 0o755)
+        else:
+            flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+            os.close(os.open(path, flags, 0o444))
 
 
 def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider, None]) -> int:
@@ -222,12 +231,7 @@ def _detached_copy(op: Union[Mount, Cover, DeviceNode], hider: Union[idmap.Hider
     try:
         tree = syscalls.open_tree(op.source)
     except syscalls.SyscallError as error:
-        raise DeviceError(
-            f"{shown(op.source)}: {reason(error.errno)}",
-            "install gpushare again, or set shim_dir in the configuration"
-            if os.path.basename(op.source) in _SHIM
-            else "is the driver loaded, and its version still the same?",
-        ) from None
+        raise of_source(error.errno, op.source) from None
     names = DEVICE_FLAGS[op.simulated] if isinstance(op, DeviceNode) else op.flags
     try:
         status = os.fstat(tree)

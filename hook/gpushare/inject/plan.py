@@ -195,7 +195,7 @@ def _entries(visible: list[_Shown], libdir: str, flags: int) -> list[LdEntry]:
 
 def _devices(node: Node, shares: tuple[Share, ...], files: DriverFiles) -> list[Op]:
     """Return the nodes of the granted devices and the driver's control nodes, then the rules for all of them."""
-    root, simulated = node.inventory.root.rstrip("/"), node.inventory.simulated
+    root, simulated = node.inventory.dev_root.rstrip("/"), node.inventory.simulated
     minors = dict.fromkeys(share.device.minor for share in shares)  # MIG devices of one GPU share its node
     nodes = [
         DeviceNode(f"{root}/dev/nvidia{minor}", f"/dev/nvidia{minor}", constants.NVIDIA_MAJOR, minor, simulated)

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Union
 
+from ..core import constants
 from ..core.errors import KernelError, is_exhausted, reason
 from ..core.model import Bundle, Image
 from ..core.quoting import shown
@@ -46,6 +47,9 @@ _LEGACY_HWCAPS = ("tls", "x86_64", "haswell", "tls/x86_64", "tls/haswell", "hasw
 
 _MAX_ENV_BYTES = 64 << 10  # of LD_LIBRARY_PATH that are parsed
 _MAX_DIRS = 128
+_MAX_LATER = 64  # packages in /opt and environments of conda
+_CONDA = ("conda", "conda2", "conda3", "forge", "forge3")  # ends of /root/miniconda3 and the like
+_LATER = ("lib", "lib64", "compat", "cuda-compat")  # the last: conda-forge's package cuda-compat
 _MAX_PATH = 4096  # PATH_MAX; a forged cache may have one path as long as the file
 
 
@@ -104,7 +108,7 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
         libdir, machine = _find_in_store(root, env)
     names = imagefiles.names_in(root, libdir) if libdir else []
     compat = compatdir.directories(root)
-    directories = [*compat, *_preferred_directories(root, libdir, names, env)]
+    directories = [*compat, *_preferred_directories(root, libdir, names, env), *_later_directories(root)]
     drivers = [name for name in names if name.startswith(_PREFIXES)]
     found: dict[str, str] = {}
     for path, soname in _candidates(libdir, drivers, directories, cached):
@@ -241,6 +245,19 @@ def _preferred_directories(root: inroot.Root, libdir: str, names: list[str], env
         yield from _variants(root, libdir, names)
 
 
+def _later_directories(root: inroot.Root) -> Iterator[str]:
+    """Return directories with another libcuda that a program finds only by an LD_LIBRARY_PATH of later, which conda's
+    activate scripts, entry scripts and shell profiles set: of conda, and of packages in /opt."""
+    opt = imagefiles.names_in(root, "/opt", _MAX_LATER)
+    conda = [name for name in imagefiles.names_in(root, "/root", _MAX_LATER) if name.endswith(_CONDA)]
+    prefixes = [*(f"/opt/{name}" for name in opt), *(f"/root/{name}" for name in conda)]
+    places = [*prefixes, *(one for prefix in prefixes for one in imagefiles.matches(root, f"{prefix}/envs", ("*",)))]
+    if "nvidia" in opt:
+        yield from imagefiles.matches(root, "/opt/nvidia/hpc_sdk", ("*", "*", "cuda", "*", "compat"))
+    for place in places[:_MAX_LATER]:
+        yield from (f"{place}/{name}" for name in _LATER if imagefiles.directory(root, f"{place}/{name}"))
+
+
 def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[str]:
     """Return the directories for processor variants (glibc-hwcaps) below `directory`. `names`: its entries, or all
     known variants if it could not be listed."""
@@ -286,9 +303,10 @@ def _candidates(
 
 def _add_driver(root: inroot.Root, path: str, soname: str, found: dict[str, str]) -> None:
     """Add the file that `path` resolves to, if it is a driver library: a shared object with its name or its DT_SONAME.
-    A link of that name may lead to another file (a library, /etc/passwd), which must not be covered."""
+    A link of that name may lead to another file (a library, /etc/passwd), which must not be covered. Our own directory
+    hides what an image has there, such as one that was committed from a container."""
     real, library = imagefiles.library_at(root, path)
-    if not real or library is None:
+    if not real or library is None or real.startswith(constants.PRIVATE_DIR + "/"):
         return
     if real.rpartition("/")[2].startswith(_PREFIXES) or library.soname in SONAMES:
         found.setdefault(real, soname)

@@ -1,4 +1,4 @@
-"""Describe devices for engines that support CDI: document(node, settings) -> a CDI specification. Has no side effects.
+"""Describe devices for engines that support CDI: document(node, settings) -> a CDI specification. Changes nothing.
 
     podman run --device gpushare.io/share=any -e GPUSHARE_MEMORY=4Gi IMAGE
 
@@ -14,19 +14,28 @@ Not on the start path.
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Optional
 
 from ..core import constants
-from ..core.model import Node
+from ..core.errors import ConfigError
+from ..core.model import Device, Node
+from ..core.quoting import shown
 from ..engines import hookfiles
 from ..engines.base import Settings
+from ..engines.host import Host
 from ..gpu.drivernodes import of_cdi_device
 from ..gpu.driverroot import HostNode
-from ..gpu.selectors import is_among, usable_devices
+from ..gpu.selectors import device_name, is_among, usable_devices
 
 KIND = "gpushare.io/share"
-ANY = "any"
+NVIDIA_KIND = "nvidia.com/gpu"  # of nvidia-ctk's files, and the kind that `podman run --gpus` requests
+NVIDIA_FILES = tuple(f"/etc/cdi/gpushare-nvidia.{ending}" for ending in ("yaml", "json"))  # as the docs recommend
+ANY, ALL = "any", "all"
+_NVIDIA = re.compile(r"""^[\s{]*["']?kind["']?\s*:\s*["']?nvidia\.com/gpu(?![\w.-])""", re.MULTILINE)
+_MAX_CHARACTERS = 1 << 22
 FOLDERS = ("/etc/cdi", "/var/run/cdi")  # where engines look
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")  # "CDI JSON specification": names of devices
 _FOR_BUILDS = "org.mobyproject.buildkit.device.autoallow"  # BuildKit, docs/cdi.md
@@ -54,24 +63,61 @@ def variable(name: str) -> str:
     return constants.ENV_CDI_PREFIX + re.sub(r"\W", "_", name)
 
 
-def document(node: Node, settings: Settings, for_builds: bool = False) -> dict[str, Any]:
+class _Entry(NamedTuple):
+    """One device of a specification. Without `devices` it is any device that has room."""
+
+    name: str
+    devices: tuple[Device, ...] = ()
+
+
+def _entries(node: Node, nvidia: bool) -> list[_Entry]:
+    names, _ = device_names(node)
+    devices = [one for one in usable_devices(node.inventory) if one.uuid in names]
+    by_uuid = [_Entry(one.uuid, (one,)) for one in devices]
+    if not nvidia:
+        return [_Entry(ANY), *by_uuid]
+    return [_Entry(ALL, tuple(devices)), *(_Entry(device_name(one), (one,)) for one in devices), *by_uuid]
+
+
+def document(node: Node, settings: Settings, for_builds: bool = False, nvidia: bool = False) -> dict[str, Any]:
     """The CDI specification of all devices. `settings.hook` is the path of the hook. `for_builds`: BuildKit gives a
-    device to each step that names it (`RUN --device`), without `--allow device` of the build."""
-    found, _ = device_names(node)
+    device to each step that names it (`RUN --device`), without `--allow device` of the build. `nvidia`: the names of
+    NVIDIA's own specification, nvidia.com/gpu=all, =0 and =UUID."""
     hooks = [{"hookName": stage, **hookfiles.entry_of(settings, stage)} for stage in hookfiles.STAGES]
-    by_uuid = {device.uuid: device for device in usable_devices(node.inventory)}
     devices = []
     with_nodes = False
-    for name in found:
-        edits: dict[str, Any] = {"env": [f"{variable(name)}={name}"], "hooks": hooks}
-        nodes = [described(one) for one in of_cdi_device(node.inventory, by_uuid[name])] if name in by_uuid else []
-        if nodes:
-            edits["deviceNodes"] = nodes
+    found = _entries(node, nvidia)
+    for name, some in found:
+        selectors = [one.uuid for one in some] or [ANY]  # a request names uuids, which an image cannot know
+        edits: dict[str, Any] = {"env": [f"{variable(one)}={one}" for one in selectors], "hooks": hooks}
+        each = [of_cdi_device(node.inventory, one) for one in some]
+        if each and all(each):
+            edits["deviceNodes"] = [described(one) for one in dict.fromkeys(chain.from_iterable(each))]
             with_nodes = True
         allowed = {"annotations": {_FOR_BUILDS: "true"}} if for_builds else {}
         devices.append({"name": name, **allowed, "containerEdits": edits})
-    version = _ANNOTATED if for_builds else minimum_version(found, node.inventory.root if with_nodes else "/")
-    return {"cdiVersion": version, "kind": KIND, "devices": devices}
+    root = node.inventory.dev_root if with_nodes else "/"
+    version = _ANNOTATED if for_builds else minimum_version([one.name for one in found], root)
+    return {"cdiVersion": version, "kind": NVIDIA_KIND if nvidia else KIND, "devices": devices}
+
+
+def refuse_other_nvidia(host: Host, path: Optional[str]) -> None:
+    """Raise ConfigError if a file of this host other than `path` has devices of NVIDIA_KIND. Two files with the same
+    device make it unusable: CDI specification, "Conflicts"."""
+    real = os.path.realpath(path) if path else ""
+    for other in (
+        file for folder in FOLDERS for ending in ("yaml", "json") for file in host.glob(f"{folder}/*.{ending}")
+    ):
+        try:
+            with open(host.at(other), encoding="utf-8", errors="replace") as file:
+                taken = bool(_NVIDIA.search(file.read(_MAX_CHARACTERS)))
+        except OSError:
+            continue
+        if taken and os.path.realpath(host.at(other)) != real:
+            raise ConfigError(
+                f"{shown(other)} has devices of {NVIDIA_KIND} already",
+                "use these, with gpushare's runtime, or remove that file and what writes it (nvidia-ctk cdi generate)",
+            )
 
 
 def described(node: HostNode) -> dict[str, str]:

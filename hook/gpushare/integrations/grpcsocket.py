@@ -1,4 +1,7 @@
-"""Serve gRPC on a Unix socket: listen(path, handlers, threads) -> the running server.
+"""gRPC on Unix sockets.
+
+    listen(path, handlers, threads)   -> the running server
+    require_answer(path, method)      raise GpushareError if the server on this socket does not answer
 
 Not on the start path.
 """
@@ -14,6 +17,7 @@ from ..core.errors import GpushareError
 from ..core.quoting import shown
 
 _MAX_PATH_BYTES = 107  # of a socket's path: unix(7)
+_ANSWERS_S = 5.0  # less than the timeout of the probes in packaging/kubernetes
 
 
 def listen(path: str, handlers: Sequence[Any], threads: int, options: Sequence[tuple[str, int]] = ()) -> Any:
@@ -33,3 +37,15 @@ def listen(path: str, handlers: Sequence[Any], threads: int, options: Sequence[t
         os.umask(before)
     server.start()
     return server
+
+
+def require_answer(path: str, method: str) -> None:
+    """Call a method whose request has no fields. Raises GpushareError if it fails."""
+    import grpc
+
+    options = [("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(f"unix:{path}", options=options) as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=_ANSWERS_S)
+        except grpc.RpcError as error:
+            raise GpushareError(f"{shown(path)} does not answer: {error.code().name}", "see its log") from None

@@ -8,7 +8,8 @@ Kubernetes scheduler counts.
 Labels of devices have the names and rules of NVIDIA's GPU feature discovery ("Generated Labels" in its README), under
 gpushare's own prefix, so that both can run on a node:
 
-    gpu.product   the model with hyphens for spaces, and "-SHARED" after it if a device has several replicas
+    gpu.product   the model with hyphens for spaces, and "-SHARED" after it if a device has several replicas whose
+                  resource has the usual name
     gpu.replicas  the number of replicas (`sharing.split_count`); 1: a share has the size that the container requests
     gpu.memory    in MiB, as NVML counts: with the part that the driver reserves
     gpu.count     the number of devices
@@ -57,13 +58,18 @@ def device_labels(node: Node) -> dict[str, str]:
     found = {"gpu.count": str(len(devices))}
     rules = ((one, sharing.rule_of(one, node.config.sharing)) for one in devices)
     kinds = {
-        (one.model, (one.memory_bytes + one.reserved_bytes) // MIB, rule.split_count if rule else 1)
+        (
+            one.model,
+            (one.memory_bytes + one.reserved_bytes) // MIB,
+            rule.split_count if rule else 1,
+            bool(rule and rule.resource),
+        )
         for one, rule in rules
     }
     if len(kinds) != 1:
         return found
-    ((model, mib, replicas),) = kinds
-    name = product(model, replicas)
+    ((model, mib, replicas, renamed),) = kinds
+    name = product(model, 1 if renamed else replicas)
     found.update({"gpu.product": name} if name else {})
     found.update({"gpu.memory": str(mib)} if mib else {})
     return {**found, "gpu.replicas": str(replicas)}

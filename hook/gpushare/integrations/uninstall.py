@@ -1,7 +1,7 @@
 """Remove gpushare from this host, for `gpushare uninstall`: plan(...) -> Plan, carry_out(plan). Idempotent.
 
     engines   gpushare's entries in their configuration (engines/configure.undo)
-    state     the tmpfs of leases and shares
+    state     the tmpfs of leases and shares; while pods have it as a volume, it is emptied and stays mounted
     files     node-feature-discovery's feature file, CDI specifications, and links in /dev/char
     config    /etc/gpushare, and the usage journal in its usual place; only with --purge
 
@@ -13,22 +13,24 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..allocation.backends.mps import state as mps
 from ..allocation.backends.mps import status as mps_status
 from ..core import constants
-from ..core.errors import CapacityError, ConfigError
+from ..core.errors import CapacityError, ConfigError, KernelError
 from ..core.quoting import shown
 from ..engines import configure, record
 from ..engines.base import CDI_FILES, Settings
 from ..engines.configure import ENGINES, Outcome
 from ..engines.host import Host
 from ..gpu import charlinks
-from ..state import journal, leases, storage
-from ..system import syscalls
-from . import dra, labels
+from ..state import journal, leases, place, storage
+from ..system import mountns, syscalls
+from . import cdi, dra, labels
 
+UNMOUNT, EMPTY, KEEP = "unmount", "empty", "keep"
 _CLAIMS = "/run/cdi"  # the DRA driver's directory is /var/run/cdi, and /var/run a link to /run
 
 
@@ -37,12 +39,13 @@ class Plan(NamedTuple):
 
     engines: tuple[Outcome, ...]
     state_dir: str  # empty: there is none
+    state: str  # "unmount", "empty" or "keep": what is done with state_dir
     folders: tuple[str, ...]  # deleted with all that is in them
     files: tuple[str, ...]
 
     def lines(self) -> list[str]:
         found = [change.describe() for outcome in self.engines for change in outcome.changes]
-        found += [f"unmount {self.state_dir}"] if self.state_dir else []
+        found += [f"{self.state} {self.state_dir}"] if self.state_dir and self.state != KEEP else []
         return found + [f"remove {path}" for path in (*self.files, *self.folders)]
 
     def next(self) -> list[str]:
@@ -60,7 +63,7 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
         refuse_used(state_dir)
         _refuse_claims(claims)
     outcomes = (configure.undo(ENGINES[name], settings, host, dry_run=True) for name in ENGINES)
-    files = [path for path in (labels.FILE, *CDI_FILES) if host.has(path)]
+    files = [path for path in (labels.FILE, *CDI_FILES, *cdi.NVIDIA_FILES) if host.has(path)]
     files += [f"{charlinks.DIRECTORY}/{name}" for name in charlinks.ours(host.at(charlinks.DIRECTORY))]
     files += [f"{_CLAIMS}/{name}" for name in claims]
     folders = []
@@ -74,9 +77,41 @@ def plan(settings: Settings, host: Host, purge: bool, force: bool) -> Plan:
     return Plan(
         tuple(outcome for outcome in outcomes if outcome.changes or outcome.next),
         state_dir if os.path.isdir(state_dir) else "",
+        _step(state_dir),
         tuple(folders),
         tuple(files),
     )
+
+
+def _step(state_dir: str) -> str:
+    """Return what to do with the state directory. A pod would keep an unmounted or removed one, and never see the next
+    one. The files of running containers are mount points in them, so they must stay where they are."""
+    if not _is_volume(state_dir):
+        return UNMOUNT
+    return KEEP if _holders(state_dir) else EMPTY
+
+
+def _is_volume(state_dir: str) -> bool:
+    """Return whether a mount namespace has the directory, or the file system on it, at another place."""
+    path = os.path.realpath(state_dir)
+    mounts = mountns.read_mounts()
+    own = [one for one in mounts if one.point == path and one.root == "/"]
+    here = place.place_of(mounts, own[-1]) if own else ""
+    if not here:
+        return False
+    seen = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            others = [] if namespace in seen else mountns.read_mounts(pid)
+        except (OSError, KernelError):  # the process has ended
+            continue
+        seen.add(namespace)
+        for one in others:
+            at = place.place_of(others, one) if (one.device, one.root) == (own[-1].device, "/") else ""
+            if f"{one.device} {one.root}" == here or at not in ("", here):
+                return True
+    return False
 
 
 def _claims(folder: str) -> list[str]:
@@ -124,14 +159,19 @@ def refuse_used(state_dir: str) -> None:
 
 def refuse_leases(state_dir: str) -> None:
     """Raise CapacityError, which names the containers with a share. A damaged lease counts as a share."""
-    if not storage.is_ready(state_dir):
-        return
-    seen = leases.view(state_dir)
-    held = [constants.short(name) for name in [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]]
+    held = [constants.short(name) for name in _holders(state_dir)]
     if held:
         who, them = ("1 container holds", "it") if len(held) == 1 else (f"{len(held)} containers hold", "them")
         hint = f"stop {them} first; --force leaves {them} running unaccounted for"
         raise CapacityError(f"{who} a share: {_first(held)}", hint)
+
+
+def _holders(state_dir: str) -> list[str]:
+    """The ids of containers with a share."""
+    if not storage.is_ready(state_dir):
+        return []
+    seen = leases.view(state_dir)
+    return [*(one.id for one in seen.live), *(one.id for one in seen.damaged)]
 
 
 def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
@@ -142,7 +182,7 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
     if plan.state_dir:
         if not force:
             refuse_used(plan.state_dir)
-        unmount_state(plan.state_dir)
+        _STEPS[plan.state](plan.state_dir)
     for path in plan.files:
         os.unlink(host.at(path))
     for path in plan.folders:
@@ -169,3 +209,19 @@ def unmount_state(state_dir: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
+
+
+def empty_state(state_dir: str) -> None:
+    """Unmount and delete all that is in the directory; a start makes it complete again. Raises OSError."""
+    top = os.path.realpath(state_dir)
+    inside = [one.point for one in mountns.read_mounts() if one.point.startswith(f"{top}/")]
+    for point in reversed(inside):
+        syscalls.umount(point, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+    for entry in os.scandir(top):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+_STEPS: dict[str, Callable[[str], None]] = {UNMOUNT: unmount_state, EMPTY: empty_state, KEEP: lambda state_dir: None}

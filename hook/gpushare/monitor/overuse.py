@@ -106,14 +106,15 @@ class Owners:
             for lease, path in zip(leases, paths)
             if path and paths.count(path) == 1 and not f"{own_cgroup}/".startswith(f"{path}/")
         }
-        namespaces = [_pid_namespace(lease.init_pid) for lease in leases]
+        inits = [procs.living(lease.init_pid, lease.init_start) for lease in leases]
+        namespaces = [_pid_namespace(pid) for pid in inits]
         own_namespace = _pid_namespace(os.getpid())
         self._namespaces = {
             namespace: lease.id
             for lease, namespace in zip(leases, namespaces)
             if namespace and namespace != own_namespace and namespaces.count(namespace) == 1
         }
-        self._inits = {lease.init_pid: lease.id for lease in leases if lease.init_pid}
+        self._inits = {pid: lease.id for pid, lease in zip(inits, leases) if pid}
 
     def __call__(self, pid: int) -> Optional[str]:
         path = procs.cgroup_of(pid)
@@ -171,10 +172,11 @@ def stop(lease: Lease, pids: Iterable[int], owner: Owner) -> Stopped:
     """Kill the container's first process, which ends its pid namespace, and the processes that use the device, which
     would survive in the host's pid namespace. Kill only processes that still belong to the container, and do not wait
     until they have ended."""
-    wanted = [pid for pid in pids if owner(pid) == lease.id]
+    # The owner comes after the start time: a process that has got the pid by then gets no signal
+    living = [process for process in map(procs.find, pids) if process is not None]
+    found = {process.pid: process for process in living if owner(process.pid) == lease.id}
     if procs.alive(lease.init_pid, lease.init_start):
-        wanted.insert(0, lease.init_pid)
-    found = {process.pid: process for process in map(procs.find, wanted) if process is not None}
+        found = {lease.init_pid: procs.Process(lease.init_pid, lease.init_start, ""), **found}
     by_us = False
     for process in found.values():
         by_us = not procs.is_exiting(process.pid) or by_us  # directly before the signal

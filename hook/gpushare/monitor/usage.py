@@ -36,6 +36,7 @@ class Total(NamedTuple):
     used_byte_ns: int = 0
     refused: int = 0
     throttled_ns: int = 0
+    suspended_ns: int = 0
 
 
 class Group(NamedTuple):

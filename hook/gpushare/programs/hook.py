@@ -125,14 +125,15 @@ def _start(options: Options, state: oci.State) -> int:
         _refuse_rules(bundle, options)
         oci_runtime.remember_if_stale(options.config, options.state_dir)
         return 0
-    if options.nri and _is_gone(options.nri):
-        log.to_stderr("gpushare: gpushare nri does not run, so this container has no GPU; start it and the pod again")
-        return 0
     from ..request import request
     from ..state import leases
     from ..system import procs
 
     request.refuse_conflicts(bundle, start.request, start.host.inventory)
+    if options.nri and _is_gone(options.nri):
+        _refuse_rules(bundle, options)
+        log.to_stderr("gpushare: gpushare nri does not run, so this container has no GPU; start it and the pod again")
+        return 0
     init = procs.find(bundle.pid)
     if init is None:
         raise RequestError(
@@ -210,7 +211,7 @@ class IntoNamespace(session.Way):
 def _poststop(options: Options, state: oci.State) -> int:
     """Release the container's lease and its files."""
     from ..config import node
-    from ..state import journal, leaseend, leases, storage
+    from ..state import audit_log, journal, leaseend, leases, storage
 
     if not storage.is_ready(options.state_dir):
         return 0
@@ -223,6 +224,7 @@ def _poststop(options: Options, state: oci.State) -> int:
         kept = leaseend.release(options.state_dir, state.id, ended)
         if kept:
             log.to_stderr(f"gpushare: {kept}")
+            audit_log.kept(node.log_target(options.config, options.state_dir), state.id, kept, "poststop")
     storage.empty_trash(options.state_dir)
     return 0
 

@@ -33,6 +33,14 @@ from .runtime import Paths, Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as env(1)
 _MAX_COMMAND = 256  # characters of the command line in a lease
+# Programs that start containers, which have other files than this program and so not its libraries
+_OF_CONTAINERS = "start it without `gpushare run`, and give the container a share: GPUSHARE_MEMORY, docs/{page}.md"
+_LAUNCHERS = {
+    "docker": _OF_CONTAINERS.format(page="docker"),
+    "nerdctl": _OF_CONTAINERS.format(page="engines"),
+    "podman": _OF_CONTAINERS.format(page="podman"),
+    "enroot": "Enroot and Pyxis are not supported; docs/recipes.md has Apptainer and bubblewrap",
+}
 _OTHER_VARIABLES = ("LD_LIBRARY_PATH", "NVIDIA_DRIVER_CAPABILITIES")  # they count beside GPUSHARE_*
 
 
@@ -64,6 +72,7 @@ def start(job: Job, paths: Paths) -> NoReturn:
             f"{constants.LIMITS} exists already: this process is in a share of a GPU",
             "start the command without `gpushare run`: it has the same share",
         )
+    refuse_launcher(job.command[0])
     find(job.command[0])
     try:
         directory = os.getcwd()
@@ -84,6 +93,13 @@ def start(job: Job, paths: Paths) -> NoReturn:
 
     session.give(one, way, go)
     raise AssertionError("the command has taken over")
+
+
+def refuse_launcher(program: str) -> None:
+    """Raise RequestError for a program whose containers would not get the share."""
+    name = os.path.basename(program)
+    if name in _LAUNCHERS:
+        raise RequestError(f"the containers of {name} do not get the share of this command", _LAUNCHERS[name])
 
 
 def resolve(bundle: Bundle, host: Node) -> session.Start:
@@ -115,7 +131,9 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     shown = shown.encode("utf-8", "replace").decode()
     shm = {"destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind"]}
     spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}, "mounts": [shm]}
-    return Bundle(oci.check_id(job.name), os.getpid(), shown, "/", tuple(env.items()), {}, "", "", "", False, spec)
+    return Bundle(
+        oci.check_id(job.name), os.getpid(), shown, "/", oci.without_links(env.items()), {}, "", "", "", False, spec
+    )
 
 
 def find(program: str) -> str:

@@ -217,8 +217,8 @@ def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, obj
 
     editor = specedit.Editor(bundle.spec, leased=False)
     taken = editor.take_out_foreign()
-    editor.narrow(config.driver_root)
-    editor.deny(deny_devices.numbers(config.driver_root, ()))
+    editor.narrow(config.dev_root)
+    editor.deny(deny_devices.numbers(config.dev_root, ()))
     audit_log.withheld(config.log, bundle.id, taken)
     return editor.finish(_hook_words(paths, bundle, path))
 
@@ -254,7 +254,7 @@ class IntoSpec(session.Way):
         self._editor = specedit.Editor(start.bundle.spec, leased=lease is not None)
         self._nonce = self._editor.record.nonce
         self.taken = self._editor.take_out_foreign(why)
-        self._editor.narrow(start.host.config.driver_root)
+        self._editor.narrow(start.host.inventory.dev_root)
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
         return self._tree
 
@@ -308,7 +308,7 @@ def _denied(steps: "Plan", host: Node) -> list[tuple[int, int]]:
     from ..request import deny_devices
 
     granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
-    return deny_devices.numbers(host.config.driver_root, granted)
+    return deny_devices.numbers(host.inventory.dev_root, granted)
 
 
 def _hook_mounts(bundle: Bundle) -> bool:
@@ -366,7 +366,7 @@ def _restore(call: Call, paths: Paths) -> int:
 def _delete(call: Call, paths: Paths) -> int:
     """Run `delete`, and release the lease even if the low-level runtime calls no poststop."""
     from ..config import node
-    from ..state import journal, leaseend, leases, storage
+    from ..state import audit_log, journal, leaseend, leases, storage
 
     try:
         known = leases.find(paths.state_dir, oci.check_id(call.container_id))
@@ -377,7 +377,9 @@ def _delete(call: Call, paths: Paths) -> int:
     code = _child(oci_runtime.runtime_of(paths.config, paths.state_dir), call.rest)
     try:  # however the child ended
         ended = journal.ending(node.config_or_defaults(*paths), paths.state_dir, "delete")
-        leaseend.release(paths.state_dir, call.container_id, ended)
+        kept = leaseend.release(paths.state_dir, call.container_id, ended)
+        if kept:
+            audit_log.kept(node.log_target(*paths), call.container_id, kept, "delete")
         storage.empty_trash(paths.state_dir)
     except GpushareError as error:
         log.to_stderr(f"gpushare: {error}")  # the next start completes it; the container is gone

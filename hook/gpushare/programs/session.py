@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Optional, Union
 
+from ..core import constants
 from ..core.errors import KernelError
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.ops import Plan
@@ -98,6 +99,10 @@ def resolve(
     if not on_host and not requests.mentions(bundle):
         return None
     host = load()
+    if any(name.startswith(constants.OF_PLUGINS) for name, _ in bundle.env) and bundle.container_type != "sandbox":
+        from . import system_variables
+
+        system_variables.require(bundle, host.config)
     request = requests.resolve(bundle, host, with_injected=with_injected, on_host=on_host)
     return Start(bundle, request, host) if request is not None else None
 

@@ -25,7 +25,7 @@ from typing import Any, Optional
 from ..core import constants
 from ..core.errors import PolicyError
 from ..core.model import Bundle, Config
-from ..gpu.driverroot import listing, short_read
+from ..gpu.driverroot import below, listing, short_read
 from . import oci, policy
 from .dialects import cdi_devices, nvidia
 
@@ -51,11 +51,11 @@ def may_apply(bundle: Bundle) -> bool:
 
 def applies(bundle: Bundle, config: Config) -> bool:
     """Return whether a container without a share has a rule, or if privileged a node, for NVIDIA's devices."""
-    if policy.listed(bundle, config.policy) or not is_there(config.driver_root):
+    if policy.listed(bundle, config.policy) or not is_there(config.dev_root):
         return False
     if _has_nodes(bundle):
         return True
-    return rules_open(bundle.spec, majors(config.driver_root))
+    return rules_open(bundle.spec, majors(config.dev_root))
 
 
 def rules_open(spec: dict[str, Any], majors: set[int]) -> bool:
@@ -90,7 +90,7 @@ def _nodes(root: str) -> set[tuple[int, int]]:
     """Return (major, minor) of the host's nodes with NVIDIA's name."""
     found = set()
     for directory in _DIRECTORIES:
-        folder = os.path.join(root, "dev", directory)
+        folder = below(root, os.path.join("dev", directory))
         for name in listing(folder):
             try:
                 status = os.lstat(os.path.join(folder, name))
@@ -102,7 +102,7 @@ def _nodes(root: str) -> set[tuple[int, int]]:
 
 
 def is_there(root: str) -> bool:
-    nodes = listing(os.path.join(root, "dev"))
+    nodes = listing(below(root, "dev"))
     return bool(_majors(root)) or any(name.startswith("nvidia") for name in nodes)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ..core import constants
 from ..core.model import Amount, Config, Request
+from ..core.quantity import described
 
 
 def refusal(config: Config) -> str:
@@ -27,8 +28,9 @@ def refusal(config: Config) -> str:
 def line(amount: Amount, why: str) -> str:
     """Return the note about a limit that is not granted."""
     assert amount.ceiling is not None
-    request = amount.text.partition("..")[0]
-    return f"memory {amount.text}: {why}, so the limit is the request ({request}, not {amount.ceiling.text})"
+    text = described(amount)
+    request, _, limit = text.partition("..")
+    return f"memory {text}: {why}, so the limit is the request ({request}, not {limit})"
 
 
 def notes(request: Request, config: Config) -> tuple[str, ...]:

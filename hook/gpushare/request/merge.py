@@ -167,40 +167,43 @@ def with_limits(request: Request, collected: SchedulerRequests, node: Node) -> R
     _refuse_refused(collected, request)
     late = [registry.reader(row)(once(values), node.inventory) for row, values in collected.later]
     parsed_requests = [_switched(parsed, collected) for parsed in (*collected.parsed_requests, *late)]
-    devices = _devices(request, node)
-    changes: dict[str, Any] = {}
-    used: list[tuple[str, Value]] = []
-    everywhere = tuple(usable_devices(node.inventory))
-    for field in (MEMORY, COMPUTE):
-        dialect_limits_list = [
-            DialectLimits(parsed.dialect, getattr(parsed, field))
-            for parsed in parsed_requests
-            if field not in collected.taken
-        ]
-        found, pairs = merged(field, dialect_limits_list, devices, everywhere, _disagree)
-        if found:
-            changes[field] = found
-        used += pairs
-    idle: list[Value] = []
-    if BEYOND not in collected.taken:
-        most = node.config.oversubscribe_scaling
-        changes["scalings"], pairs, idle = scaled(parsed_requests, changes.get(MEMORY, ()), devices, most)
-        used += pairs
-    limited = {dialect for dialect, _ in used}
-    if COMPUTE in changes and MODE not in collected.taken:
-        timed = [parsed for parsed in parsed_requests if not all(limit.is_none for limit in parsed.compute)]
-        changes["compute_mode"] = "soft" if all(parsed.soft for parsed in timed) else "hard"
-    first = None if PRIORITY in collected.taken else _priority(parsed_requests)
-    if first is not None and first.prioritised is not None:
-        changes["priority"] = first.priority
-        used.append((first.dialect, first.prioritised))
-        limited.add(first.dialect)
+    changes, used, notes = _changes(parsed_requests, collected.taken, _devices(request, node), node)
     used_values = dict.fromkeys((item.name, item.value) for _, item in used)
     sources = request.sources + tuple(pair for pair in used_values if pair not in request.sources)
-    dialects = request.dialect.split("+")
-    dialects += [one.dialect for one in parsed_requests if one.dialect in limited and one.dialect not in dialects]
-    notes = [note for parsed in parsed_requests for note in parsed.ignored]
-    notes += [line(one, "there is no memory limit to exceed") for one in dict.fromkeys(idle)]
+    limited = {dialect for dialect, _ in used}
+    added = [one.dialect for one in parsed_requests if one.dialect in limited]
+    dialects = dict.fromkeys((*request.dialect.split("+"), *added))
+    notes = [*(note for parsed in parsed_requests for note in parsed.ignored), *notes]
     return request._replace(
         dialect="+".join(dialects), sources=sources, ignored=(*request.ignored, *collected.ignored, *notes), **changes
     )
+
+
+def _changes(
+    parsed_requests: list[ParsedRequest], taken: frozenset[str], devices: Sequence[Optional[Device]], node: Node
+) -> tuple[dict[str, Any], list[tuple[str, Value]], list[str]]:
+    """(fields of the request that the schedulers set, the dialects and values that set them, notes); nothing that
+    GPUSHARE_* has taken."""
+    changes: dict[str, Any] = {}
+    used: list[tuple[str, Value]] = []
+    notes: list[str] = []
+    everywhere = tuple(usable_devices(node.inventory))
+    for field in (MEMORY, COMPUTE):
+        if field not in taken:
+            limits = [DialectLimits(parsed.dialect, getattr(parsed, field)) for parsed in parsed_requests]
+            found, pairs = merged(field, limits, devices, everywhere, _disagree)
+            used += pairs
+            changes.update({field: found} if found else {})
+    if BEYOND not in taken:
+        most = node.config.oversubscribe_scaling
+        changes["scalings"], pairs, idle = scaled(parsed_requests, changes.get(MEMORY, ()), devices, most)
+        used += pairs
+        notes = [line(one, "there is no memory limit to exceed") for one in dict.fromkeys(idle)]
+    if COMPUTE in changes and MODE not in taken:
+        timed = [parsed for parsed in parsed_requests if not all(limit.is_none for limit in parsed.compute)]
+        changes["compute_mode"] = "soft" if all(parsed.soft for parsed in timed) else "hard"
+    first = None if PRIORITY in taken else _priority(parsed_requests)
+    if first is not None and first.prioritised is not None:
+        changes["priority"] = first.priority
+        used.append((first.dialect, first.prioritised))
+    return changes, used, notes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Optional
 
 from ..core import constants
-from ..core.errors import DeviceError, PolicyError
+from ..core.errors import PolicyError
 from ..core.model import Device, Node, Policy, Request
-from ..gpu.selectors import device_name, find_devices, is_among, usable_devices
+from ..gpu.selectors import device_name, find_devices, is_among, no_device, usable_devices
 
 
 def denial(device: Device, policy: Policy) -> Optional[PolicyError]:
@@ -27,7 +27,7 @@ def named(request: Request, node: Node) -> tuple[Device, ...]:
     inventory, policy = node.inventory, node.config.policy
     selection = request.selection
     if not inventory.devices:
-        raise DeviceError(f"no NVIDIA device on this host (driver root {inventory.root})", "load the driver")
+        raise no_device(inventory)
     devices = usable_devices(inventory)
     if selection.kind == "any":
         return devices

@@ -13,6 +13,7 @@ Runs on the start path, so it imports only the standard library.
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Optional, Union
 
 from ..core import constants
@@ -220,8 +221,8 @@ def load_bundle(source: Union[State, str], cri: bool = False, path: str = "") ->
 
 
 def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return process.env in order with duplicates. Skip entries without `=` or with a NUL, which the process cannot
-    get."""
+    """Return process.env in order with duplicates, less service links. Skip entries without `=`, which the process
+    cannot get."""
     pairs = []
     for line in items(spec, "process", "env"):
         if not isinstance(line, str):
@@ -231,7 +232,17 @@ def _env(spec: dict[str, Any]) -> tuple[tuple[str, str], ...]:
             raise RequestError(f"config.json: process.env holds a NUL in {shown(name)}")
         if equals:
             pairs.append((name, value))
-    return tuple(pairs)
+    return without_links(pairs)
+
+
+def without_links(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return variables less service links: Kubernetes adds `<SERVICE>_SERVICE_HOST`, `<SERVICE>_PORT_80_TCP` and the
+    like to all pods of a namespace. None is a request or a claim, also if the service is called gpushare-claim."""
+    return tuple(pair for pair in pairs if not (pair[0].startswith("GPUSHARE_") and _is_link(f"{pair[0]}_")))
+
+
+def _is_link(name: str) -> bool:
+    return any(word in name for word in ("_SERVICE_HOST_", "_SERVICE_PORT_", "_PORT_"))
 
 
 def _rootfs(spec: dict[str, Any], directory: str) -> str:

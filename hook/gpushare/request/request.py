@@ -209,7 +209,7 @@ def _check_rootfs(bundle: Bundle) -> None:
         raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
 
 
-def _check_backends(request: Request, rules: Policy) -> None:
+def _check(request: Request, rules: Policy) -> None:
     """Check everything that does not depend on a device."""
     policy.require_allowed_backends(request, rules)
 
@@ -275,12 +275,14 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
         if not on_host:
             policy.refuse_unlimited(bundle, node.config)
         return None
+    if rules.amounts == "container":
+        request = _on_one_device(request, bundle, node)
     request = _with_replaced(request, bundle) if with_injected else request
     _refuse_unknown(bundle.env, bundle.annotations)
     if not on_host:
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
-    _check_backends(request, rules)
+    _check(request, rules)
     if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
     if any(amount.ceiling for _, amount in request.memory):
@@ -288,6 +290,32 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
 
         request = request._replace(ignored=(*request.ignored, *lending.notes(request, node.config)))
     return _with_driver_env(request, bundle, node)
+
+
+def _on_one_device(request: Request, bundle: Bundle, node: Node) -> Request:
+    """Return the request with one device if a scheduler counted its memory once (policy.amounts). Every CUDA image sets
+    NVIDIA_VISIBLE_DEVICES=all, which then means any device. Raise RequestError for several devices."""
+    from ..gpu.selectors import find_devices, is_among, usable_devices
+
+    keys = (constants.ANNOTATIONS[constants.ENV_MEMORY], *constants.MEMORY_ENDS)
+    amount = next((pair for pair in request.sources if pair[0] == constants.ENV_MEMORY or pair[0].endswith(keys)), None)
+    if amount is None or any(name.startswith(constants.OF_PLUGINS) for name, _ in bundle.env):
+        return request
+    selection, count = request.selection, request.selection.count
+    if selection.kind == "list":
+        count = len({one for name in selection.names for one in find_devices("", "", name, node.inventory)})
+    elif selection.kind == "all":
+        allowed = node.config.policy.allowed_devices
+        count = sum(not allowed or is_among(one, allowed) for one in usable_devices(node.inventory))
+    if count < 2:
+        return request
+    if selection.kind == "all" and request.dialect == "own+nvidia":
+        line = f"{nvidia.ENV_DEVICES}: policy.amounts is container, so the container gets one device"
+        return request._replace(selection=Selection("any", count=1), ignored=(*request.ignored, line))
+    raise RequestError(
+        f"{setting(*amount)} is one amount, which the scheduler counts once, and {count} devices are requested",
+        f"set {constants.ENV_DEVICES}=any, or name one device (policy.amounts)",
+    )
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:

@@ -108,51 +108,69 @@ def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, st
     )
 
 
+class _Scene(NamedTuple):
+    """The facts that decide whether a value counts."""
+
+    bundle: Bundle
+    node: Node
+    ours: dict[str, str]  # subject -> name of the GPUSHARE_* that is set
+    names_device: bool  # this container of a pod uses a GPU
+
+
+def _why_ignored(item: Value, row: registry.Row, scene: _Scene) -> str:
+    """Return why a value counts for nothing; "" if it counts."""
+    ours, container = scene.ours, scene.bundle.container_name
+    whose = scene.bundle.annotations.get(row.container, "") if row.container and container else ""
+    if item.key.about in ours:
+        return f"{ours[item.key.about]} overrides it"
+    if item.key.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
+        return f"{ours[DEVICES]} and other GPUSHARE_* names override it"
+    if item.name not in registry.KEYS:
+        return ""
+    if whose not in ("", container) and item.name != row.container:
+        return f"{row.container} is {shown(whose)}"
+    return "" if scene.names_device or whose else f"container {shown(container)} names no device"
+
+
+def _sorted_out(match: Match, scene: _Scene) -> tuple[list[Value], list[tuple[Value, str, str]], list[str]]:
+    """(values that count, values that the configuration refuses, lines about ignored ones) of one dialect."""
+    row, left, refused, ignored = match.row, [], [], []
+    off = _disabled(row.name, scene.node.config.policy)
+    for item in match.values:
+        why = off or _why_ignored(item, row, scene)
+        key = "" if why else _unaccepted(item, scene.bundle, scene.node)
+        if why:
+            ignored.append(line(item, why))
+        elif key:
+            refused.append((item, row.name, key))
+        elif registry.is_scoped(item.name) and not scene.bundle.container_name:
+            advice = f"set {constants.ENV_MEMORY}, or leave the annotation out"
+            raise wrong(item.name, item.value, "the engine does not name this container", advice)
+        # a device that is overridden still tells what the numbers of its limits mean
+        if not (why or key) or (not off and row.is_numbered and item.key.about == DEVICES and DEVICES in scene.ours):
+            left.append(item)
+    return left, refused, ignored
+
+
 def collect(matches: tuple[Match, ...], mine: Optional[Request], bundle: Bundle, node: Node) -> SchedulerRequests:
     """Parse the values. Raise RequestError or DeviceError for an invalid one that GPUSHARE_* does not override."""
     ours = _own_names(mine, bundle.env)
     beside = not bundle.container_name or _names_device(bundle, matches, ours, node)
+    scene = _Scene(bundle, node, ours, beside)
     collected, refused, ignored = [], [], []
-    for row, values in matches:
-        left, off = [], _disabled(row.name, node.config.policy)
-        whose = bundle.annotations.get(row.container, "") if row.container and bundle.container_name else ""
-        for item in values:
-            key = _unaccepted(item, bundle, node)
-            if off:
-                ignored.append(line(item, off))
-            elif item.key.about in ours:
-                ignored.append(line(item, f"{ours[item.key.about]} overrides it"))
-                if item.key.about == DEVICES and row.is_numbered:  # what the numbers of its limits mean
-                    left.append(item)
-            elif item.key.about == EVERYTHING and {MEMORY, COMPUTE, DEVICES} <= ours.keys():
-                ignored.append(line(item, f"{ours[DEVICES]} and other GPUSHARE_* names override it"))
-            elif item.name in registry.KEYS and whose not in ("", bundle.container_name) and item.name != row.container:
-                ignored.append(line(item, f"{row.container} is {shown(whose)}"))
-            elif item.name in registry.KEYS and not (beside or whose):
-                ignored.append(line(item, f"container {shown(bundle.container_name)} names no device"))
-            elif key:
-                refused.append((item, row.name, key))
-            elif registry.is_scoped(item.name) and not bundle.container_name:
-                raise wrong(
-                    item.name,
-                    item.value,
-                    "the engine does not name this container",
-                    f"set {constants.ENV_MEMORY}, or leave the annotation out",
-                )
-            else:
-                left.append(item)
+    for match in matches:
+        left, not_accepted, lines = _sorted_out(match, scene)
+        refused += not_accepted
+        ignored += lines
         if any(item.key.about in (MEMORY, COMPUTE, DEVICES, PRIORITY, EVERYTHING) for item in left):
-            collected.append(Match(row, tuple(left)))
+            collected.append(Match(match.row, tuple(left)))
     parsed_requests = tuple(registry.reader(row)(once(values), node.inventory) for row, values in collected if row.asks)
-    aliased = [
-        (one.named, value)
-        for one in parsed_requests
-        for value in _aliases(one, bundle)
-        if one.named and DEVICES not in ours
-    ]
-    ignored += [
-        f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(item.name)} names the devices" for item, value in aliased
-    ]
+    for one in parsed_requests:
+        if one.named and DEVICES not in ours:
+            ignored += [
+                f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(one.named.name)} names the devices"
+                for value in _aliases(one, bundle)
+            ]
     return SchedulerRequests(
         parsed_requests,
         tuple(one for one in collected if not one.row.asks),

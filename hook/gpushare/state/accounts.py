@@ -31,6 +31,7 @@ class Account(NamedTuple):
     peak_bytes: Optional[int] = None
     refused: Optional[int] = None  # allocations
     throttled_ns: Optional[int] = None  # that its compute limit held threads back, summed over threads
+    suspended_ns: int = 0  # without anything granted
 
 
 class Closed(NamedTuple):
@@ -68,17 +69,23 @@ def counted(lease: Lease, now: int) -> Lease:
     took = max(0, now - since)
     shares = tuple(
         share._replace(
-            granted_ns=share.granted_ns
-            + took * (NO_PERCENT if share.compute_percent is None else share.compute_percent) // NO_PERCENT,
-            granted_byte_ns=share.granted_byte_ns + took * held_bytes(share),
+            granted_ns=share.granted_ns + took * _percent(share) // NO_PERCENT,
+            suspended_ns=share.suspended_ns + (0 if share.counts else took),
+            granted_byte_ns=share.granted_byte_ns + took * (held_bytes(share) if share.counts else 0),
         )
         for share in lease.shares
     )
     return lease._replace(shares=shares, began_ns=began_ns(lease), counted_ns=max(since, now))
 
 
+def _percent(share: Share) -> int:
+    if not share.counts:
+        return 0
+    return NO_PERCENT if share.compute_percent is None else share.compute_percent
+
+
 def held_bytes(share: Share) -> int:
-    """Return the memory that the ledger counts for a share."""
+    """Return the memory that the ledger counts for a share that is not suspended."""
     if share.memory_limit_bytes is None:
         return share.device.memory_bytes
     return max(share.memory_limit_bytes, share.draining_bytes)
@@ -91,7 +98,7 @@ def accounts(lease: Lease, usage: "Optional[Usage]", now: int) -> tuple[Account,
 
 
 def _account(share: Share, usage: "Optional[Usage]", age_ns: int) -> Account:
-    granted = Account(share.granted_ns, share.granted_byte_ns)
+    granted = Account(share.granted_ns, share.granted_byte_ns, suspended_ns=share.suspended_ns)
     if usage is None or share.slot >= len(usage.buckets):
         return granted
     bucket, memory = usage.buckets[share.slot], usage.memory[share.slot]

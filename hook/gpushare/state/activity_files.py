@@ -14,6 +14,7 @@ container needs the space."""
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import struct
@@ -37,6 +38,7 @@ _TMPFS = {
 # A uid that owns nothing else. A file's owner may take a lease on it (fcntl, F_SETLEASE); a program that is not root
 # cannot become this owner. A container's root can take any uid, so idmap.py hides the owner in mounts.
 OWNER = 4294967280
+_GONE = "gone-"  # begins the name of a removed file that a process can still write to
 _TRIES = 8  # truncations of tenants' files before this gives up
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ATTRIBUTES = sum(syscalls.ATTRIBUTES[name] for name in ("nosuid", "nodev", "noexec"))
@@ -196,9 +198,13 @@ def _allocated(file: str) -> int:
 
 def _cut_back(place: str) -> list[int]:
     """Restore activity files to their original size, and return the numbers of larger files. Blocks beyond the end
-    count, and so do extended attributes, which use inode space (tmpfs since Linux 6.6)."""
+    count, and so do extended attributes, which use inode space (tmpfs since Linux 6.6). Empty removed files, too."""
     grown = []
-    for name in filter(str.isdigit, os.listdir(place)):
+    names = os.listdir(place)
+    for name in names:
+        if name.startswith(_GONE):
+            _remove(f"{place}/{name}")
+    for name in filter(str.isdigit, names):
         try:
             fd = os.open(f"{place}/{name}", os.O_WRONLY | _FLAGS)
         except OSError:
@@ -231,19 +237,42 @@ def _strip(fd: int) -> bool:
 
 
 def _remove(file: str) -> None:
-    """Remove an activity file, and free its memory even if a process still has it open."""
+    """Remove an activity file, and free its memory even if a process still has it open. If that process can write to
+    it, the file keeps a name, since it can be filled again: see `_cut_back`."""
     try:
         fd = os.open(file, os.O_WRONLY | _FLAGS)
     except FileNotFoundError:
         return
     except OSError:
         fd = -1  # a file lease is on it
+    folder, _, name = file.rpartition("/")
     if fd >= 0:
         try:
             os.ftruncate(fd, 0)
+            if name.startswith(_GONE):
+                _strip(fd)
         finally:
             os.close(fd)
-    os.unlink(file)
+    if not _has_writer(file):
+        os.unlink(file)
+    elif not name.startswith(_GONE):
+        os.rename(file, f"{folder}/{_GONE}{name}-{os.stat(file).st_ino}")
+
+
+def _has_writer(file: str) -> bool:
+    """Return whether a process has the file open or mapped for writing: then it gives no lease for reading (fcntl(2),
+    F_SETLEASE). Without the right to one, return False."""
+    try:
+        fd = os.open(file, os.O_RDONLY | _FLAGS)
+    except OSError:
+        return True  # a file lease of the container
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    finally:
+        os.close(fd)
+    return False
 
 
 # The index

@@ -155,6 +155,11 @@ def released(where: str, closed: Closed, by: str) -> None:
     _write(open_sink(where), INFO, f"decision=released {facts(closed.lease)} by={by} {_totals(closed)}")
 
 
+def kept(where: str, container_id: str, why: str, by: str) -> None:
+    """Log a lease that the end of its container did not release. `by`: poststop or delete."""
+    _write(open_sink(where), WARNING, f"decision=kept id={value(container_id)} by={by} why={value(why)}")
+
+
 def _totals(closed: Closed) -> str:
     """Return what the container was granted and used, in the order of its devices. Seconds, and bytes times seconds."""
 
@@ -186,16 +191,24 @@ def _totals(closed: Closed) -> str:
     return f"seconds={took} end={'recorded' if closed.known else 'found'} {totals}"
 
 
-def changed(where: str, lease: Lease) -> None:
-    """Log new limits of a running container: `gpushare limit set`, pause, resume."""
+def changed(where: str, lease: Lease, way: str = "cli") -> None:
+    """Log new limits of a running container: `gpushare limit set`, pause, suspend, resume."""
     paused = "yes" if any(share.paused for share in lease.shares) else "no"
-    _write(open_sink(where), INFO, f"decision=changed {facts(lease)} paused={paused} way=cli")
+    phase = next((f" phase={share.phase}" for share in lease.shares if share.phase), "")
+    _write(open_sink(where), INFO, f"decision=changed {facts(lease)} paused={paused}{phase} way={way}")
 
 
 def exceeded(where: str, lease: Lease, uuid: str, physical_bytes: int, limit_bytes: int, action: str) -> None:
     """Log that the driver counts more than the container's limit on a device (0: no share there)."""
     what = f"id={value(lease.id)} dialect={value(lease.dialect)} devices={uuid} used={physical_bytes}"
     fields = f"decision=exceeded {what} memory={limit_bytes} action={action} way=export"
+    _write(open_sink(where), WARNING, fields)
+
+
+def unlimited(where: str, lease: Lease, pid: int, command: str, library: str, action: str) -> None:
+    """Log a process that uses the container's GPU without gpushare's library."""
+    what = f"id={value(lease.id)} dialect={value(lease.dialect)} pid={pid} command={value(command)}"
+    fields = f"decision=unlimited {what} library={value(library)} action={action} way=export"
     _write(open_sink(where), WARNING, fields)
 
 

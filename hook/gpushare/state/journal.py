@@ -294,8 +294,9 @@ def _entry(line: bytes) -> Entry:
 
 def _held(value: dict[str, Any]) -> Held:
     granted = [_whole(value[name]) for name in Account._fields[:2]]
-    used = [None if value[name] is None else _whole(value[name]) for name in Account._fields[2:]]
-    account = Account(*granted, *used)
+    used = [None if value[name] is None else _whole(value[name]) for name in Account._fields[2:-1]]
+    suspended_ns = _whole(value.get("suspended_ns", 0))  # 0.1.0 wrote none
+    account = Account(*granted, *used)._replace(suspended_ns=suspended_ns)
     return Held(_text(value["uuid"]), _whole(value["memory_bytes"]), _whole(value["compute_percent"]), account)
 
 

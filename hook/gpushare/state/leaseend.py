@@ -13,7 +13,7 @@ from typing import Optional
 from ..core import constants
 from ..core.model import Lease
 from ..core.quoting import shown
-from ..system import procs
+from ..system import filelock, procs
 from . import accounts, leases, storage
 
 
@@ -46,9 +46,9 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
 
 def _user(state_dir: str, container_id: str) -> str:
     """Return why a container with an unreadable lease may still run; "" if it does not."""
-    from . import leftover, mounttables
+    from . import mounttables
 
-    if leftover.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
+    if filelock.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
         return "a process uses its limits"
     pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), constants.RW_DIR)
     return f"pid {pid} is alive" if pid else left_out and f"{left_out}; if it is gone: gpushare prune --assume-free"

@@ -2,11 +2,6 @@
 
 to_json(lease)               -> bytes
 from_json(data, id)          -> Lease     raises ValueError for a file of any other shape
-held(lease, data)            -> Lease     a reserved lease, updated by the file `held` beside it; raises ValueError
-
-Earlier versions wrote `held` instead of a new lease.json. It is complete by its rename and has four lines: the version,
-the creator's pid and start time (which must be the lease's), init's pid and start time, and the cgroup. They wrote it
-only for an init that is the first process of its pid namespace.
 """
 
 from __future__ import annotations
@@ -46,8 +41,6 @@ _LEASE: dict[str, tuple[type, ...]] = {
     "container": (str,),
     "image": (str,),
 }
-HELD_VERSION = "gpushare-held-2"
-_HELD_BEFORE = "gpushare-held-1"  # does not record whether init is the first process of its pid namespace
 _SHARE: dict[str, tuple[type, ...]] = {
     "slot": (int,),
     "device": (dict,),
@@ -66,6 +59,9 @@ _SHARE: dict[str, tuple[type, ...]] = {
     "granted_ns": (int,),
     "granted_byte_ns": (int,),
     "lending": (str,),
+    "phase": (str,),
+    "suspended_bytes": (int,),
+    "suspended_ns": (int,),
 }
 _DEVICE: dict[str, tuple[type, ...]] = {
     "index": (int,),
@@ -83,33 +79,13 @@ _DEVICE: dict[str, tuple[type, ...]] = {
     "gpu_instance": (int,),
     "compute_instance": (int,),
 }
-# Fields that earlier versions did not write, with their defaults
-_LATER = ("brand", "arch", "parent", "mig_index", "gpu_instance", "compute_instance")
 _LATEST = 1e12  # seconds
-# No activity file: no other container gets this number
-_EARLIER_SHARE: dict[str, Any] = {"clamped": "", "page": 0, "paused": False, "draining_bytes": 0, "virtual_bytes": 0}
-_EARLIER_SHARE.update(
-    (name, Share._field_defaults[name])
-    for name in ("memory_backend", "compute_backend", "granted_ns", "granted_byte_ns", "lending")
-)
-_EARLIER_LEASE: dict[str, Any] = {"sandbox": "", "cri": True}  # annotations were trusted
-_EARLIER_LEASE.update(
-    (name, Lease._field_defaults[name])
-    for name in ("first", "cgroup_dir", "cgroup_id", "began_ns", "counted_ns")
-    + ("uid", "namespace", "pod", "container", "image")
-)
-_EARLIER_DEVICE = {name: Device._field_defaults[name] for name in _LATER}
 
 
 def to_json(lease: Lease) -> bytes:
-    """Return lease.json: objects with the field names of model.py. `lending` is left out of a share that borrows
-    nothing, so that earlier versions can read it."""
+    """Return lease.json: objects with the field names of model.py."""
     shares = [
-        {
-            **{name: value for name, value in share._asdict().items() if value or name != "lending"},
-            "device": {name: getattr(share.device, name) for name in _DEVICE},
-        }
-        for share in lease.shares
+        {**share._asdict(), "device": {name: getattr(share.device, name) for name in _DEVICE}} for share in lease.shares
     ]
     return json.dumps({**lease._asdict(), "shares": shares}).encode()
 
@@ -124,50 +100,31 @@ def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[s
     return value
 
 
-def _completed(value: Any, earlier: dict[str, Any]) -> Any:
-    """Return `value` of an earlier version with the missing fields."""
-    return {**earlier, **value} if isinstance(value, dict) else value
-
-
 def from_json(data: bytes, container_id: str) -> Lease:
     """Parse the result of `to_json`. Raise ValueError."""
     try:
-        fields = _fields(_completed(json.loads(data), _EARLIER_LEASE), _LEASE, "lease")
+        fields = _fields(json.loads(data), _LEASE, "lease")
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if fields["id"] != container_id or fields["state"] not in ("reserved", "held"):
         raise ValueError(f"id {shown(fields['id'])}, state {shown(fields['state'])}")
     shares = []
     for item in fields["shares"]:
-        share = _fields(_completed(item, _EARLIER_SHARE), _SHARE, "share")
-        device = share["device"]
-        if device.keys().isdisjoint(_LATER):
-            device = {**device, **_EARLIER_DEVICE}
-        shares.append(Share(**{**share, "device": Device(**_fields(device, _DEVICE, "device"))}))
+        share = _fields(item, _SHARE, "share")
+        shares.append(Share(**{**share, "device": Device(**_fields(share["device"], _DEVICE, "device"))}))
     if not 0 <= fields["created"] < _LATEST:
         raise ValueError(f"lease.created is {shown(fields['created'])}")
     for slot, one in enumerate(shares):
         sizes = (one.memory_limit_bytes or 0, one.draining_bytes, one.virtual_bytes, one.compute_percent or 0)
-        if one.slot != slot or min(*sizes, one.granted_ns, one.granted_byte_ns) < 0:
+        if (
+            one.slot != slot
+            or min(*sizes, one.suspended_bytes, one.suspended_ns, one.granted_ns, one.granted_byte_ns) < 0
+        ):
             raise ValueError(f"share {slot} has impossible numbers")  # it would distort the sums
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
         if one.lending not in ("", constants.MOVABLE, constants.EVICT):
             raise ValueError(f"share {slot} borrows memory by a way of another version of gpushare")
+        if one.phase not in ("", constants.SUSPENDING, constants.SUSPENDED, constants.RESUMING):
+            raise ValueError(f"share {slot} is suspended by a way of another version of gpushare")
     return Lease(**{**fields, "shares": tuple(shares)})
-
-
-def held(lease: Lease, data: bytes) -> Lease:
-    """Return `lease` as an earlier version passed it to the container's init. Raise ValueError."""
-    lines = data.decode("utf-8", "surrogateescape").split("\n")
-    if (
-        len(lines) != 5
-        or lines[0] not in (HELD_VERSION, _HELD_BEFORE)
-        or lines[1] != f"{lease.creator_pid} {lease.creator_start}"
-    ):
-        raise ValueError("its file `held` is of another lease, or damaged")
-    pid, _, start = lines[2].partition(" ")
-    if not (pid.isdigit() and start.isdigit()) or lines[4]:
-        raise ValueError("its file `held` is damaged")
-    first = lines[0] == HELD_VERSION
-    return lease._replace(state="held", init_pid=int(pid), init_start=int(start), cgroup=lines[3], first=first)

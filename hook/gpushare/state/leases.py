@@ -115,15 +115,13 @@ def _read_file(state_dir: str, container_id: str, name: str) -> bytes:
 
 
 def _read(state_dir: str, container_id: str) -> Lease:
-    """Parse lease.json, then `held`. Raise OSError or ValueError."""
-    lease = leasefile.from_json(_read_file(state_dir, container_id, storage.LEASE), container_id)
-    if lease.state != "reserved":
-        return lease
-    try:
-        data = _read_file(state_dir, container_id, storage.HELD)
-    except FileNotFoundError:
-        return lease
-    return leasefile.held(lease, data)
+    """Parse lease.json. Raise OSError or ValueError."""
+    data = _read_file(state_dir, container_id, storage.LEASE)
+    if b'"cgroup_id":' not in data:
+        from . import migration
+
+        data = migration.lease_json(data, lambda: _read_file(state_dir, container_id, migration.HELD))
+    return leasefile.from_json(data, container_id)
 
 
 def _damaged(state_dir: str, container_id: str, reason: str) -> Damaged:

@@ -44,9 +44,11 @@ def ledger_of(leases: Iterable[Lease], policy: Policy, blocked: Iterable[str] = 
             host_bytes += share.host_promise_bytes
             limit_bytes = share.memory_limit_bytes
             held_bytes = None if limit_bytes is None else max(limit_bytes, share.draining_bytes)
+            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
+            if not share.counts:
+                continue
             holders[uuid] = (*holders.get(uuid, ()), (lease.id, held_bytes))
             holding[uuid] = holding.get(uuid, frozenset()) | {share.compute_backend}
-            pages[uuid] = pages.get(uuid, frozenset()) | {share.page}
             if share.compute_percent is not None and counts(share.compute_percent, share.soft):
                 compute[uuid] = (*compute.get(uuid, ()), (lease.id, share.compute_percent))
             if held_bytes is not None:

@@ -5,27 +5,27 @@ init that is the first (`procs.is_first`). In the pid namespace of the host or a
 found in constant time, without a walk over processes or mount tables, which tenants and users can make long:
 
     in the cgroup that `own_cgroup` recorded     no other cgroup ever gets the inode number of its directory
-    by a lock on the usage file                  shim/core/region.c takes it; kept while any process has the
-                                                 file mapped, also after fork, chroot, pivot_root or in another cgroup
+    by a lock on the usage file                  only if there is no such cgroup. shim/core/region.c takes it; kept
+                                                 while any process has the file mapped, also after fork, chroot,
+                                                 pivot_root or in another cgroup
+
+The lock proves less than the cgroup: a container can pass its descriptor to a process outside (SCM_RIGHTS), which would
+keep the share for ever. To leave its own cgroup, a process needs the rights of the host's root.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import struct
+from collections.abc import Iterator
 from typing import Optional
 
 from ..core import constants
 from ..core.model import Lease
-from ..system import cgroup, procs
+from ..system import cgroup, filelock
 from . import storage
 
-UNKNOWN = -1  # Lease.cgroup_id of versions that recorded none
 _MAX_DEPTH = 8
 _MAX_CGROUPS = 256  # below a container's own; more than these count as in use
-_FLOCK = "hhqqi4x"  # struct flock: l_type, l_whence, l_start, l_len, l_pid
 
 
 def own_cgroup(init: int) -> tuple[str, int]:
@@ -50,46 +50,29 @@ def own_cgroup(init: int) -> tuple[str, int]:
 
 def lives(state_dir: str, lease: Lease) -> bool:
     """Return whether a process of this held lease lives, after the end of its init."""
-    if is_locked(os.path.join(storage.container_dir(state_dir, lease.id), "rw", "usage")):
+    if lease.cgroup_id > 0 and lease.dialect != constants.RUN_DIALECT:
+        return _populated(lease.cgroup_dir, lease.cgroup_id)
+    if filelock.is_locked(os.path.join(storage.container_dir(state_dir, lease.id), "rw", "usage")):
         return True
-    if lease.cgroup_id == UNKNOWN:
-        return _populated(_directory_of_0_1_0(lease), 0)
-    return lease.cgroup_id > 0 and _populated(lease.cgroup_dir, lease.cgroup_id)
+    return _populated(lease.cgroup_dir, lease.cgroup_id)
 
 
-def process_of(lease: Lease) -> int:
-    """Return a pid in the container's own cgroup; 0 if none is known."""
+def pids(lease: Lease) -> list[int]:
+    """Return the processes in the container's own cgroup and below, of a bounded number of cgroups; none if it has no
+    own cgroup."""
     try:
-        if lease.cgroup_id > 0 and os.stat(lease.cgroup_dir).st_ino == lease.cgroup_id:
-            return int((_read(lease.cgroup_dir, "cgroup.procs").split() or [b"0"])[0])
+        if lease.cgroup_id <= 0 or os.stat(lease.cgroup_dir).st_ino != lease.cgroup_id:
+            return []
     except OSError:
-        pass
-    return 0
-
-
-def is_locked(path: str) -> bool:
-    """Return whether a process has the usage file mapped or locked. Never wait."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        return error.errno == errno.EAGAIN  # a file lease: a process has the file open
-    try:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        return bool(struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _directory_of_0_1_0(lease: Lease) -> str:
-    """Return the cgroup of a lease of 0.1.0, which recorded only its path; "" if it may be shared."""
-    path, mine = lease.cgroup.rstrip("/"), procs.cgroup_of(os.getpid())
-    is_run = lease.dialect == constants.RUN_DIALECT and not os.path.basename(path).startswith("gpushare-")
-    if not path or is_run or f"{mine}/".startswith(f"{path}/"):
-        return ""
-    v1, v2 = cgroup.directories(path, path)
-    return v1 or v2
+        return []
+    found: list[int] = []
+    for directory in _below(lease.cgroup_dir):
+        try:
+            with open(f"{directory}/cgroup.procs", "rb") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue  # removed meanwhile, or a threaded cgroup
+    return found
 
 
 def _read(directory: str, name: str) -> bytes:
@@ -113,22 +96,42 @@ def _populated(directory: str, inode: int) -> bool:
 
 
 def _populated_v1(top: str) -> Optional[bool]:
-    """Return the first process found; None if there are too many cgroups to search."""
+    """Return whether there is a process; None if there are too many cgroups to search."""
+    try:
+        return any(_has_process(directory) for directory in _below(top, complete=True))
+    except _TooMany:
+        return None
+
+
+def _has_process(directory: str) -> bool:
+    try:
+        return bool(_read(directory, "cgroup.procs"))
+    except OSError:  # removed meanwhile
+        return False
+
+
+class _TooMany(Exception):
+    """There are more cgroups than are searched."""
+
+
+def _below(top: str, complete: bool = False) -> Iterator[str]:
+    """Yield `top` and the cgroups below it, of a bounded number and depth. `complete`: raise _TooMany for more."""
     waiting, seen = [(top, 0)], 0
     while waiting:
+        is_too_much = len(waiting) > _MAX_CGROUPS
         directory, depth = waiting.pop()
         seen += 1
-        if seen > _MAX_CGROUPS or depth > _MAX_DEPTH:
-            return None
+        if is_too_much or seen > _MAX_CGROUPS or depth > _MAX_DEPTH:
+            if complete:
+                raise _TooMany
+            return
+        yield directory
         try:
-            if _read(directory, "cgroup.procs"):
-                return True
             with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((entry.path, depth + 1))
                         if len(waiting) > _MAX_CGROUPS:
-                            return None
+                            break
         except OSError:
             continue  # removed meanwhile
-    return False

@@ -119,6 +119,17 @@ def forget(state_dir: str, container_id: str) -> None:
             pass
 
 
+def refusals(state_dir: str) -> list[tuple[str, int]]:
+    """Return (id, time in nanoseconds) of the stored refusals."""
+    found = []
+    for name in known(state_dir):
+        try:
+            found.append((name, os.stat(os.path.join(state_dir, "errors", name)).st_mtime_ns))
+        except OSError:  # forgotten meanwhile
+            pass
+    return found
+
+
 def known(state_dir: str) -> list[str]:
     """Return the ids with a stored refusal."""
     try:

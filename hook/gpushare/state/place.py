@@ -10,7 +10,7 @@ inside its file system, so it is the same in every mount namespace.
 A lost directory was at the place of the present one, and may still be mounted elsewhere: in a mount namespace with a
 private copy of the mounts, or in a pod that has it as a volume. So a directory is in use elsewhere only if it is
 mounted at the place that it has recorded, and if that is not the present directory's. Otherwise, also if either place
-is unknown (older versions recorded none), its containers count as our own: what they use is never granted twice."""
+is unknown (0.1.0 recorded none), its containers count as our own: what they use is never granted twice."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
     search(state_dir, node)         -> SearchResult  without the lease lock
     run(state_dir, node, searched)  -> ids       write the leases, under the lock
-    mark_shares(state_dir)          -> None      mark shares of older versions, so that a search finds them
 
 An administrator or an upgrade of the host unmounted or emptied the directory. Each live container still has its share
 mounted at /usr/lib/gpushare. So the kernel's mount tables name the containers, and their limits files, which no
@@ -158,16 +157,6 @@ def _now(state_dir: str) -> str:
     return "" if here == above else f"{os.major(here)}:{os.minor(here)}"
 
 
-def mark_shares(state_dir: str) -> None:
-    """Mark shares that were created by a version without marks."""
-    folder = os.path.join(state_dir, "containers")
-    try:
-        for container_id in os.listdir(folder):
-            syscalls.try_setxattr(os.path.join(folder, container_id, "share"), storage.SHARE_MARK)
-    except OSError:
-        pass  # no container has started yet
-
-
 def _is_marked(found: Found) -> bool:
     try:
         share = _share_dir(found)
@@ -241,7 +230,8 @@ def _uid(pid: int) -> int:
 def _mounted(namespace: mountns.Namespace, path: str) -> int:
     """Return a detached copy of the container's mount at `path`. Raise OSError or KernelError. Before Linux 6.15 the
     copy hides owners if the mount does (idmap.py), so the host cannot write there either."""
-    with namespace:
+
+    def copy() -> int:
         resolve = syscalls.RESOLVE_NO_MAGICLINKS | syscalls.RESOLVE_NO_SYMLINKS
         found = syscalls.openat2(syscalls.AT_FDCWD, path, os.O_PATH, resolve=resolve)
         try:
@@ -252,6 +242,8 @@ def _mounted(namespace: mountns.Namespace, path: str) -> int:
             return syscalls.open_tree("", dir_fd=found)
         finally:
             os.close(found)
+
+    return namespace.inside(copy)
 
 
 def _keep_activity_files(state_dir: str, found: Found, uuid: str) -> None:
@@ -291,6 +283,7 @@ def _share(slot: int, limit: shm_abi.Limit, device: Device, mps_device: int = 0)
         compute_backend="mps" if mps_device == slot + 1 else "shim",
         virtual_bytes=limit.virtual_bytes,
         lending=limit.lending,
+        phase=constants.SUSPENDING if limit.flags & shm_abi.DEVICE_SUSPENDED else "",  # it counts until it is resumed
     )
 
 

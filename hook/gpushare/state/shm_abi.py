@@ -1,7 +1,7 @@
 """The shared-memory ABI of host and shim, as bytes: the Python side of shim/include/gpushare_abi.h.
 
-One table per C struct: (field, struct code). Everything else (offsets, sizes, packers) follows from the tables, and
-tests/unit/test_shm_abi.py compares each offset and size with what a C compiler makes of the header.
+One table per C struct: (field, struct code). Everything else (offsets, sizes, packers) follows from the tables. The
+build of the shim asserts that the compiler's offsets, sizes and constants are these (shim/gen_symbols.py).
 
 usage_reader.py and activity_files.py read what tenants write.
 """
@@ -33,6 +33,8 @@ DEVICE_OVERSUBSCRIBE = 1 << 1
 DEVICE_PAUSED = 1 << 2
 DEVICE_LENT = 1 << 3
 DEVICE_LENDING = 1 << 4
+DEVICE_SUSPENDED = 1 << 5
+DEVICE_MOVING = 1 << 6
 DEVICE_MEMORY_DMEM = 1 << 8
 HOLDERS = {"dmem": DEVICE_MEMORY_DMEM}  # memory_backend of a share -> its flag
 
@@ -121,10 +123,13 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("refused", f"{MAX_DEVICES}Q"),
         ("shares_used", "8x"),
         ("share", f"{MAX_SHARES * 24}x"),
-        ("reserved", "80x"),
+        ("called_ns", "8x"),  # usage_reader.py reads it
+        ("asks", "4x"),  # usage_reader.py reads it
+        ("reserved", "68x"),
         ("bucket", f"{MAX_DEVICES * 128}x"),
         ("account", f"{MAX_DEVICES * 32}x"),
-        ("reserved2", "1536x"),
+        ("does", f"{MAX_SLOTS}x"),  # usage_reader.py reads it
+        ("reserved2", "512x"),
         ("slot", f"{MAX_SLOTS * 192}x"),
     ),
     "gs_run": (
@@ -165,6 +170,7 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("work_until_ns", "Q"),
         ("wants_until_ns", "Q"),
         ("arrival_ns", "Q"),
+        ("cuts_in_until_ns", "Q"),
     ),
     "gs_pages": (
         ("magic", "Q"),
@@ -175,8 +181,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("reserved", "40x"),
         ("owner", f"{MAX_PAGES}Q"),
         ("turn", "48x"),
-        ("compute_turn", "40x"),
-        ("reserved2", "3688x"),
+        ("compute_turn", "48x"),
+        ("reserved2", "3680x"),
         ("page", f"{MAX_PAGES * 2432}x"),
     ),
     "gs_peers": (
@@ -266,6 +272,7 @@ def changing(share: Share) -> tuple[int, int, int, int, int]:
     """Return the fields of a share that can change while its container runs: memory_limit_bytes, compute_percent,
     priority, weight and flags of struct gs_device_limit. (memory_virtual_bytes can change too and is not included.)"""
     flags = (DEVICE_COMPUTE_SOFT if share.soft else 0) | (DEVICE_LENT if share.lending else 0)
+    flags |= (DEVICE_SUSPENDED if share.phase else 0) | (DEVICE_MOVING if share.phase == constants.SUSPENDING else 0)
     flags |= DEVICE_OVERSUBSCRIBE if share.virtual_bytes and share.lending != constants.EVICT else 0
     return (
         UNLIMITED if share.memory_limit_bytes is None else share.memory_limit_bytes,

@@ -58,7 +58,6 @@ _OURS = frozenset(  # prefixes of names in it, without the dot of temporary file
 )
 LEASE = "lease.json"
 SHARE_MARK = "trusted.gpushare"
-HELD = "held"  # of earlier versions, beside a reserved lease: its new owner (leasefile.held)
 _CGROUP = "cgroup"  # path of a cgroup that was created for this lease
 _SHARE_FOLDERS = ("driver", "rw", "pages", "peers", "mps")
 _SHARE_FILES = (
@@ -356,23 +355,46 @@ def _unmount(path: str) -> None:
             raise
 
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 def _delete(path: str) -> None:
     """Delete a tree (or a stray file) within its file system. Another process may delete it at the same time."""
-    device = os.lstat(path).st_dev if os.path.lexists(path) else 0
-    for folder, folders, files in os.walk(path, topdown=False):
-        for name in (*files, *folders):
-            inside = os.path.join(folder, name)
-            try:
-                status = os.lstat(inside)
-                if status.st_dev != device:
-                    raise KernelError(f"{shown(inside)} is still a mount point")
-                os.rmdir(inside) if stat.S_ISDIR(status.st_mode) else os.unlink(inside)
-            except FileNotFoundError:
-                pass
     try:
-        os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(path)
+            return
+        fd = os.open(path, _FOLDER)
+        try:
+            _delete_in(fd, status.st_dev, path)
+        finally:
+            os.close(fd)
+        os.rmdir(path)
     except FileNotFoundError:
         pass
+
+
+def _delete_in(folder: int, device: int, path: str) -> None:
+    """Delete what the directory contains, by names in it: a rootless container that has it open can put a link in the
+    place of a directory meanwhile, which no path may follow."""
+    for name in os.listdir(folder):
+        try:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if status.st_dev != device:
+                raise KernelError(f"{shown(os.path.join(path, name))} is still a mount point")
+            if not stat.S_ISDIR(status.st_mode):
+                os.unlink(name, dir_fd=folder)
+                continue
+            inside = os.open(name, _FOLDER, dir_fd=folder)
+            try:
+                if os.fstat(inside).st_dev == device:
+                    _delete_in(inside, device, os.path.join(path, name))
+            finally:
+                os.close(inside)
+            os.rmdir(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
 
 
 def read_limits(path: str) -> shm_abi.Limits:
@@ -385,9 +407,10 @@ def read_usage(state_dir: str, container_id: str, n_devices: int, counters: bool
     from . import usage_reader  # not on the start path
 
     path = os.path.join(container_dir(state_dir, container_id), "rw", "usage")
-    part = usage_reader.COUNTERS if counters else shm_abi.USAGE_SIZE
+    part = usage_reader.COUNTERS_SIZE if counters else shm_abi.USAGE_SIZE
     data = _pread(path, shm_abi.USAGE_SIZE, "usage file", part)
-    return usage_reader.read_usage(data.ljust(shm_abi.USAGE_SIZE, b"\0"), n_devices)
+    data = data.ljust(shm_abi.USAGE_SIZE, b"\0")
+    return usage_reader.read_usage(data, n_devices, lambda started_ns: filelock.is_locked(path, started_ns, 1))
 
 
 def _pread(path: str, size_bytes: int, what: str, part_bytes: int = -1) -> bytes:

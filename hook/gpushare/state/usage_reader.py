@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .shm_abi import (
@@ -31,6 +32,7 @@ SHARE_IMPORT = 1 << 30
 SHARE_ORPHAN = 1 << 31
 SHARE_SLOT = 0xFFFF
 SHARES_LOST = 2
+DOES_WAIT, DOES_MANAGE, DOES_EXCHANGE = 1 << 0, 1 << 1, 1 << 2  # enum gs_does
 TID_MASK = 0x3FFFFFFF
 OWNER_DIED = 0x40000000
 
@@ -46,8 +48,9 @@ WARNINGS = (
 _USAGE, _SLOT, _BUCKET, _ACCOUNT = packer("gs_usage"), packer("gs_slot"), packer("gs_bucket"), packer("gs_account")
 _SLOTS_AT, _BUCKETS_AT = offset("gs_usage", "slot"), offset("gs_usage", "bucket")
 _ACCOUNTS_AT = offset("gs_usage", "account")
-COUNTERS = _SLOTS_AT  # bytes at the beginning, without the processes
+COUNTERS_SIZE = _SLOTS_AT  # bytes at the beginning, without the processes
 _WORD, _WANTS_AT = struct.Struct("<Q"), offset("gs_slot", "wants")
+_DOES_AT, _CALLED_AT, _ASKS_AT = (offset("gs_usage", name) for name in ("does", "called_ns", "asks"))
 _DRIVER, _DRIVER_AT = struct.Struct("<12H"), offset("gs_slot", "driver_mib")
 
 
@@ -61,6 +64,7 @@ class Slot(NamedTuple):
     host: tuple[int, ...] = ()  # the same in host memory, of oversubscribed shares
     wants: tuple[int, int] = (0, 0)  # (device, bytes) that it waits for, see gpushare_abi.h
     driver_mib: tuple[int, ...] = ()  # of `bytes`: what the driver takes beyond allocations, of the first 12 devices
+    does: int = 0  # enum gs_does
 
 
 class Bucket(NamedTuple):
@@ -92,8 +96,17 @@ class Usage(NamedTuple):
     refused: tuple[int, ...]  # refused allocations, per device
     warnings: tuple[str, ...]
     buckets: tuple[Bucket, ...]  # per device
-    orphans: tuple[int, ...] = ()  # per device: exported bytes that are open after their owner freed them or exited
+    # Per device: bytes that no live process holds: exported bytes that are open after their owner freed them or exited,
+    # and those of dead processes whose forked children live
+    orphans: tuple[int, ...] = ()
     memory: tuple[Memory, ...] = ()  # per device
+    called_ns: int = 0  # CLOCK_MONOTONIC of its last call of the driver, to a second; 0: none
+    asks: bool = False  # to be suspended until its next call
+
+    @property
+    def calls(self) -> bool:
+        """Whether a process of this suspended container waits in a call."""
+        return any(slot.wants[1] for slot in self.slots)
 
     def used_bytes(self, device: int) -> int:
         """Return the bytes of all live processes on one device slot."""
@@ -113,8 +126,11 @@ class Usage(NamedTuple):
         return sum(slot.wants[1] for slot in self.slots if slot.wants[0] == device)
 
 
-def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
-    """Parse a usage file. `n_devices` is the number of granted devices; no more are read.
+def read_usage(
+    data: bytes, n_devices: int = MAX_DEVICES, has_children: Callable[[int], bool] = lambda started_ns: False
+) -> Usage:
+    """Parse a usage file. `n_devices` is the number of granted devices; no more are read. `has_children`: of a process
+    that has ended, as gs_has_children of region.c finds it.
 
     `slots_high` is ignored: a tenant could hide slots behind it. Raise RegionError for an invalid header.
     """
@@ -124,6 +140,7 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
     count = min(n_devices, stated_devices, MAX_DEVICES)
     slots = []
     generations: dict[int, int] = {}  # of live slots
+    kept = [0] * count
     # The first field of each slot. Nearly all are 0; a loop over them would take half of a scrape
     words = memoryview(data)[_SLOTS_AT : _SLOTS_AT + MAX_SLOTS * SLOT_SIZE].cast("I")
     owners = words[:: SLOT_SIZE // 4].tolist()
@@ -135,13 +152,19 @@ def read_usage(data: bytes, n_devices: int = MAX_DEVICES) -> Usage:
             (wants,) = _WORD.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE + _WANTS_AT)
             waits = (wants >> 56, wants & (1 << 56) - 1)
             driver = _DRIVER.unpack_from(data, _SLOTS_AT + index * SLOT_SIZE + _DRIVER_AT)[:count]
-            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host, waits, driver))
+            does = data[_DOES_AT + index]
+            slots.append(Slot(index, pid, started_ns, tuple(charged[:count]), host, waits, driver, does))
             generations[index] = generation
+        elif any(charged[:count]) and not owner and has_children(started_ns):
+            kept = [total + bytes_ for total, bytes_ in zip(kept, charged)]
     texts = tuple(text for bit, text in WARNINGS if warnings & bit)
     buckets = tuple(_bucket(data, index) for index in range(count))
-    orphans = _orphans(data, generations, count)
+    orphans = tuple(map(sum, zip(_orphans(data, generations, count), kept)))
     memory = tuple(_memory(data, index) for index in range(count))
-    return Usage(nonce, count, tuple(slots), tuple(fields[8 : 8 + count]), texts, buckets, orphans, memory)
+    (called_ns,) = _WORD.unpack_from(data, _CALLED_AT)
+    refused = tuple(fields[8 : 8 + count])
+    asks = any(data[_ASKS_AT : _ASKS_AT + 4])
+    return Usage(nonce, count, tuple(slots), refused, texts, buckets, orphans, memory, called_ns, asks)
 
 
 def _orphans(data: bytes, generations: dict[int, int], count: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Rules are (major, minor) of character devices, for reading and writing; never mk
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Optional
 
 from ..core.errors import KernelError
@@ -145,6 +145,79 @@ def thaw(pid: int) -> None:
                     state.write("THAWED")
     except (OSError, KernelError, StopIteration):
         pass
+
+
+def first_frozen(pids: Iterable[int]) -> int:
+    """Return a process that is stopped: by a signal or debugger, or with its cgroup (`docker pause`). 0: none is."""
+    seen = set()
+    for pid in pids:
+        try:
+            for line in syscalls.lines_of(f"/proc/{pid}/status"):
+                if line.startswith("State:") and line.split()[1] in "tT":
+                    return pid
+            paths = tuple(syscalls.lines_of(f"/proc/{pid}/cgroup"))
+            if paths in seen:
+                continue  # mount tables are long, and a container can have many processes
+            seen.add(paths)
+            frozen = _values(pid, "freezer", "freezer.state", "cgroup.events")
+        except (OSError, KernelError):
+            continue
+        if any("FROZEN" in text or "FREEZING" in text or "frozen 1" in text for text in frozen):
+            return pid
+    return 0
+
+
+def memory_room(pid: int) -> Optional[int]:
+    """Return the bytes by which the memory of a process's cgroup may grow: the least of it and all above it that this
+    process can see. None: no limit is known."""
+    found = []
+    try:
+        for limit_name, used_name in (
+            ("memory.limit_in_bytes", "memory.max"),
+            ("memory.usage_in_bytes", "memory.current"),
+            ("memory.stat", "memory.stat"),
+        ):
+            found.append(_values(pid, "memory", limit_name, used_name))
+    except (OSError, KernelError):
+        return None
+    rooms = [
+        int(most) - int(used) + _cached_bytes(text)
+        for most, used, text in zip(*found)
+        if most.isdigit() and used.isdigit()
+    ]
+    return max(0, min(rooms)) if rooms else None
+
+
+def _cached_bytes(stat: str) -> int:
+    """Return the contents of files that the kernel drops when the memory is needed; v1 counts those below it apart."""
+    values = dict(line.split(None, 1) for line in stat.splitlines() if " " in line)
+    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+
+
+def _values(pid: int, controller: str, v1_name: str, v2_name: str) -> list[str]:
+    """Return the text of a file of a process's cgroup and of each one above it, innermost first; "" where it lacks."""
+    mounts, found = mountns.read_mounts(containing=mountns.CGROUPS), []
+    for line in syscalls.lines_of(f"/proc/{pid}/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0" and not controllers
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        for mount in mounts:
+            if mount.fstype == "cgroup2" if is_v2 else controller in mount.super_options.split(","):
+                directory, top = _below(mount, path), mount.point.rstrip("/")
+                while directory and len(directory) >= len(top):
+                    found.append(_text(f"{directory}/{v2_name if is_v2 else v1_name}"))
+                    directory = os.path.dirname(directory)
+                break
+    return found
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def directories(v1_path: str, v2_path: str, mounts: Mounts = None) -> tuple[str, str]:

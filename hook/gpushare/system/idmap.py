@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..core import constants
-from ..core.errors import KernelError
+from ..core.errors import KernelError, of_source
 from . import filelock, rootless, syscalls
 
 if TYPE_CHECKING:
@@ -97,11 +97,15 @@ class Hider:
 
 
 def shown(hider: Hider) -> Callable[[Mount], str]:
-    """Return a function from a mount to its source path with the owner hidden, or to the unchanged source."""
+    """Return a function from a mount to its source path with the owner hidden, or to the unchanged source. It raises
+    DeviceError if there is no source."""
     containers = f"{os.path.dirname(hider.folder)}/containers"
 
     def place(op: Mount) -> str:
-        status = os.stat(op.source)
+        try:
+            status = os.stat(op.source)
+        except OSError as error:
+            raise of_source(error.errno or 0, op.source) from None
         if not hider.attributes(op.target, op.kind, op.flags, status):
             return op.source
         within = op.source.startswith(containers + "/")

@@ -4,6 +4,7 @@ read_all(path_fd, limit)       -> bytes
 library_at(root, path)         -> (real path, Library)            ("", None) when there is no regular file
 directory(root, path)          -> str                             real path; "" when it is no directory
 names_in(root, path)           -> list[str]                       sorted, [] when it is no directory
+matches(root, path, names)     -> list[str]                       paths below, one name or * for each level
 """
 
 from __future__ import annotations
@@ -76,3 +77,13 @@ def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
     finally:
         os.close(fd)
     return sorted(names)
+
+
+def matches(root: inroot.Root, path: str, names: tuple[str, ...], limit: int = 64) -> list[str]:
+    """At most `limit` paths below a directory; each level is a name, or * for any. The last is not looked up."""
+    found = [path]
+    for name in names:
+        found = [
+            f"{one}/{below}" for one in found for below in ([name] if name != "*" else names_in(root, one, limit))
+        ][:limit]
+    return found

@@ -1,4 +1,4 @@
-"""Enter a container's mount namespace and return, and parse mountinfo.
+"""Work in a container's mount namespace, and parse mountinfo.
 
 A pidfd pins the process before any data read through its pid is used. The namespace was opened while that process
 lived, so it is the container's even if another process gets the pid later.
@@ -6,12 +6,13 @@ lived, so it is the container's even if another process gets the pid later.
 
 import os
 import select
-from collections.abc import Iterable
-from types import TracebackType
-from typing import NamedTuple, Optional, Union
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar, Union
 
 from ..core.errors import KernelError
 from . import syscalls
+
+Result = TypeVar("Result")
 
 
 class MountEntry(NamedTuple):
@@ -95,7 +96,7 @@ def container_owner(pid: int) -> tuple[int, int]:
 
 
 class Namespace:
-    """The mount namespace of process `pid`. `with` enters it and returns; `close` closes all descriptors."""
+    """The mount namespace of process `pid`. `inside` works there; `close` closes all descriptors."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -146,11 +147,20 @@ class Namespace:
         finally:
             os.close(owner)
 
-    def __enter__(self) -> "Namespace":
-        syscalls.setns(self._container, f"/proc/{self.pid}/ns/mnt")
-        return self
+    def inside(self, work: Callable[[], Result]) -> Result:
+        """Call `work` in the namespace, and return to our own. A signal can raise an exception between any two calls,
+        also of the return, which then starts again: an undo in the container's namespace would use its files."""
+        try:
+            try:
+                syscalls.setns(self._container, f"/proc/{self.pid}/ns/mnt")
+                return work()
+            finally:
+                self._return()
+        except BaseException:
+            self._return()
+            raise
 
-    def __exit__(self, kind: Optional[type], error: Optional[BaseException], trace: Optional[TracebackType]) -> None:
+    def _return(self) -> None:
         syscalls.setns(self._own, "/proc/self/ns/mnt")  # this also moves root and cwd to the namespace's root
         os.fchdir(self._root)
         os.chroot(".")

@@ -63,6 +63,11 @@ def alive(pid: int, start: int) -> bool:
     return process is not None and process.start == start
 
 
+def living(pid: int, start: int) -> int:
+    """`pid` if this process still runs, else 0: its number may be another process's now."""
+    return pid if alive(pid, start) else 0
+
+
 def is_exiting(pid: int) -> bool:
     """Whether no thread of this process runs any more: it has ended, or it closes its files, and no signal can kill it.
     Source: field 9 of proc(5) stat, PF_EXITING of the kernel."""
@@ -99,6 +104,42 @@ def cgroup_of(pid: int) -> str:
     return paths.get("devices", paths.get("0", ""))
 
 
+def command(pid: int) -> list[str]:
+    """The command line; empty when it has exited."""
+    text = _read(f"/proc/{pid}/cmdline").decode("utf-8", "surrogateescape")
+    return text.rstrip("\0").split("\0") if text else []
+
+
+def name(pid: int) -> str:
+    """The name that the process chose; "" when it has exited. Source: proc(5) comm."""
+    return _read(f"/proc/{pid}/comm").decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
+def is_root(pid: int) -> bool:
+    """Whether all user ids of the process are 0. The owner of its files in /proc does not tell: that is root, too, if
+    the process cannot be dumped. Source: proc(5)."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return line.split()[1:] == [b"0"] * 4
+    return False
+
+
+# Mount namespaces in which a path names the same file as here: our own; that of the first process, if ours is a
+# container's whose root is the host's; and that of kubelet and CRI-O, which OpenShift hides from the first process
+_SAME_FILES = ("/proc/self/ns/mnt", "/proc/1/ns/mnt", "/proc/1/root/run/kubens/mnt")
+
+
+def sees_same_files(pid: int) -> bool:
+    """Whether a path names the same file for the process as for this one: its mount namespace is one of _SAME_FILES,
+    and its root is ours."""
+    try:
+        theirs = os.stat(f"/proc/{pid}/ns/mnt")
+        known = any(os.path.samestat(theirs, os.stat(one)) for one in _SAME_FILES if os.path.exists(one))
+        return known and os.path.samestat(os.stat(f"/proc/{pid}/root/"), os.stat("/"))
+    except OSError:  # it has ended, or may not be read
+        return False
+
+
 def is_first(pid: int) -> bool:
     """Whether the process is pid 1 of a pid namespace below ours. Source: NSpid in proc(5) status."""
     for line in _read(f"/proc/{pid}/status").splitlines():
@@ -124,6 +165,16 @@ def pids_by_container_pid(cgroup: str) -> dict[int, int]:
             if line.startswith(b"NSpid:"):
                 found[int(line.split()[-1])] = int(name)
     return found
+
+
+def host_memory() -> tuple[int, int]:
+    """Return (available, total) bytes of this host's memory. Source: proc(5), meminfo."""
+    found = {}
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, value = line.partition(b":")
+        if name in (b"MemAvailable", b"MemTotal"):
+            found[name] = int(value.split()[0]) << 10
+    return found.get(b"MemAvailable", 0), found.get(b"MemTotal", 0)
 
 
 def wait(process: Process, milliseconds: int, send: int = 0) -> None:

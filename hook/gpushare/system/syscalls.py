@@ -125,11 +125,7 @@ class SyscallError(KernelError):
     @property
     def message(self) -> str:
         """The message, built on first use: most of these errors only report a missing path and are never shown."""
-        return self._message or f"{self.call} {shown(self.path)}: {reason(self.errno)}"
-
-    @message.setter
-    def message(self, text: str) -> None:
-        self._message = text
+        return self.draft or f"{self.call} {shown(self.path)}: {reason(self.errno)}"
 
 
 def from_os_error(error: OSError, call: str, path: str) -> SyscallError:
@@ -249,8 +245,19 @@ def connect_datagram(path: str) -> int:
     return fd
 
 
+_SELINUX = "/sys/fs/selinux/enforce"  # exists where the kernel enforces or logs SELinux
+_CONTEXT = "system_u:object_r:container_file_t:s0"  # what containers may read and write: container-selinux
+
+
 def detached_tmpfs(options: dict[str, str], attributes: int, what: str) -> int:
-    """A new, detached tmpfs. `options` as in tmpfs(5): size, nr_inodes, mode."""
+    """A new, detached tmpfs. `options` as in tmpfs(5): size, nr_inodes, mode. With SELinux its files have the label of
+    containers' own files, because containers get parts of it as mounts; a policy without containers lacks that type."""
+    if os.access(_SELINUX, os.F_OK):
+        try:
+            return _detached("tmpfs", {**options, "context": _CONTEXT}, attributes, what)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
     return _detached("tmpfs", options, attributes, what)
 
 

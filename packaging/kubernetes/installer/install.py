@@ -1,23 +1,31 @@
 """Install gpushare on a node of a cluster, and remove it again. The image runs this with the Python of the bundle.
 
-usage: install.py install | remove | run WORDS...       the node's root is mounted at /host
+usage: install.py install | remove | run WORDS... | ready       the node's root is mounted at /host
 
     install    copy the bundle to /opt/gpushare on the node, configure the engine, and write the node's features for
-               node-feature-discovery (labels and the memory to share). Update the features until the pod ends. Then
-               remove gpushare again, unless containers have a share: they must survive an upgrade of the pod.
-    remove     remove gpushare now, even if containers have a share; they keep running.
+               node-feature-discovery (labels and the memory to share). Update the features until the pod ends. The
+               end of the pod removes nothing: it ends by an upgrade, a drain or a shutdown as well.
+    remove     wait until nothing on the node uses gpushare, and remove it.
     run        replace this program by `gpushare WORDS...` in the node's root.
+    ready      succeed if `install` or `remove` of this pod is done: the pod's readiness probe.
+
+docs/node-life.md has the states of a node and what each event does.
 
 Variables, with their defaults:
 
     GPUSHARE_ENGINE=containerd    the engine to configure; none: leave the engine alone, for the NRI plugin
+    GPUSHARE_FOLDER=/opt/gpushare the folder for the programs, if the node cannot write to /opt or run programs there
+    GPUSHARE_CONFIG_FILE=         the file that the engine reads, if it is not the usual one; for k3s, RKE2, k0s and
+                                  MicroK8s see docs/engines.md
     GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
                                   2.2 and newer, or CRI-O 1.34 and newer, refuse containers while it does not run
+    GPUSHARE_REQUIRE_CDI=no       yes, for the DRA driver: refuse a node whose containerd has CDI disabled
     GPUSHARE_PROFILE=cluster      the profile of gpushare's configuration file
     GPUSHARE_RESTART=always       restart or reload the engine if it has not read its configuration yet; never: print
                                   the command instead
     GPUSHARE_NODE=                the name of the node: if it is set, the node's label gpushare.io/profile chooses a
-                                  file of /profiles, which becomes the node's configuration; SIGHUP reads both at once
+                                  file of /profiles, which becomes the node's configuration; without it, the label
+                                  nvidia.com/device-plugin.config does, if it names one; SIGHUP reads both at once
 
 The node's programs run in the node's root, so that they use only the node's files.
 """
@@ -30,20 +38,25 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import ssl
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 
 BUNDLE, HOST = "/gpushare", "/host"
-FOLDER = "/opt/gpushare"  # on the node: a directory for each version of the bundle, and the link `current`
+# On the node: a directory for each version of the bundle, and the link `current`
+FOLDER = os.environ.get("GPUSHARE_FOLDER", "/opt/gpushare")
 CONFIG = "/etc/gpushare/config.yaml"
 WRITTEN = FOLDER + "/config.sha256"  # checksum of the configuration file that this program wrote
 APPLIED = FOLDER + "/profile"  # name of the profile in that file, if a label chose it
 LABEL = "gpushare.io/profile"
+NVIDIA_LABEL = "nvidia.com/device-plugin.config"  # the same for NVIDIA's device plugin; it counts without LABEL
 PROFILES = "/profiles"  # the ConfigMap in the pod: NAME.yaml for each profile
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # a Node without its large status
@@ -53,9 +66,25 @@ PROFILE_S = 60  # time between two reads of the label and of the profiles
 STEP_S = 2  # time between two checks for the NRI plugin, until it has run
 RETRY_S = 3600  # longest time between two attempts to require it; each restarts the engine
 DROP_INS = {"containerd": "/etc/containerd/conf.d/gpushare.toml", "crio": "/etc/crio/crio.conf.d/99-gpushare.conf"}
+CONFIGURED = "/var/lib/gpushare/configured/{}.json"
 OPTIONAL = b"gpushare-nri-optional"  # is in the drop-in if it requires the NRI plugin
 UNREAD = "/run/gpushare-unread."  # and the engine: perhaps it has not been restarted since gpushare left its files
 PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
+LOCK = "/run/gpushare-installer.lock"  # `install` or `remove` holds it while it runs
+READY = "/ready"  # in the pod: exists when `install` or `remove` is done
+SELINUX = "/sys/fs/selinux/enforce"  # exists where the kernel uses SELinux
+PROC = "/proc"
+FIRST = "1"  # the process in PROC that has the mounts of the node
+# In the root of FIRST: the mount namespace of kubelet and CRI-O, where OpenShift hides their mounts from systemd. Only
+# root of the node can put a namespace there.
+HIDDEN = "root/run/kubens/mnt"
+MOST_BYTES = 16 << 20  # of a record or of a file of a process
+# containerd's record of each task, in a directory for each container; a shim's working directory is such a directory
+TASKS = "/run/containerd/io.containerd.runtime.v2.task"
+RUNTIME_FILES = ("runtime", "options.json")  # they name the program that containerd calls until the task is deleted
+# CRI-O's record of each container and sandbox. CRI-O looks the handler up in its configuration to stop them.
+CRIO = ("/run/containers/storage", "/var/lib/containers/storage")
+HANDLER = re.compile(rb'"io\.kubernetes\.cri-o\.RuntimeHandler": ?"gpushare"')
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -63,6 +92,10 @@ ENDS = {signal.SIGTERM, signal.SIGINT}
 
 class Failed(Exception):
     """One line for the pod's log."""
+
+
+class RestartFailed(Failed):
+    """The engine did not start with gpushare's entries. They were undone, and another attempt restarts it again."""
 
 
 def on_node(path: str) -> str:
@@ -117,25 +150,65 @@ def digest(top: str) -> str:
     return found.hexdigest()
 
 
+def sync(path: str) -> None:
+    """Write a file or directory of the node to the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def copy() -> str:
-    """Copy the bundle to the node and return the name of its directory. A directory gets its name when it is complete,
-    and never changes afterwards: running containers have mounts from it, and when they end the engine calls its
-    programs."""
+    """Copy the bundle to the node and return the name of its directory. A directory gets its name when all of it is on
+    the disk, and never changes afterwards: running containers have mounts from it, and when they end the engine calls
+    its programs. A damaged one, from which programs do not start, is replaced."""
     name = digest(BUNDLE)[:16]
     os.makedirs(on_node(FOLDER), exist_ok=True)
     target = on_node(f"{FOLDER}/{name}")
-    if not os.path.isdir(target):
-        new = on_node(f"{FOLDER}/new")
-        shutil.rmtree(new, ignore_errors=True)
+    if not os.path.isdir(target) or digest(target)[:16] != name:
+        new, damaged = on_node(f"{FOLDER}/new"), on_node(f"{FOLDER}/damaged")
+        for left in (new, damaged):
+            shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(BUNDLE, new, symlinks=True)
+        relabel(f"{FOLDER}/new")
+        for folder, _, files in os.walk(new, topdown=False):
+            paths = [os.path.join(folder, one) for one in files]
+            for path in [*(one for one in paths if not os.path.islink(one)), folder]:
+                sync(path)
+        if os.path.isdir(target):
+            os.rename(target, damaged)
         os.rename(new, target)
+        sync(on_node(FOLDER))
         print(f"copied to {FOLDER}/{name}", flush=True)
+    return name
+
+
+def relabel(folder: str) -> None:
+    """Give a folder the labels of the node's SELinux policy. Without them, containers cannot map the libraries."""
+    if not os.path.exists(on_node(SELINUX)):
+        return
+    try:
+        run("restorecon", "-R", folder, quiet=True)
+    except Failed as error:
+        line = f"cannot label {folder} for SELinux, so containers with a share may not start: {error}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def point(name: str) -> None:
+    """Make `current` name this version; the old or the new one after a crash."""
     link = on_node(f"{FOLDER}/current.new")
     if os.path.lexists(link):
         os.unlink(link)
     os.symlink(name, link)
     os.rename(link, on_node(f"{FOLDER}/current"))
-    return name
+    sync(on_node(FOLDER))
+
+
+def current() -> str:
+    """The version that `current` names; "" if there is none."""
+    link = on_node(f"{FOLDER}/current")
+    return os.readlink(link) if os.path.isdir(link) else ""
 
 
 def discard(folder: str) -> None:
@@ -160,7 +233,10 @@ def restart(done: dict) -> None:
             print(f"on the node, run: {command}", flush=True)
         else:
             print(f"running: {command}", flush=True)
-            run(*shlex.split(command))
+            try:
+                run(*shlex.split(command))
+            except Failed as error:
+                raise RestartFailed(str(error)) from None
 
 
 def is_ours(config: str) -> bool:
@@ -176,6 +252,7 @@ def write(path: str, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(on_node(path + ".new"), on_node(path))
+    sync(os.path.dirname(on_node(path)))
 
 
 class Profile:
@@ -273,44 +350,80 @@ def label_of_node() -> str:
         try:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
-            found = json.loads(answer.read())
+            text = answer.read()
         finally:
             connection.close()
-        if answer.status != 200:
-            raise Failed(f"API server: GET {path}: {answer.status} {json.dumps(found.get('message', ''))}")
-        return str(found["metadata"].get("labels", {}).get(LABEL, ""))
+        if answer.status != 200:  # its text can be that of a proxy
+            raise Failed(f"API server: GET {path}: {answer.status} {json.dumps(message_of(text))}")
+        found = json.loads(text)
+        return named_profile(found["metadata"].get("labels", {}))
     except (OSError, http.client.HTTPException, ValueError, KeyError, AttributeError) as error:
         raise Failed(f"API server: GET {path}: {error}") from None
 
 
+def named_profile(labels: dict[str, str]) -> str:
+    """The profile that the labels name. A name in NVIDIA's label can be one of NVIDIA's configurations only."""
+    other = str(labels.get(NVIDIA_LABEL, ""))
+    return str(labels.get(LABEL, "")) or (other if os.path.isfile(f"{PROFILES}/{os.path.basename(other)}.yaml") else "")
+
+
+def message_of(text: bytes) -> str:
+    """The message of an error of the API server, or the first line of an answer that is no JSON object."""
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, LookupError, TypeError):
+        return text.decode(errors="replace").strip().partition("\n")[0][:200]
+
+
+def is_yes(name: str, asked: str) -> bool:
+    """Raises Failed for a value that is neither yes nor no."""
+    if asked not in ("yes", "no"):
+        raise Failed(f"{name}={shlex.quote(asked)} is neither yes nor no")
+    return asked == "yes"
+
+
+def check_folder() -> None:
+    """Raise Failed if programs cannot be in GPUSHARE_FOLDER."""
+    if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/gpushare", FOLDER):
+        raise Failed(f"GPUSHARE_FOLDER={shlex.quote(FOLDER)} is not a path that ends in /gpushare: write one such as "
+                     "/home/kubernetes/bin/gpushare")  # fmt: skip
+
+
 def requires_nri() -> bool:
     """Read GPUSHARE_REQUIRE_NRI. Raises Failed."""
-    asked = os.environ.get("GPUSHARE_REQUIRE_NRI", "no")
-    if asked not in ("yes", "no"):
-        raise Failed(f"GPUSHARE_REQUIRE_NRI={shlex.quote(asked)} is neither yes nor no")
-    if asked == "yes" and os.environ.get("GPUSHARE_ENGINE") != "none":
+    asked = is_yes("GPUSHARE_REQUIRE_NRI", os.environ.get("GPUSHARE_REQUIRE_NRI", "no"))
+    if asked and os.environ.get("GPUSHARE_ENGINE") != "none":
         raise Failed("GPUSHARE_REQUIRE_NRI=yes needs GPUSHARE_ENGINE=none, which leaves shares to the NRI plugin")
-    return asked == "yes"
+    return asked
+
+
+def check_cdi() -> None:
+    """Raise Failed if claims need CDI and the node's containerd ignores it: containers would start without a GPU."""
+    asked = is_yes("GPUSHARE_REQUIRE_CDI", os.environ.get("GPUSHARE_REQUIRE_CDI", "no"))
+    if not asked or os.environ.get("GPUSHARE_ENGINE") == "crio":
+        return
+    try:
+        text = run("containerd", "config", "dump", quiet=True)
+    except Failed as error:
+        print(f"cannot check whether containerd has CDI enabled: {error}", file=sys.stderr, flush=True)
+        return
+    if re.search(r"^\s*enable_cdi = true$", text, re.MULTILINE) is None:
+        raise Failed(
+            "containerd has CDI disabled, so a container with a claim would start without a GPU: write enable_cdi = "
+            'true below [plugins."io.containerd.grpc.v1.cri"] in /etc/containerd/config.toml and restart containerd'
+        )
 
 
 def plugin_runs() -> str:
     """The engine that has accepted the running plugin; "" if there is none."""
-    words: list = []
-    try:
-        with open(on_node(PLUGIN_LOCK), encoding="utf-8", errors="replace") as file:
-            words = file.read().split()
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return ""
-    except FileNotFoundError:
-        return ""
-    except BlockingIOError:  # the plugin holds the lock
-        return {"cri-o": "crio", "containerd": "containerd"}.get(words[1], "") if len(words) == 2 else ""
+    words = read(PLUGIN_LOCK).split() if is_locked(on_node(PLUGIN_LOCK)) else []
+    return {"cri-o": "crio", "containerd": "containerd"}.get(words[1], "") if len(words) == 2 else ""
 
 
 def require_nri(engine: str, word: str = "--require-nri") -> None:
     """Make the engine refuse containers while the NRI plugin does not run, or with --undo stop that. Not before the
     plugin has run: if its image cannot be pulled, the node must still start other containers."""
-    done = gpushare("runtime", "configure", engine, word)
+    done = gpushare("runtime", "configure", engine, word, *config_file())
     for line in [*(f"{change['action']} {change['path']}" for change in done["changes"]), *done["notes"]]:
         print(line, flush=True)
     restart(done)
@@ -335,18 +448,53 @@ def try_to_require_nri(engine: str, delay: int) -> bool:
 def lift_nri(keep: bool = False) -> None:
     """Stop requiring the NRI plugin, also for an earlier pod that was killed, even between the removal of the
     requirement and the engine's restart. `keep`: a requirement that was not removed."""
-    for engine, path in DROP_INS.items():
-        required = OPTIONAL in contents(path)
+    for engine, usual in DROP_INS.items():
+        required = any(OPTIONAL in contents(path) for path in [usual, *configured(engine)])
         left = os.environ.get("GPUSHARE_ENGINE") == "none" and os.path.lexists(on_node(UNREAD + engine))
         if (required and not keep) or (left and not required):
             require_nri(engine, "--undo")
 
 
+def configured(engine: str) -> list:
+    """The files of the engine in which gpushare's entries are."""
+    try:
+        return [one["path"] for one in json.loads(read(CONFIGURED.format(engine)))["files"]]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def config_file() -> list:
+    path = os.environ.get("GPUSHARE_CONFIG_FILE", "")
+    return ["--config-file", path] if path else []
+
+
 def install(profile: Profile) -> None:
-    name = copy()
-    profile.follow()
+    """Install this version and configure the engine. Raises Failed and RestartFailed after it has undone that."""
     engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
-    words = ["runtime", "configure", *([] if engine == "none" else [engine])]
+    before = Before(engine)
+    name = copy()
+    point(name)
+    try:
+        done = configure(profile, engine)
+    except (Failed, OSError):  # the engine's files are as before
+        before.put_back_programs()
+        raise
+    for change in done["changes"]:
+        print(f"{change['action']} {change['path']}", flush=True)
+    try:
+        restart(done)
+        if before.cri == "ok" and cri_of(engine) == "error":
+            raise RestartFailed("containerd runs without CRI, so kubelet can start no container (`ctr plugins ls`)")
+    except RestartFailed as error:
+        raise RestartFailed(f"{error}; {before.undo(name, done)}") from None
+    label()
+    tidy()
+
+
+def configure(profile: Profile, engine: str) -> dict:
+    """Configure gpushare and the engine. Raises Failed."""
+    profile.follow()
+    words = ["runtime", "configure", *([] if engine == "none" else [engine, *config_file()])]
     before = checksum(CONFIG)
     # Keep a profile, and a file that the administrator wrote or edited.
     if not before or (is_ours(before) and not read(APPLIED)):
@@ -355,14 +503,216 @@ def install(profile: Profile) -> None:
     if "--profile" in words:
         write(WRITTEN, checksum(CONFIG).encode())
         write(APPLIED, b"")
-    for change in done["changes"]:
-        print(f"{change['action']} {change['path']}", flush=True)
-    restart(done)
-    label()
-    if not gpushare("list")["items"]:  # no container needs an older version
-        for entry in os.listdir(on_node(FOLDER)):
-            if entry not in (name, "current") and os.path.isdir(on_node(f"{FOLDER}/{entry}")):
-                discard(on_node(f"{FOLDER}/{entry}"))
+    return done
+
+
+def cri_of(engine: str) -> str:
+    """The status of containerd's CRI plugin, such as "ok" or "error": containerd runs also if that plugin refuses the
+    configuration. "" if containerd does not answer at its usual place, and for CRI-O, which runs only with CRI."""
+    if engine != "containerd" or config_file():
+        return ""
+    try:
+        lines = run("ctr", "plugins", "ls", quiet=True).splitlines()
+    except Failed:
+        return ""
+    found = [line.split() for line in lines]
+    return next((words[-1] for words in found if words[:2] == ["io.containerd.grpc.v1", "cri"]), "")
+
+
+class Before:
+    """The node before this version was installed."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine, self.version, self.cri = engine, current(), cri_of(engine)
+        self.files = {path: contents(path) for path in (CONFIG, WRITTEN, APPLIED)}
+        record = CONFIGURED.format(engine)
+        self.entries = {path: contents(path) for path in configured(engine)}
+        if self.entries:
+            self.entries[record] = contents(record)
+
+    def put_back_programs(self) -> None:
+        """Make the earlier version the current one, if there was one. It may not accept the new configuration."""
+        if self.version:
+            put_back(self.files)
+            point(self.version)
+
+    def undo(self, name: str, done: dict) -> str:
+        """Give the engine the entries that it had before the version `name`, and restart it. `done`: the change that
+        made it fail. Return what was done."""
+        place = f"{FOLDER}/{self.version}" if self.entries else "its own files"
+        print(f"the engine goes back to {place}", flush=True)
+        try:
+            self.put_back_programs()
+            if self.entries and self.version == name:
+                put_back(self.entries)
+            else:
+                words = [self.engine, *([] if self.entries else ["--undo"]), *config_file()]
+                done = gpushare("runtime", "configure", *words)
+            restart(done)
+            return "that was undone, and the engine runs as before; send SIGHUP or replace the pod to try again"
+        except Failed as error:
+            return f"undoing it failed as well: {error}; see the engine's log on the node"
+
+
+def put_back(files: dict[str, bytes]) -> None:
+    """Give files of the node these contents; without contents there was no file."""
+    for path, data in files.items():
+        if data:
+            write(path, data)
+        elif os.path.lexists(on_node(path)):
+            os.unlink(on_node(path))
+
+
+def tidy() -> None:
+    """Remove the versions that nothing on the node names any more. An engine that was not restarted yet names one."""
+    if os.environ.get("GPUSHARE_RESTART", "always") == "never" and has_unread_files():
+        return
+    names = [one for one in os.listdir(on_node(FOLDER)) if os.path.isdir(on_node(f"{FOLDER}/{one}"))]
+    old = {one for one in names if one not in ("current", "current.new", current())}
+    texts = (data for found in (tasks(), crio(), processes()) for one in found for data in one[1:])
+    for name in sorted(old - named(old, texts)):
+        discard(on_node(f"{FOLDER}/{name}"))
+
+
+def has_unread_files() -> bool:
+    engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
+    return engine != "none" and bool(gpushare("runtime", "configure", engine, "--dry-run", *config_file()).get("next"))
+
+
+def named(names: Iterable[str], texts: Iterable[bytes]) -> set[str]:
+    """Those of `names` that are in one of the texts."""
+    wanted, found = set(names), set[str]()
+    for text in texts if wanted else ():
+        found |= {name for name in wanted if name.encode() in text}
+    return found
+
+
+def bytes_of(path: str) -> bytes:
+    """The contents of a regular file that can go at any time. A pipe or a link to a device must not stop the reader."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return b""
+    with open(file, "rb") as opened:
+        try:
+            return opened.read(MOST_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b""
+        except OSError:
+            return b""
+
+
+def link_of(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def is_of_host(pid: str) -> bool:
+    """Whether root of the node runs a process with the mounts of the node's first process, or with the mounts that
+    OpenShift hides from it. A container or user chooses all else of its processes: their names, working directories,
+    programs, and arguments, which can be in memory that makes the reader wait (FUSE). The owner of the folder tells
+    nothing: root owns that of a process that cannot be dumped (proc(5), PR_SET_DUMPABLE)."""
+    namespace = link_of(f"{PROC}/{pid}/ns/mnt")
+    return (
+        namespace != ""
+        and namespace in (link_of(f"{PROC}/{FIRST}/ns/mnt"), hidden_namespace())
+        and b"\nUid:\t0\t0\t0\t0\n" in bytes_of(f"{PROC}/{pid}/status")
+    )
+
+
+def hidden_namespace() -> str:
+    """The mount namespace of kubelet and CRI-O as /proc names it; "" if they have the mounts of the node."""
+    try:
+        return f"mnt:[{os.stat(f'{PROC}/{FIRST}/{HIDDEN}').st_ino}]"
+    except OSError:
+        return ""
+
+
+def processes() -> Iterator[tuple[str, bytes, bytes, bytes]]:
+    """(pid and name, program, command line, mounts) of each process of the node: the program if it is a file below
+    FOLDER, and the command line if no container chose it. The mounts of a container are from the version that it
+    started with; processes of one mount namespace have them once."""
+    seen: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir(PROC)):
+        folder = f"{PROC}/{pid}"
+        namespace = link_of(f"{folder}/ns/mnt")
+        mounts = b"" if namespace in seen else bytes_of(f"{folder}/mountinfo")
+        if mounts:  # a process that has ended has none
+            seen.add(namespace)
+        name = shown(bytes_of(f"{folder}/comm").decode(errors="replace").strip())
+        words = bytes_of(f"{folder}/cmdline") if is_of_host(pid) else b""
+        yield f"{pid} ({name})", program_of(folder), words, mounts
+
+
+def program_of(folder: str) -> bytes:
+    """The path of a process's program if that is a file below the node's FOLDER. The image of a container can have
+    another file of that path."""
+    link = link_of(f"{folder}/exe")
+    _, below, rest = link.partition(f"{FOLDER}/")
+    try:
+        same = below and os.path.samestat(os.stat(f"{folder}/exe"), os.stat(on_node(below + rest)))
+    except OSError:
+        return b""
+    return os.fsencode(link) if same else b""
+
+
+def shown(name: str) -> str:
+    """A name for one line of the log, also if a container chose it."""
+    return ascii(name)[1:-1]
+
+
+def tasks() -> Iterator[tuple[str, bytes, bytes]]:
+    """(id, runtime, specification) of each task of containerd: also of pause containers and stopped ones. containerd
+    has its records in TASKS, or where a shim of it works (k3s and other distributions)."""
+    tops = {TASKS}
+    for pid in filter(str.isdigit, os.listdir(PROC)):
+        if bytes_of(f"{PROC}/{pid}/comm").startswith(b"containerd-shim") and is_of_host(pid):
+            tops.add(os.path.dirname(os.path.dirname(link_of(f"{PROC}/{pid}/cwd"))))
+    for folder in sorted(one for top in tops for one in glob.glob(on_node(f"{glob.escape(top)}/*/*"))):
+        runtime = b"\n".join(bytes_of(f"{folder}/{name}") for name in RUNTIME_FILES)
+        yield os.path.basename(folder), runtime, bytes_of(f"{folder}/config.json")
+
+
+def crio() -> Iterator[tuple[str, bytes]]:
+    """(id, specification) of each container and sandbox of CRI-O."""
+    for path in (one for top in CRIO for one in glob.glob(on_node(f"{top}/*-containers/*/userdata/config.json"))):
+        yield path.split("/")[-3], bytes_of(path)
+
+
+def has_hook(spec: bytes) -> bool:
+    """Whether a container's specification has a hook of gpushare."""
+    try:
+        return f"{FOLDER}/" in json.dumps(json.loads(spec).get("hooks"))
+    except (ValueError, AttributeError):  # the container has gone meanwhile
+        return False
+
+
+def users() -> list[str]:
+    """List everything that uses gpushare on the node. Raises Failed."""
+    folder = f"{FOLDER}/".encode()
+    found = [f"container {shown(one['name'] or one['id'])} holds a share" for one in gpushare("list")["items"]]
+    found += [f"the resource claim of {os.path.basename(path)} is prepared" for path in glob.glob(on_node(CLAIMS))]
+    found += [f"container {name} has gpushare's runtime" for name, runtime, _ in tasks() if folder in runtime]
+    # conmon calls the runtime of its command line; the DRA driver only names a program, and must stay until the end
+    found += [
+        f"process {name} runs"
+        for name, program, words, _ in processes()
+        if folder in program or (name.endswith("(conmon)") and folder in words)
+    ]
+    handled = {name for name, spec in crio() if HANDLER.search(spec)}
+    found += [f"CRI-O's container {name} has the handler gpushare" for name in sorted(handled)]
+    return [*found, *(["the NRI plugin runs: delete its DaemonSet"] if is_locked(on_node(PLUGIN_LOCK)) else [])]
+
+
+def is_locked(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
 
 
 def become(*words: str) -> None:
@@ -375,38 +725,66 @@ def become(*words: str) -> None:
 
 
 def label() -> None:
-    gpushare("refresh")  # updates node.json, which the device plugin reads
-    done = gpushare("labels")
+    try:
+        gpushare("refresh")  # updates node.json, which the device plugin reads
+    finally:  # a node whose GPUs are gone loses its labels
+        done = gpushare("labels")
     if done["action"]:
         print(f"{done['action']} {done['file']}: {done['features']}", flush=True)
 
 
-def remove(force: bool) -> None:
+def remove() -> list[str]:
+    """Remove gpushare, or return what still uses it. As long as a container has gpushare's hook in its specification,
+    the programs stay, because the engine calls the hook when the container ends. Raises Failed."""
     if not os.path.lexists(on_node(FOLDER)):
-        return
+        return []
     if os.path.lexists(on_node(f"{FOLDER}/current")):
-        if not unconfigure(force):
-            return
+        found = users()
+        if found:
+            return found
+        unconfigure()
+        found = users()  # a sandbox that the engine started meanwhile needs its runtime to the end
+        if found:
+            return found
+    hooked = {one[0] for found in (tasks(), crio()) for one in found if has_hook(one[-1])}
+    if hooked:
+        return [f"container {name} has gpushare's hook" for name in sorted(hooked)]
+    if os.path.lexists(on_node(f"{FOLDER}/current")):
         os.unlink(on_node(f"{FOLDER}/current"))
     for entry in os.listdir(on_node(FOLDER)):
         if os.path.isdir(on_node(f"{FOLDER}/{entry}")) and not os.path.islink(on_node(f"{FOLDER}/{entry}")):
             discard(on_node(f"{FOLDER}/{entry}"))
     shutil.rmtree(on_node(FOLDER))
-    print("gpushare is removed from this node", flush=True)
+    return []
 
 
-def unconfigure(force: bool) -> bool:
-    """Remove gpushare from the engine, with its files. Return whether nothing uses its programs any more."""
-    force = force and bool(gpushare("list")["items"] or glob.glob(on_node(CLAIMS)))
-    config = checksum(CONFIG)
-    purge = is_ours(config)  # the configuration file is as this program wrote it
-    done = gpushare("uninstall", "--yes", *(["--force"] if force else []), *(["--purge"] if purge else []))
+def unconfigure() -> None:
+    """Remove gpushare from the engine, with its files. Raises Failed."""
+    purge = is_ours(checksum(CONFIG))  # the configuration file is as this program wrote it
+    done = gpushare("uninstall", "--yes", *(["--purge"] if purge else []))
     for step in done["steps"]:
         print(step, flush=True)
     restart(done)
-    if force:  # containers still have mounts from FOLDER, and the engine calls the hooks in it when they end
-        print(f"gpushare is no longer used on this node; remove {FOLDER} when its containers have ended", flush=True)
-    return not force
+
+
+def wait_to_remove() -> bool:
+    """Remove gpushare as soon as nothing uses it. Return whether that was done before the pod ended."""
+    said: list[str] = []
+    while True:
+        try:
+            left = remove()
+        except Failed as error:
+            left = [str(error)]
+        if not left:
+            print("gpushare is removed from this node", flush=True)
+            return True
+        if left != said:
+            more = f", and {len(left) - 3} more" if len(left) > 3 else ""
+            print(f"waiting until nothing uses gpushare: {', '.join(left[:3])}{more}", flush=True)
+        said = left
+        info = signal.sigtimedwait(ENDS | {signal.SIGHUP}, PROFILE_S)
+        if info is not None and info.si_signo in ENDS:
+            return False
 
 
 def contents(path: str) -> bytes:
@@ -441,13 +819,54 @@ def serve(profile: Profile, pending: bool) -> None:
         followed = now
         if profile.follow(again=info is not None) or info is not None or now >= updated + UPDATE_S:
             label()
+            tidy()
             updated = now
 
 
+def be_alone() -> bool:
+    """Wait until no other installer runs on the node. Return whether that was before the pod ended."""
+    os.makedirs(os.path.dirname(on_node(LOCK)), exist_ok=True)
+    file = os.open(on_node(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # held until this process ends
+    waits = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not waits:
+                print("waiting until the other pod that installs or removes gpushare here ends", flush=True)
+            waits = True
+        info = signal.sigtimedwait(ENDS, STEP_S)
+        if info is not None:
+            return False
+
+
+def set_ready(ready: bool) -> None:
+    if ready:
+        open(READY, "wb").close()
+    elif os.path.lexists(READY):
+        os.unlink(READY)
+
+
+def install_until_done(profile: Profile) -> bool:
+    """Install. An engine that does not start with gpushare's entries is not restarted again and again: the pod stays
+    unready, which stops the rollout, until it is replaced or gets SIGHUP. Return False if it ended. Raises Failed."""
+    while True:
+        try:
+            install(profile)
+            return True
+        except RestartFailed as error:
+            print(f"gpushare: {error}", file=sys.stderr, flush=True)
+            if signal.sigwait(ENDS | {signal.SIGHUP}) in ENDS:
+                return False
+
+
 def main(verb: str = "", *words: str) -> int:
-    if verb not in ("install", "remove", "run") or (verb != "run" and words):
-        print("usage: install.py install|remove|run WORDS...", file=sys.stderr)
+    if verb not in ("install", "remove", "run", "ready") or (verb != "run" and words):
+        print("usage: install.py install|remove|run WORDS...|ready", file=sys.stderr)
         return 2
+    if verb == "ready":
+        return 0 if os.path.lexists(READY) else 1
     if verb == "run":
         try:
             become(*words)
@@ -456,18 +875,26 @@ def main(verb: str = "", *words: str) -> int:
         return 1
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDS | {signal.SIGHUP})  # a signal must not interrupt a change
     try:
-        if verb == "remove":
-            remove(force=True)
-            signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
+        check_folder()
+        set_ready(False)
+        required = verb == "install" and requires_nri()
+        if not be_alone():
             return 0
-        required = requires_nri()
+        if verb == "install":
+            check_cdi()
+        if verb == "remove":
+            if wait_to_remove():
+                set_ready(True)
+                signal.sigwait(ENDS)  # if the program ended, Kubernetes would start it again
+            return 0
         profile = Profile()
-        install(profile)
+        if not install_until_done(profile):
+            return 0
         lift_nri(keep=required)
+        set_ready(True)
         print("ready", flush=True)
         serve(profile, required)
-        lift_nri()  # even if containers have a share: the plugin may be removed with this pod
-        remove(force=False)
+        lift_nri()  # the engine would refuse containers if the plugin were removed with this pod
     except (Failed, OSError) as error:
         print(f"gpushare: {error}", file=sys.stderr)
         return 1

@@ -53,4 +53,5 @@ class Backend(NamedTuple):
     alone: str = ""  # why it cannot enforce compute on a device where another backend does; "": it can
     in_cgroup: bool = False  # whether it needs a cgroup that belongs to the container alone
     lends: tuple[str, ...] = ()  # values of policy.lending with which a container can borrow memory above its request
+    suspends: bool = False  # whether the driver can move the memory of such containers to the host
     optional: bool = True  # whether it does something for a container even without a limit

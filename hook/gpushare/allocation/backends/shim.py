@@ -9,6 +9,7 @@ BACKEND = Backend(
     name="shim",
     enforces=LIMITS,
     lends=(constants.MOVABLE, constants.EVICT),
+    suspends=True,
     why_unsupported=lambda limit, site: None,
     alone="containers that use MPS are on the device, and the driver gives them no time slices of their own",
     enforced_by="gpushare's library, in every process of the container: an allocation over the limit fails, a launch "

@@ -11,6 +11,8 @@
 A container's start imports nothing of this package: it only reads variables (request/dialects/claims.py).
 """
 
+from ...core import constants
+
 DRIVER = "gpushare.io"
 # CDI specification of a prepared claim; a write that was killed leaves a file with UNFINISHED after the name
-PREFIX, SUFFIX, UNFINISHED = f"{DRIVER}-claim_", ".json", ".new"
+(PREFIX, SUFFIX), UNFINISHED = constants.CLAIM_FILE.split("%s"), ".new"

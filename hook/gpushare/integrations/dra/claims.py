@@ -1,7 +1,7 @@
 """A claim's allocated devices, and its CDI specification. Has no side effects.
 
     shares_of(claim, version, pool, offers)      -> [ClaimShare]     raises RequestError, DeviceError
-    document(uid, shares, node, settings)        -> the CDI specification
+    document(uid, shares, node, settings, secret) -> the CDI specification
     consumed(document)                           -> [(uuid, bytes, percent)]   of a specification on disk
     refuse_overcommit(shares, offers, others)    raise CapacityError for more than a device has
 
@@ -77,7 +77,7 @@ def _parameters(where: str, allocation: dict[str, Any], request: str) -> dict[st
 
 def shares_of(claim: dict[str, Any], pool: str, offers: dict[str, Offer]) -> list[ClaimShare]:
     """The devices of this node that the scheduler allocated to the claim. A result without consumed capacity is of an
-    API server without consumable capacity: all of the device."""
+    API server without consumable capacity: all of the device that policy allows."""
     where = f"claim {claim['metadata'].get('namespace', '')}/{claim['metadata'].get('name', '')}"
     allocation = ((claim.get("status") or {}).get("allocation") or {}).get("devices")
     if not allocation:
@@ -98,8 +98,8 @@ def shares_of(claim: dict[str, Any], pool: str, offers: dict[str, Offer]) -> lis
         consumed = {
             key.rpartition("/")[2]: quantity(str(text)) for key, text in (result.get("consumedCapacity") or {}).items()
         }
-        memory = consumed.get(MEMORY, min(offer.memory, offer.device.memory_bytes))
-        compute = consumed.get(COMPUTE, 0) if consumed else min(100, offer.compute)
+        memory = consumed.get(MEMORY, offer.largest)
+        compute = consumed.get(COMPUTE, 0) if consumed else min(100, offer.compute, offer.most_percent)
         if not 0 < memory <= offer.memory or not 0 <= compute <= 100:
             raise RequestError(
                 f"{where}: {human(memory)} and {compute} % of device {shown(result['device'])} cannot be given",
@@ -137,15 +137,16 @@ def cdi_name(uid: str, number: int) -> str:
     return f"{uid}-{number}"
 
 
-def variable(uid: str, number: int) -> str:
-    return constants.ENV_CLAIM_PREFIX + re.sub(r"\W", "_", cdi_name(uid, number))
+def variable(uid: str, number: int, secret: str) -> str:
+    """`secret`: of this claim; no other pod can name the variable, although it may know the uid."""
+    return constants.ENV_CLAIM_PREFIX + re.sub(r"\W", "_", f"{cdi_name(uid, number)}_{secret}")
 
 
-def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Settings) -> dict[str, Any]:
+def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Settings, secret: str) -> dict[str, Any]:
     """The CDI specification. An engine applies the hooks once, however many of the devices a container has."""
     devices = []
     for share in shares:
-        edits: dict[str, Any] = {"env": [f"{variable(uid, share.number)}={share.text}"]}
+        edits: dict[str, Any] = {"env": [f"{variable(uid, share.number, secret)}={share.text}"]}
         nodes = [described(one) for one in of_cdi_device(node.inventory, share.device)]
         devices.append(
             {
@@ -158,8 +159,8 @@ def document(uid: str, shares: Iterable[ClaimShare], node: Node, settings: Setti
 
 
 def texts(specification: dict[str, Any]) -> list[list[str]]:
-    """The variables of each device in a specification of `document`."""
-    return [device["containerEdits"]["env"] for device in specification["devices"]]
+    """The values of each device's variables in a specification of `document`."""
+    return [[text.partition("=")[2] for text in device["containerEdits"]["env"]] for device in specification["devices"]]
 
 
 def consumed(specification: dict[str, Any]) -> list[tuple[str, int, int]]:

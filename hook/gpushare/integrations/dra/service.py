@@ -5,7 +5,8 @@
         service.serve(registry, plugins)                  listen on both sockets; raises GpushareError
 
 A prepared claim is a CDI specification in `folder`, and nothing else records it. So it survives a restart of the
-driver, and a claim that was prepared is answered from its file.
+driver, and a claim that was prepared is answered from its file. The hook believes a claim's variable only if such a
+file has it (programs/system_variables.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import secrets
 import threading
 from typing import Any, Callable, Optional
 
@@ -27,6 +29,7 @@ from .claims import ClaimShare
 from .protocol import grpc
 from .slices import Offer
 
+REGISTRATION_SOCKET = f"{DRIVER}-reg.sock"
 _THREADS = 4
 _END_S = 1.0  # for calls in progress when the service ends
 
@@ -68,7 +71,7 @@ class Service:
             type=protocol.TYPE, name=DRIVER, endpoint=endpoint, supported_versions=[*protocol.PACKAGES]
         )
         self._listen(endpoint, [self._of_package(package) for package in protocol.PACKAGES.values()])
-        self._listen(os.path.join(registry, f"{DRIVER}-reg.sock"), [self._registration(info)])
+        self._listen(os.path.join(registry, REGISTRATION_SOCKET), [self._registration(info)])
 
     def close(self) -> None:
         for server, path in reversed(self._running):
@@ -130,9 +133,10 @@ class Service:
         if claim["metadata"]["uid"] != asked.uid:
             raise GpushareError(f"claim {asked.namespace}/{asked.name} was replaced by another", "kubelet tries again")
         with self._lock:
-            assert self._node is not None
+            if self._node is None:
+                raise GpushareError("the devices of this node are not known yet", "kubelet tries again")
             shares = claims.shares_of(claim, self._pool, self._offers)
-            new = claims.document(asked.uid, shares, self._node, self._settings)
+            new = claims.document(asked.uid, shares, self._node, self._settings, secrets.token_hex(16))
             if not self._has(path, new):
                 others = [self._read(name) for name in self._prepared() if name != path]
                 taken = [one for value in others for one in claims.consumed(value)]

@@ -1,8 +1,10 @@
 """The resources that the plugin offers to kubelet, and the variables for a container. Has no side effects.
 
     offered(node, unit_mib, whole)                    -> {kind: (Offered, ...)}
+    name_of_shares(node, names)                       -> the resource of equal shares that have a name of their own
     resources(unit_mib, names)                        -> {kind: its name, "gpushare.io/memory-mib"}
-    allocate(kind, offers, healthy, ids, beside)      -> {variable: value}      raises RequestError, DeviceError
+    warning(name, count)                              -> what many units of a resource cost; "" for few
+    allocate(kind, offers, healthy, ids, beside, reused) -> {variable: value}   raises RequestError, DeviceError
     preferred(kind, offers, placement, available, must, n, beside, short)  -> ids
 
 kubelet counts named units ("device ids"). Memory has one id for each unit, compute one for each percent, and
@@ -12,7 +14,8 @@ removed.
 
 A device has either memory and compute, or shares: devices with equal shares (`sharing`) and undivided devices (`whole`)
 are `gpushare.io/gpu`. kubelet chooses memory and compute of a container one after the other, in either order
-(pairing.py). `beside`: the keys of the devices of the first choice, which the second must match.
+(pairing.py). `beside`: the keys of the devices of the first choice, which the second must match. `must`, `reused`: ids
+of an init container that has ended. kubelet gives them to the pod's next containers before any free ids.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from ...allocation.admission import most_bytes
 from ...core import constants
 from ...core.errors import DeviceError, RequestError
 from ...core.model import Device, Node
@@ -29,16 +33,19 @@ from ...gpu.selectors import device_name, is_among, usable_devices
 from ...state.ledger import capacity_bytes, capacity_percent, rule_of
 
 MEMORY, COMPUTE, GPU, DEVICES = "memory", "compute", "gpu", "devices"
+SHARED = "shared"  # as GPU, for equal shares under another name (renameByDefault)
 VARIABLES = {
     MEMORY: constants.ENV_ALLOCATED_MEMORY,
     COMPUTE: constants.ENV_ALLOCATED_COMPUTE,
     GPU: constants.ENV_ALLOCATED_GPU,
     DEVICES: constants.ENV_ALLOCATED_DEVICES,
+    SHARED: constants.ENV_ALLOCATED_GPU,
 }
 DIVISIBLE = (MEMORY, COMPUTE)  # of one device, or in equal parts of as few devices as have room
 _PERCENT = 100  # the most that a container can have of one device
 _MIB = 1 << 20
 _GIB = 1024  # MiB
+_MANY = 4096  # units, for which kubelet 1.36 takes some seconds
 _DIGITS = 8  # number of the uuid's digits in an id
 
 
@@ -50,6 +57,8 @@ class Offered(NamedTuple):
     count: int  # type: ignore[assignment]  # number of ids; shadows tuple.count
     mib: int  # size of one id; 0: no memory, or an equal share, whose size the configuration sets
     numa: int = -1  # the device's NUMA node; -1: unknown, or the only one
+    alone: bool = False  # a container can have only one share (failRequestsGreaterThanOne)
+    most: int = 0  # ids that policy allows a container; 0: all
 
     def ids(self) -> Iterable[str]:
         return (f"{self.key}-{number}" for number in range(self.count))
@@ -71,7 +80,8 @@ def resources(unit_mib: int, names: dict[str, str]) -> dict[str, str]:
 def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str, tuple[Offered, ...]]:
     """The offers of all devices that policy allows, in PCI order. `whole`: undivided devices, named as in
     policy.allowed_devices. A device of unknown size is not offered, because its free memory is not known."""
-    allowed = node.config.policy.allowed_devices
+    policy = node.config.policy
+    allowed = policy.allowed_devices
     devices = [one for one in usable_devices(node.inventory) if not allowed or is_among(one, allowed)]
     keys = _keys([one.uuid for one in devices])
     found: dict[str, list[Offered]] = {kind: [] for kind in VARIABLES}
@@ -84,13 +94,23 @@ def offered(node: Node, unit_mib: int, whole: Collection[str] = ()) -> dict[str,
         if is_among(device, whole):
             found[GPU].append(Offered(key, device, 1, min(capacity, device.memory_bytes // _MIB)))
         elif rule is not None:
-            found[GPU].append(Offered(key, device, rule.split_count, 0))
+            share = Offered(key, device, rule.split_count, 0, alone=rule.alone)
+            found[SHARED if rule.resource else GPU].append(share)
         else:
             percent = capacity_percent(device, node.config)
-            found[MEMORY].append(Offered(key, device, capacity // unit_mib, unit_mib))
-            found[COMPUTE].append(Offered(key, device, percent, 0))
+            most = max(1, most_bytes(device, policy) // (unit_mib * _MIB)) if policy.max_memory else 0
+            found[MEMORY].append(Offered(key, device, capacity // unit_mib, unit_mib, most=most))
+            most = policy.max_compute_percent if policy.max_compute_percent < _PERCENT else 0
+            found[COMPUTE].append(Offered(key, device, percent, 0, most=most))
             found[DEVICES].append(Offered(key, device, percent, 0))
     return {kind: tuple(offers) for kind, offers in found.items()}
+
+
+def name_of_shares(node: Node, names: dict[str, str]) -> str:
+    """The name of the resource for equal shares if the configuration renames it; empty: it does not. `names`: those of
+    `resources`."""
+    name = next((rule.resource for rule in node.config.sharing if rule.resource), "")
+    return names[GPU] + name if name.startswith(".") else name
 
 
 def with_numa(found: dict[str, tuple[Offered, ...]], nodes: dict[str, int]) -> dict[str, tuple[Offered, ...]]:
@@ -129,11 +149,15 @@ def _by_device(offers: Iterable[Offered], ids: Iterable[str]) -> dict[Offered, l
     return {one: sorted(set(found[key])) for key, one in known.items() if key in found}
 
 
+def _most(kind: str, offers: Iterable[Offered]) -> int:
+    """Return how many units of one device a container can have, by the size of the device and by policy."""
+    most = max((min(one.count, one.most or one.count) for one in offers), default=1)
+    return max(1, min(most, _PERCENT) if kind == COMPUTE else most)
+
+
 def _parts(kind: str, offers: Iterable[Offered], size: int, beside: Collection[str]) -> int:
     """Return how many devices share `size` units: as few as can have so many, or those of the other resource."""
-    most = max((one.count for one in offers), default=1)
-    most = min(most, _PERCENT) if kind == COMPUTE else most
-    fewest = -(-size // max(1, most))
+    fewest = -(-size // _most(kind, offers))
     return max(fewest, len(beside)) if kind == COMPUTE else fewest
 
 
@@ -142,12 +166,24 @@ def _split(size: int, parts: int) -> list[int]:
 
 
 def _require_divided(
-    kind: str, offers: Iterable[Offered], chosen: dict[Offered, list[int]], size: int, beside: Collection[str]
+    kind: str,
+    offers: Sequence[Offered],
+    chosen: dict[Offered, list[int]],
+    size: int,
+    beside: Collection[str],
+    reused: int,
 ) -> None:
     """Raise RequestError if kubelet had to choose units of more devices than they need, unequal parts, or other devices
-    than those of the container's other resource."""
+    than those of the container's other resource. `reused`: units that kubelet had to include."""
     keys = {one.key for one in chosen}
     parts = _parts(kind, offers, size, beside)
+    if parts > len(offers):
+        key = "policy.max_compute" if kind == COMPUTE else "policy.max_memory"
+        raise RequestError(
+            f"a container can have {_most(kind, offers)} units of each of {len(offers)} devices, and {size} are "
+            "requested",
+            f"request less, or raise {key} on the node",
+        )
     fits = not beside or (keys == set(beside) if kind == COMPUTE else keys >= set(beside))
     if fits and sorted(map(len, chosen.values()), reverse=True) == _split(size, parts):
         return
@@ -157,14 +193,36 @@ def _require_divided(
         names = ", ".join(f"GPU {device_name(one.device)}" for one in offers if one.key in beside)
         other = MEMORY if kind == COMPUTE else COMPUTE
         why = f"{size} units of {kind} are not free on {names}, where the container's {other} is"
+    elif reused:
+        raise RequestError(
+            f"{why} with the {reused} that kubelet reuses from an init container (kubelet chose {free})",
+            f"request {size} units for the init container too",
+        )
     raise RequestError(
         f"{why} (kubelet chose {free})",
-        "request less; a container gets its share on one device, or equal parts on as few devices as possible",
+        "request less; a container gets its share on one device, or equal parts on as few devices as possible. An init "
+        "container must request as much as the container after it, because kubelet gives both the same units",
+    )
+
+
+def warning(name: str, count: int) -> str:
+    """kubelet 1.36 (feature gate ResourceHealthStatus) looks for the pod of each new unit among all units that pods
+    have, and meanwhile starts no pod. It also writes 54 bytes for each into the status of its pod."""
+    if count <= _MANY:
+        return ""
+    return (
+        f"warning: {count} units of {name} can stop kubelet 1.36 and newer for minutes when it or the plugin restarts: "
+        "give a larger --memory-unit, the same on all nodes, or use the DRA driver"
     )
 
 
 def allocate(
-    kind: str, offers: Sequence[Offered], healthy: Collection[str], ids: Sequence[str], beside: Collection[str] = ()
+    kind: str,
+    offers: Sequence[Offered],
+    healthy: Collection[str],
+    ids: Sequence[str],
+    beside: Collection[str] = (),
+    reused: Collection[str] = (),
 ) -> dict[str, str]:
     """The variable for a container with these ids: `UUID=AMOUNT`, `UUID,UUID` for equal shares, or a number. Raises
     errors of one line, which kubelet writes to the pod's events."""
@@ -175,12 +233,17 @@ def allocate(
         if one.device.uuid not in healthy:
             raise DeviceError(f"device {device_name(one.device)} ({one.device.uuid}) is gone or broken")
     if kind in DIVISIBLE:
-        _require_divided(kind, offers, chosen, len(ids), beside)
+        _require_divided(kind, offers, chosen, len(ids), beside, len(set(ids) & set(reused)))
     if kind in (COMPUTE, DEVICES):
         return {VARIABLES[kind]: str(sum(map(len, chosen.values())))}
     if kind == MEMORY:
         sizes = (f"{one.device.uuid}={len(numbers) * one.mib}Mi" for one, numbers in chosen.items())
         return {VARIABLES[kind]: ",".join(sizes)}
+    if len(ids) > 1 and any(one.alone for one in chosen):
+        raise RequestError(
+            f"{len(ids)} shares are requested, and sharing.timeSlicing.failRequestsGreaterThanOne allows 1",
+            "request 1: a share of a GPU does not grow with the number",
+        )
     if len(chosen) < len(ids) or len(chosen) > MAX_SLOTS:
         raise RequestError(
             f"{len(ids)} GPUs are requested, and kubelet chose from {len(chosen)} (at most {MAX_SLOTS})",

@@ -1,16 +1,16 @@
 """Keep a container's memory and compute on the same device. kubelet chooses them one after the other, in either order,
-without the name of the container. No side effects; the threads of two services call it.
+without the name of the container. No side effects but `recorded`; the threads of two services call it.
 
     pairing = Pairing(time.monotonic)
     pairing.asked(kind, available, size)  -> (beside, short)     kubelet asks for a preference
     pairing.beside(kind)                  -> keys of the devices of the other choice, for the same container
     pairing.chosen(kind, keys, ids)                              kubelet has chosen
+    pairing.refused()                                            the choice was refused
 
 kubelet admits one pod after the other and asks for all resources of a container within milliseconds. So a choice of
 memory and the next choice of compute belong to one container, unless a pair is complete or too much time has passed.
-The guess can be wrong: if a container with memory only comes just before a container with compute, the two choices
-become a pair. kubelet can then count compute on another device than the one that the hook grants; the hook's ledger
-decides.
+A container with one of the two only ends with its choice: kubelet then writes its record (checkpoint.py), before it
+asks for the next container. `recorded` tells that: the choices of two containers are never a pair.
 
 `short`: the devices with too little of the other resource for a container that needs as much as the last one. They come
 from the amounts that kubelet offered for that container, minus what it chose since.
@@ -22,16 +22,20 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Optional
 
+from .checkpoint import Holder
 from .offers import COMPUTE, DIVISIBLE, MEMORY
 
 _WITHIN_S = 2.0  # kubelet calls both for one container within this; it fails a pod whose calls take longer
 _NONE: frozenset[str] = frozenset()
+_NOBODY: frozenset[Holder] = frozenset()
 
 
 class _Choice(NamedTuple):
     kind: str
     keys: frozenset[str]
     at: float
+    unit: str  # one of its ids
+    holders: frozenset[Holder]  # containers that kubelet's record had with this id at that time
 
 
 def _count(ids: Iterable[str]) -> dict[str, int]:
@@ -43,8 +47,11 @@ def _count(ids: Iterable[str]) -> dict[str, int]:
 
 
 class Pairing:
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float], recorded: Callable[[str, str], frozenset[Holder]] = lambda kind, unit: _NOBODY
+    ) -> None:
+        """`recorded`: the containers that have an id of this kind in kubelet's record."""
+        self._clock, self._recorded = clock, recorded
         self._lock = threading.Lock()
         self._open: Optional[_Choice] = None  # a choice whose partner may follow
         self._free: dict[str, dict[str, int]] = {}  # kind -> key -> units
@@ -54,7 +61,12 @@ class Pairing:
         one = self._open
         if kind not in DIVISIBLE or one is None or one.kind == kind or self._clock() - one.at > _WITHIN_S:
             return _NONE
-        return one.keys
+        return _NONE if self._recorded(one.kind, one.unit) - one.holders else one.keys
+
+    def refused(self) -> None:
+        """The container of the last choice does not start."""
+        with self._lock:
+            self._open = None
 
     def asked(self, kind: str, available: Iterable[str], size: int) -> tuple[frozenset[str], frozenset[str]]:
         if kind not in DIVISIBLE:
@@ -72,7 +84,9 @@ class Pairing:
             return
         with self._lock:
             paired = self.beside(kind)
-            self._open = None if paired else _Choice(kind, frozenset(keys), self._clock())
+            units = sorted(ids)
+            holders = _NOBODY if paired else self._recorded(kind, units[0])
+            self._open = None if paired else _Choice(kind, frozenset(keys), self._clock(), units[0], holders)
             free = self._free.get(kind, {})
-            for key, number in _count(ids).items():
+            for key, number in _count(units).items():
                 free[key] = max(0, free.get(key, 0) - number)

@@ -17,22 +17,22 @@ import select
 import socket
 import stat
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Callable, NamedTuple, Optional
 
 from ...config import node
-from ...core.errors import DeviceError, GpushareError, what_to_do
-from ...core.model import Device, Node
+from ...core.errors import GpushareError, what_to_do
+from ...core.model import Node
 from ...core.quoting import shown
-from ...gpu import inventory
 from ...gpu.selectors import device_name
 from ...system import sigterm
+from .. import devicestate, grpcsocket
+from ..xid import XidWatch
 from . import offers, protocol, service
+from .checkpoint import Checkpoint
 from .pairing import Pairing
 from .protocol import grpc
 from .service import Service
-from .xid import XidWatch
 
 _REGISTER_S = 15.0  # before kubelet answers, it connects to the plugin, for which it allows itself 10 s
 _LISTENS_S = 2.0  # kubelet creates its socket before it listens on it
@@ -42,6 +42,7 @@ _CHANNEL = [
     ("grpc.max_reconnect_backoff_ms", 200),
 ]
 _RETRY_S = 5.0  # after a failed registration
+_STREAM_S = 10.0  # kubelet opens a stream at once when a resource is registered
 _SOCKET_NAME = re.compile(r"gpushare-[a-z0-9-]+-[0-9a-f]{8}\.sock")
 # inotify(7): files created, deleted, moved in or out; the directory itself deleted or moved; fail if it is no directory
 _EVENTS = 0x100 | 0x200 | 0x40 | 0x80 | 0x400 | 0x800 | 0x01000000
@@ -98,14 +99,16 @@ class Plugin:
         self._last_line = ""
         self._print = report
         self._gone: dict[str, str] = {}  # uuid -> why the device is gone, as last printed
-        self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket at the last registration
+        self._registered: Optional[tuple[int, ...]] = None  # identity of kubelet's socket, if it has all resources
+        self._each: dict[Service, tuple[tuple[int, ...], float]] = {}  # the same of each resource, and since when
         self._watch = _Watch(settings.folder)
         stack.callback(self._watch.close)
-        pairing = Pairing(time.monotonic)
-        self._services = [
-            stack.enter_context(Service(kind, name, report, pairing))
-            for kind, name in offers.resources(settings.unit_mib, settings.names).items()
-        ]
+        self._names = offers.resources(settings.unit_mib, settings.names)
+        recorded = Checkpoint(settings.folder, self._names).holders
+        self._stack, self._pairing = stack, Pairing(time.monotonic, recorded)
+        self._services: list[Service] = []
+        for kind, name in self._names.items():
+            self._add(kind, name)
         self._woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._xids: Optional[XidWatch] = None
         if settings.nvml:
@@ -113,6 +116,10 @@ class Plugin:
             stack.callback(self._xids.close)
         _remove_stale_sockets(settings.folder)
         self._show()
+
+    def _add(self, kind: str, name: str) -> None:
+        self._services.append(self._stack.enter_context(Service(kind, name, self._print, self._pairing)))
+        self._registered = None
 
     def wait(self, end: int) -> bool:
         """Wait for a change of kubelet's directory, or for the next check of the devices. True: SIGTERM has arrived."""
@@ -131,7 +138,7 @@ class Plugin:
         if here is None:
             self._report("kubelet is gone; waiting for it")
             self._registered = None
-        elif here != self._registered or not all(os.path.lexists(one.path) for one in self._services):
+        elif here != self._registered or not all(self._has(one, here) for one in self._services):
             try:
                 self.register()
             except GpushareError as error:
@@ -139,19 +146,35 @@ class Plugin:
                 self._report(str(error))
 
     def register(self) -> None:
-        """Serve on new sockets and register them with kubelet. Raises GpushareError."""
+        """Serve the resources that kubelet does not have on new sockets, and register them. Raises GpushareError.
+
+        kubelet answers the next registration only when it has processed the list of the one before, which can take it
+        longer than _REGISTER_S: then that list must not come again.
+        """
         place = os.path.join(self._settings.folder, protocol.SOCKET)
         here = _identity(place)
         if here is None:
             raise GpushareError(f"{shown(place)}: kubelet has no socket there", _NO_KUBELET)
-        for one in self._services:
+        missing = [one for one in self._services if not self._has(one, here)]
+        for one in missing:
             label = re.sub("[^a-z0-9-]", "-", one.name.rpartition("/")[2].lower())
             one.serve(os.path.join(self._settings.folder, f"gpushare-{label}-{os.urandom(4).hex()}.sock"))
             _register(place, one)
+            self._each[one] = here, time.monotonic()
         self._registered = here
         self._last_line = ""
-        for one in self._services:
+        for one in missing:
             self._print(f"registered {one.name}: {one.size}")
+            warning = offers.warning(one.name, one.size)
+            if warning:
+                self._print(warning)
+
+    def _has(self, one: Service, kubelet: tuple[int, ...]) -> bool:
+        """Whether this kubelet has the resource. kubelet ends a resource's last stream when any earlier stream of that
+        name ends, as after an update of the plugin, and then counts none of its units."""
+        where, since = self._each.get(one, ((), 0.0))
+        watched = time.monotonic() < since + _STREAM_S if one.is_watched is None else one.is_watched
+        return where == kubelet and watched and os.path.lexists(one.path)
 
     def _show(self) -> None:
         """Check the devices and pass changes to the services, which tell kubelet."""
@@ -159,7 +182,7 @@ class Plugin:
         config = self._node.config
         found = offers.offered(self._node, self._settings.unit_mib, self._settings.whole)
         devices = [one.device for some in found.values() for one in some]
-        found = offers.with_numa(found, _numa_nodes(_visible(config.driver_root), devices))
+        found = offers.with_numa(found, devicestate.numa_nodes(devicestate.visible(config.driver_root), devices))
         xids = self._xids.errors() if self._xids else {}
         failed = {one.uuid: xids.get(one.parent or one.uuid) for one in devices}
         gone = {
@@ -167,15 +190,19 @@ class Plugin:
             for uuid, xid in failed.items()
             if xid is not None
         }
-        gone.update(_gone(config.driver_root, devices))
+        gone.update(devicestate.gone(config.driver_root, devices))
         for device in devices:
             why = gone.get(device.uuid, "")
             if why != self._gone.get(device.uuid, ""):
                 self._print(f"device {device_name(device)} ({device.uuid}): {why or 'is back'}")
         self._gone = gone
         healthy = frozenset(one.uuid for one in devices if one.uuid not in gone)
+        shares = offers.name_of_shares(self._node, self._names)
+        if shares and shares not in {one.name for one in self._services}:
+            self._add(offers.SHARED, shares)
         for one in self._services:
-            one.show(found[one.kind], healthy, config.placement)
+            is_former = one.kind == offers.SHARED and one.name != shares
+            one.show(() if is_former else found[one.kind], healthy, config.placement)
 
     def _report(self, text: str) -> None:
         """Print a line, unless it equals the previous one."""
@@ -184,40 +211,16 @@ class Plugin:
             self._print(text)
 
 
-def _visible(root: str) -> str:
-    """If the driver root is not in the plugin's pod, as with an operator's driver, "/" serves as well: /proc and /sys
-    are of the same kernel."""
-    return root if os.path.isdir(root) else "/"
-
-
-def _gone(root: str, devices: Iterable[Device]) -> dict[str, str]:
-    """{uuid: reason} of devices that no container can use now."""
-    root = _visible(root)
+def require_answers(folder: str) -> None:
+    """Raise GpushareError unless the folder has sockets of a plugin, and the plugin answers on each."""
     try:
-        inventory.driver_version(root)
-    except DeviceError:
-        return {one.uuid: "no driver is loaded" for one in devices}
-    buses, mig = set(inventory.bus_ids(root)), set(inventory.mig_instances(root))
-    found = {}
-    for one in devices:
-        instance = f"gpu{one.minor}/gi{one.gpu_instance}/ci{one.compute_instance}"
-        if one.bus_id not in buses:
-            found[one.uuid] = f"no GPU at {one.bus_id} any more"
-        elif one.parent and instance not in mig:
-            found[one.uuid] = "the MIG device is gone"
-    return found
-
-
-def _numa_nodes(root: str, devices: Iterable[Device]) -> dict[str, int]:
-    """{PCI bus id: NUMA node}, -1 if the kernel knows none."""
-    found = {}
-    for one in devices:
-        try:
-            with open(os.path.join(root, "sys/bus/pci/devices", one.bus_id, "numa_node"), encoding="ascii") as file:
-                found[one.bus_id] = int(file.read())
-        except (OSError, ValueError):
-            found[one.bus_id] = -1
-    return found
+        names = [name for name in os.listdir(folder) if _SOCKET_NAME.fullmatch(name)]
+    except OSError as error:
+        raise GpushareError(f"{shown(folder)}: {error.strerror}", _NO_KUBELET) from None
+    if not names:
+        raise GpushareError(f"{shown(folder)} has no socket of the plugin", "see the plugin's log")
+    for name in names:
+        grpcsocket.require_answer(os.path.join(folder, name), f"/{protocol.SERVICE}/GetDevicePluginOptions")
 
 
 def _identity(path: str) -> Optional[tuple[int, ...]]:

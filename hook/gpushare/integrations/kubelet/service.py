@@ -49,6 +49,8 @@ class Service:
         self._changed = threading.Condition()
         self._shown = _Shown()
         self._stream = object()  # identifies kubelet's current stream
+        self._context: Optional[Any] = None  # of that stream
+        self._reused: frozenset[str] = frozenset()  # ids that kubelet had to include in its last choice
 
     def __enter__(self) -> Service:
         return self
@@ -60,6 +62,12 @@ class Service:
     def size(self) -> int:
         """The number of offered ids."""
         return sum(one.count for one in self._shown.offers)
+
+    @property
+    def is_watched(self) -> Optional[bool]:
+        """Whether kubelet has its stream open; None if it has opened none on this socket."""
+        context = self._context
+        return None if context is None else bool(context.is_active())
 
     def show(self, offers: tuple[Offered, ...], healthy: frozenset[str], placement: str) -> None:
         here = healthy & {one.device.uuid for one in offers}
@@ -87,7 +95,7 @@ class Service:
         if self._server is None:
             return
         with self._changed:
-            self._stream = object()
+            self._stream, self._context = object(), None
             self._changed.notify_all()
         self._server.stop(_END_S).wait()
         self._server = None
@@ -122,7 +130,7 @@ class Service:
     def _watch(self, request: Any, context: Any) -> Iterator[bytes]:
         stream, sent = object(), _Shown()
         with self._changed:
-            self._stream = stream
+            self._stream, self._context = stream, context
             self._changed.notify_all()
         if not context.add_callback(self._wake):
             return
@@ -143,6 +151,7 @@ class Service:
         shown, answer = self._shown, protocol.message("PreferredAllocationResponse")()
         for one in request.container_requests:
             choice = one.available_deviceIDs, one.must_include_deviceIDs, one.allocation_size
+            self._reused = frozenset(one.must_include_deviceIDs)
             pair = self._pairing.asked(self.kind, one.available_deviceIDs, one.allocation_size)
             chosen = self._call(context, pure.preferred, self.kind, shown.offers, shown.placement, *choice, *pair)
             answer.container_responses.add().deviceIDs.extend(chosen)
@@ -152,7 +161,8 @@ class Service:
         shown, answer = self._shown, protocol.message("AllocateResponse")()
         for one in request.container_requests:
             beside = self._pairing.beside(self.kind)
-            env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, one.devices_ids, beside)
+            ids = one.devices_ids, beside, self._reused
+            env = self._call(context, pure.allocate, self.kind, shown.offers, shown.healthy, *ids)
             self._pairing.chosen(self.kind, {unit.rpartition("-")[0] for unit in one.devices_ids}, one.devices_ids)
             answer.container_responses.add().envs.update(env)
         for response in answer.container_responses:
@@ -164,6 +174,7 @@ class Service:
         try:
             return function(*arguments)
         except GpushareError as error:
+            self._pairing.refused()
             self._report(f"{self.name}: refused: {error}")
             return context.abort(_CODES.get(type(error), grpc.StatusCode.INTERNAL), f"gpushare: {error}")
 

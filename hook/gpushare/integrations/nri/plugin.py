@@ -6,6 +6,11 @@
 The engine waits 2 s for a response. After that it closes the connection and creates the container without this plugin,
 so without gpushare's hooks and without a GPU. The plugin has no state of its own: leases belong to the hook. It holds
 the lock <state>/nri, and the hooks that it adds give no GPU while no plugin holds that lock.
+
+A hook whose program is gone would stop every container of the host, also the one that brings the program back. So the
+plugin adds no hook while the program is missing, and none to a pod with the annotation IGNORED in the namespace that
+the administrator names. Elsewhere the annotation has no effect: with it, any user could start containers without the
+hook.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...core.errors import RequestError, what_to_do
+from ...core.errors import KernelError, RequestError, what_to_do
 from ...core.quoting import printable, shown
 from ...engines import hookfiles
 from ...engines.base import Settings as HookSettings
@@ -29,6 +34,7 @@ from .wire import Message, ProtocolError
 
 LOCK = "nri"  # in the state directory
 NAME = "gpushare"
+IGNORED = "gpushare-nri-ignore"  # annotation of pods of Settings.ignore_namespace that get no hook: "true"
 _RETRY_S = 0.1  # containers that a restarted engine creates before the plugin is back have no GPU
 _SEND_S = 2.0
 _KEEP_S = 1.0  # between two looks whether the lock is still that of the state directory
@@ -44,6 +50,7 @@ class Settings(NamedTuple):
     socket: str
     position: str  # two digits: engines call plugins in this order
     hook: HookSettings
+    ignore_namespace: str = ""
 
     @property
     def lock(self) -> str:
@@ -51,11 +58,12 @@ class Settings(NamedTuple):
 
 
 def run(settings: Settings, report: Report) -> None:
-    """Run until SIGTERM. Raises CapacityError if another plugin runs."""
+    """Run until SIGTERM. Raises CapacityError if another plugin runs, and KernelError as check_places."""
     lock = Lock(settings.hook.state_dir)
     last = ""
     with sigterm.readable() as end:
         while True:
+            check_places(settings.hook)
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as engine:
                     engine.connect(settings.socket)
@@ -109,6 +117,7 @@ class Connection:
                 ready = select.select([end, self._engine], [], [], _KEEP_S)[0]
                 if end in ready:
                     return "ended by SIGTERM"
+                check_places(self._settings.hook)
                 self._lock.keep()
                 if not ready:
                     continue
@@ -151,10 +160,36 @@ class Connection:
         self._send(Message(wire.PLUGIN, message.stream, wire.RESPONSE, response.SerializeToString()))
 
 
+def check_places(hook: HookSettings) -> None:
+    """Raise KernelError if the state directory or one with the hook's program was deleted and is still mounted here, as
+    in a pod. The plugin would add no hook any more; started again, it gets the directories that the node has now."""
+    path = hook.hook
+    places = [hook.state_dir]
+    while path != os.path.dirname(path):
+        path = os.path.dirname(path)
+        places.append(path)
+    for place in places:
+        try:
+            deleted = os.stat(place).st_nlink == 0
+        except OSError:
+            continue  # not there
+        if deleted:
+            raise KernelError(f"{shown(place)} was deleted while this program had it", "start the plugin again")
+
+
+def is_registered(state_dir: str) -> bool:
+    """Whether a plugin runs that an engine has accepted."""
+    try:
+        with open(os.path.join(state_dir, LOCK), "rb") as file:
+            return file.read(1) != b"" and agentlock.is_held(state_dir, LOCK)
+    except OSError:
+        return False
+
+
 def answer(settings: Settings, report: Report, method: str, payload: bytes) -> bytes:
     """The serialised response to a call. Raises ProtocolError."""
     if method == "CreateContainer":
-        found = _create(settings, protocol.parse("CreateContainerRequest", payload))
+        found = _create(settings, report, protocol.parse("CreateContainerRequest", payload))
     elif method == "Synchronize":
         found = _synchronize(settings, report, protocol.parse("SynchronizeRequest", payload))
     elif method == "Configure":
@@ -180,11 +215,16 @@ def _has_hook(settings: Settings, container: Any) -> bool:
     return any(hook.path == settings.hook.hook for hook in hooks)
 
 
-def _create(settings: Settings, request: Any) -> Any:
+def _create(settings: Settings, report: Report, request: Any) -> Any:
     """Add the hooks, and the pod's annotations that request something: an unchanged engine does not pass them."""
     found = protocol.message("CreateContainerResponse")()
     if _has_hook(settings, request.container):
         return found  # the engine is configured for gpushare as well
+    if _is_ignored(settings, request.pod):
+        return found
+    if not os.access(settings.hook.hook, os.X_OK):
+        report(f"{shown(settings.hook.hook)} does not exist, so a container starts without gpushare's hook")
+        return found
     found.adjust.annotations.update(_requests(request.pod.annotations, request.container.annotations))
     for stage in hookfiles.STAGES:
         entry = hookfiles.entry_of(settings.hook, stage)
@@ -192,6 +232,11 @@ def _create(settings: Settings, request: Any) -> Any:
         hook.args[1:1] = ["--nri", settings.lock]
         hook.timeout.value = entry["timeout"]
     return found
+
+
+def _is_ignored(settings: Settings, pod: Any) -> bool:
+    named = settings.ignore_namespace
+    return named != "" and pod.namespace == named and pod.annotations.get(IGNORED) == "true"
 
 
 def _requests(pod: Mapping[str, str], container: Mapping[str, str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "ConfigureResponse": ("int32 events 2",),
     "SynchronizeRequest": ("Container+ containers 2", "bool more 3"),
     "SynchronizeResponse": ("bool more 2",),
-    "PodSandbox": ("string* annotations 6",),
+    "PodSandbox": ("string namespace 4", "string* annotations 6"),
     "Container": ("string id 1", "string* annotations 6", "Hooks hooks 10"),
     "CreateContainerRequest": ("PodSandbox pod 1", "Container container 2"),
     "OptionalInt": ("int64 value 1",),

@@ -151,6 +151,12 @@ def combined(
         if given is None:
             if variable in _COUNTED:
                 _refuse_amount(name, text)
+        elif variable in _COUNTED and "," in allocated[constants.ENV_DEVICES]:
+            devices = allocated[constants.ENV_DEVICES].count(",") + 1
+            raise RequestError(
+                f"{setting(name, text)} is one amount, and the claim has {devices} devices",
+                f"leave out {name}: the claim has the amount of each device",
+            )
         elif (variable, text.strip()) not in _ANY and _meaning(variable, name, text) != _meaning(variable, name, given):
             raise RequestError(
                 f"{setting(name, text)}, and the claim has {shown(given)}: they contradict",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.errors import CapacityError, DeviceError, GpushareError, RequestError
 from ...core.model import Amount, Condition, Device
-from ...core.quantity import amount, bytes_of, human, size_bytes, wrong
+from ...core.quantity import amount, bytes_of, described, human, size_bytes, wrong
 from ...core.quoting import shown
 from ...gpu.selectors import device_name
 
@@ -139,7 +139,11 @@ def _unmet(condition: Condition, device: Device) -> str:
 
 
 def _refusal(kind: type[GpushareError], condition: Condition, device: Device, reason: str, hint: str) -> GpushareError:
-    return kind(f"{condition.text} requested, device {device_name(device)}: {reason}", hint, reason)
+    text = condition.text
+    if condition.name in ("memory", "free"):
+        begin = condition.name + CONDITIONS[condition.name][0]
+        text = begin + described(Amount(None, None, text[len(begin) :]))
+    return kind(f"{text} requested, device {device_name(device)}: {reason}", hint, reason)
 
 
 def require(conditions: Iterable[Condition], device: Device) -> None:

@@ -25,7 +25,7 @@ from . import Env, cdi_devices, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
-_OTHER_VARIABLES = frozenset(("GPUSHARE_LOG", "GPUSHARE_TRACE", *constants.ALLOCATED))  # ours, but no rows
+_OTHER_VARIABLES = frozenset((constants.ENV_LOG, constants.ENV_TRACE, *constants.ALLOCATED))  # ours, but no rows
 _PREFIX = "GPUSHARE_"
 _UUIDS = ("GPU-", "MIG-")  # how the driver's uuids begin
 _UUID_LENGTH = 40
@@ -110,8 +110,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(env: Env) -> list[tuple[str, str]]:
-    """Return GPUSHARE_* variables that gpushare does not define. Kubernetes adds `<SERVICE>_SERVICE_HOST`,
-    `<SERVICE>_PORT_...` and the like to every container. Those of a service called gpushare-metrics do not count."""
+    """Return GPUSHARE_* variables that gpushare does not define."""
     return [
         (name, value)
         for name, value in env
@@ -119,7 +118,6 @@ def unknown(env: Env) -> list[tuple[str, str]]:
         and name not in ROWS
         and name not in _OTHER_VARIABLES
         and not name.startswith((constants.ENV_CDI_PREFIX, constants.ENV_CLAIM_PREFIX))
-        and not any(f"_{word}_" in f"{name}_" for word in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
     ]
 
 

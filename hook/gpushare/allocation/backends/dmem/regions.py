@@ -128,7 +128,7 @@ def _nvml(inventory: Inventory) -> str:
         return ""
     from ....gpu import driverfiles
 
-    return driverfiles.nvml_library(inventory.root, inventory.driver_version)
+    return driverfiles.nvml_library(inventory.files_root, inventory.driver_version)
 
 
 def ops(shares: tuple[Share, ...], inventory: Inventory, folder: str) -> Sequence[KernelLimit]:

@@ -180,11 +180,11 @@ def program(inventory: Inventory) -> Optional[str]:
 def environment(host: Node, program: str) -> dict[str, str]:
     """Return an environment with nothing of gpushare's. PATH leads to the server, and LD_LIBRARY_PATH to its libcuda
     if the driver is not in the usual place."""
-    root = host.inventory.root.rstrip("/")
+    root = host.inventory.files_root.rstrip("/")
     server = driverfiles.host_program(host.inventory, SERVER) or program
     folders = [os.path.dirname(server), os.path.dirname(program), *(f"{root}/{one}" for one in PROGRAM_DIRS)]
     env = {"PATH": ":".join(folders)}
-    library = driverfiles.cuda_library(host.inventory.root, host.inventory.driver_version)
+    library = driverfiles.cuda_library(host.inventory.files_root, host.inventory.driver_version)
     if root or os.path.dirname(library) not in _SEARCHED:
         env["LD_LIBRARY_PATH"] = os.path.dirname(library)
     if root:

@@ -58,7 +58,7 @@ def start(host: Node, device: Device, settings: DaemonSettings) -> Started:
     program = mps_control.program(host.inventory)
     if program is None:
         raise DeviceError(
-            f"no {mps_control.NAME} in {shown(host.inventory.root)}", "install it: it is part of the driver"
+            f"no {mps_control.NAME} in {shown(host.inventory.files_root)}", "install it: it is part of the driver"
         )
     folder = mps.directory(host.config.state_dir, device.uuid)
     if len(os.fsencode(f"{folder}/pipe/control_privileged")) > _SOCKET_BYTES:
@@ -334,6 +334,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 _QUIT_S = 10
+_COMM = 15  # characters of a process's name: proc(5). Daemon and server have the same
 
 
 def _end_orphans(pipe: str) -> None:
@@ -343,6 +344,8 @@ def _end_orphans(pipe: str) -> None:
     servers, places = [], {pipe, *(os.path.join(pipe, folder) for folder in folders)}
     variables = {os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={place}") for place in places}
     for name in filter(str.isdigit, os.listdir("/proc")):
+        if procs.name(int(name)) != mps_control.NAME[:_COMM]:
+            continue  # its variables can be in memory that makes the reader wait (FUSE)
         try:
             with open(f"/proc/{name}/environ", "rb") as environ, open(f"/proc/{name}/cmdline", "rb") as command:
                 mine = not variables.isdisjoint(environ.read().split(b"\0"))

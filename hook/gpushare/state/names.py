@@ -1,5 +1,5 @@
 """Names of containers, from files that their engines wrote: docker's and podman's names, Compose services, Kubernetes
-pods. A daemon that hangs or is down delays no command. Not on the start path.
+pods. A daemon that hangs or is down delays no command. On the start path only for the message of a refusal.
 
 The bundle in a lease leads to the engine's file:
 
@@ -32,6 +32,7 @@ _PODMAN_FILES = ("containers.json", "volatile-containers.json")
 _NERDCTL = "nerdctl/name"  # annotation
 _CONTAINERD = "/io.containerd.runtime.v2.task/"  # in the path of a bundle
 _COMPOSE = ("com.docker.compose.project", "com.docker.compose.service")  # labels
+_OF_POD = "k8s_"  # k8s_CONTAINER_POD_NAMESPACE_UID_ATTEMPT: CRI-O, server/container_create.go, and cri-dockerd
 _DAEMON_JSON = "/etc/docker/daemon.json"
 
 
@@ -45,14 +46,24 @@ class Name(NamedTuple):
     def matches(self, text: str) -> bool:
         """Whether `text` is one of the names: the whole name, a service with or without its project, or consecutive
         parts of a pod's name, such as POD or NAMESPACE/POD."""
-        if not text:
-            return False
+        return bool(text) and text in self.words()
+
+    def words(self) -> set[str]:
+        """All names that `matches` accepts."""
         parts = (tuple(filter(None, self.pod)), tuple(self.service.split("/", 1)))
         runs = {"/".join(one[a:b]) for one in parts for a in range(len(one)) for b in range(a + 1, len(one) + 1)}
-        return text == self.shown or text in runs
+        return {self.shown, *runs} - {""}
 
 
 NONE = Name()
+
+
+def of_ids(container_ids: Iterable[str]) -> dict[str, str]:
+    """Map containers to their docker's or podman's names, for a refusal. A pod's container is left out, because a
+    refusal is shown to the users of another namespace: CRI-O and cri-dockerd use these engines' files, too."""
+    known = Names()
+    found = {one: known.of_id(one).shown for one in container_ids if constants.short(one) != one}
+    return {one: name for one, name in found.items() if name and not name.startswith(_OF_POD)}
 
 
 class Names:

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 
-from ...gpu import nvml
+from ..gpu import nvml
 
 _WAIT_MS = 500
 _RETRY_S = 5.0
