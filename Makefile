@@ -27,12 +27,14 @@ CUDA_INCLUDE := build/include/cuda
 NVML_INCLUDE := build/include/nvml
 
 CC := gcc
+# The set-up alone, since it brings the headers; then everything else by all processors
+PARALLEL = $(MAKE) --no-print-directory setup && $(MAKE) --no-print-directory -j$(shell nproc)
 PYTEST_ARGS ?=
 
 # Of make fuzz, for each target, and of test-tsan
 SECONDS ?= 60
 
-.PHONY: help setup build demo playground pictures newcomer dist test test-all matrix matrix-vm pythons test-elsewhere test-attacks test-kills test-recipes test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
+.PHONY: help setup build built demo playground pictures newcomer dist unit quick planted test test-all matrix matrix-vm engines pythons test-elsewhere test-attacks test-kills test-recipes test-clients test-models test-aarch64 test-asan test-tsan test-dist fuzz check check-headers lint format bench gpu-check docs man site sizes clean root
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9_-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile packaging/packages.mk
@@ -69,7 +71,10 @@ PROGRAMS := build/bin/gpushare build/libexec/gpushare-hook build/libexec/gpushar
 # Headers and compiler come with the setup; being newer than an object must not rebuild it.
 $(CUDA_INCLUDE)/cuda.h $(NVML_INCLUDE)/nvml.h $(SIM_CUDA_OBJECTS) $(SIM_NVML_OBJECTS): | $(SETUP)
 
-build: $(SETUP) shim sim simhost $(PROGRAMS) $(SNAPSHOT_MADE) $(LAUNCHERS) build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
+# Programs that tests run: `make -q built` fails if an edit is newer (tests/support/host.py)
+built: shim sim $(PROGRAMS) $(SNAPSHOT_MADE) $(LAUNCHERS)
+
+build: $(SETUP) built simhost build/bin/gpushare-runtime-cri ## build the shim, the simulated driver and the programs
 	@[ ! -t 1 ] || [ "$${TERM:-dumb}" = dumb ] || printf '\r\033[K'
 
 $(PROGRAMS): packaging/program $(SETUP)
@@ -80,10 +85,12 @@ $(PROGRAMS): packaging/program $(SETUP)
 root:
 	@[ "$$(id -u)" = 0 ] || { echo "gpushare: this starts containers, so it needs root: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
 
-demo: root build ## two containers share one simulated 16 GiB GPU
+demo: root ## two containers share one simulated 16 GiB GPU
+	@$(PARALLEL) build
 	@$(VENV_PYTHON) -m demo
 
-playground: root build ## a shell with a simulated GPU, gpushare and docker: docs/tour.md
+playground: root ## a shell with a simulated GPU, gpushare and docker: docs/tour.md
+	@$(PARALLEL) build
 	@packaging/bootstrap playground
 	@$(VENV_PYTHON) -m demo.playground
 
@@ -95,23 +102,54 @@ newcomer: root build packages ## time what README.md tells a new user: the demo,
 	@packaging/bootstrap debian
 	@$(VENV_PYTHON) -m tools.newcomer $(NEWCOMER_ARGS)
 
-# With the bundle: both ways in, every engine there is, command lines and refusals.
-DIST_TESTS := $(addprefix tests/integration/,test_runtime.py test_runtime_calls.py test_engines.py test_cli.py test_doctor.py test_refused.py test_start.py)
+# The bundle differs from the tree in how a program is started: one start by each engine of this machine, the command
+# line, the checks. make test-dist has the rest.
+SMOKE := $(addprefix tests/integration/,test_start.py test_cli.py test_doctor.py test_engines.py) \
+    -k "not test_engines or test_limit_is_visible and not newest and not trixie"
 
 # Three workers for two processors, since a test that starts containers waits for most of its time: tests/support/turns.py
 # decides which tests run in parallel. WORKERS=0: one process, one test after the other.
 WORKERS := 3
 SIDE_BY_SIDE := --numprocesses $(WORKERS) --dist loadscope
+# Built by all processors, before the tests whose time limits it would use up
+TEST_PARTS := build gpu-programs dist shim-asan shim-tsan shim_bench fuzz-programs vt $(TEST_SETUP)
 
-.PHONY: say-test
+.PHONY: say-test test-parts
 say-test:
-	@echo "make test runs every test: about 20 minutes on two cores, longer the first time. \`make test PYTEST_ARGS='-k NAME'\` selects."
+	@echo "make test runs every test in its short form: about 12 minutes on two cores, longer the first time. \`make test PYTEST_ARGS='-k NAME'\` selects."
 
-test: root say-test build gpu-programs dist $(TEST_SETUP) ## the linters and every test; installs the engines that they start
+# Not in `make unit`: tests that need what only `make test` installs or downloads, or that take long.
+NOT_UNIT := $(addprefix --ignore=tests/unit/,test_cli_errors.py test_completion.py test_helm.py test_packaging.py test_rbac.py) \
+    $(addprefix --deselect=tests/unit/,test_cli_docs.py::test_groff_prints_no_warnings test_cli_docs.py::test_manual_page_names_are_found_by_apropos \
+    test_cli_docs.py::test_man_renders_sections test_configure.py::test_dry_run_changes_nothing_and_prints_patch \
+    test_driverchoice.py::test_real_program_has_the_version_in_it test_driverfiles.py::test_real_driver_is_found_completely)
+# Left to `make quick`, since they take longest
+SLOW_UNIT := $(addprefix --ignore=tests/unit/,test_cli_top.py test_dra_hostile.py test_english.py test_eviction.py \
+    test_kubelet_offers.py test_kubernetes.py test_launcher.py test_limit_update_killed.py)
+# The tests that notice most planted faults (tests/planted)
+QUICK := tests/golden $(addprefix tests/,integration/test_apply.py integration/test_apply_devices.py integration/test_cgroup_lock_warmup.py \
+    integration/test_runtime.py integration/test_runtime_calls.py shim/test_processes.py shim/test_shared_memory.py)
+
+unit: root $(SETUP) shim sim $(PROGRAMS) $(LAUNCHERS) ## the unit tests, in 90 s: after each edit
+	@$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not long" tests/unit $(NOT_UNIT) $(SLOW_UNIT) $(PYTEST_ARGS)
+
+quick: root build gpu-programs ## unit tests, golden texts, and the tests that notice most faults, in 3 minutes
+	@$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not long" tests/unit $(NOT_UNIT) $(QUICK) $(PYTEST_ARGS)
+
+planted: root build gpu-programs ## plant faults in a copy of the tree: does a test notice each? PLANTED="shim/ NAME" selects
+	@$(VENV_PYTHON) -m tests.planted $(PLANTED)
+
+test-parts: $(TEST_PARTS)
+
+test: root say-test ## the linters and every test in its short form; installs the engines that they start
+	@VENV_EXTRAS="docs package" $(PARALLEL) test-parts
 	@tools/lint & lint=$$!; \
-	$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) --programs $(DIST) $(DIST_TESTS) || { wait $$lint || true; exit 1; }; \
+	$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) --programs $(DIST) -m "not long" $(SMOKE) || { wait $$lint || true; exit 1; }; \
 	wait $$lint
-	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest $(SIDE_BY_SIDE) -m "not long" $(PYTEST_ARGS)
+
+test-costs: root $(TEST_PARTS) ## measure the processor time of every test, for hours: decides which tests make test omits
+	@VENV_EXTRAS="docs package" $(VENV_PYTHON) -m pytest -q --record-costs $(PYTEST_ARGS)
 
 test-all: root build ## every test in its long form, for hours, or PARTS="attacks kills"; logs and a summary in build/test-all
 	@$(VENV_PYTHON) -m tools.everything $(PARTS)
@@ -125,6 +163,18 @@ matrix-vm: root build packages ## containers and units in a virtual machine with
 	@packaging/bootstrap matrix
 	@$(VENV_PYTHON) -m tools.matrix_vm --folder "$(MATRIX)" $(if $(RECORD),--record) $(if $(CGROUP),--cgroup $(CGROUP)) $(SUITE)
 
+CLUSTER_SETUP := build/.setup-cluster
+$(CLUSTER_SETUP): packaging/bootstrap $(TEST_SETUP)
+	@packaging/bootstrap cluster
+	@touch $@
+
+cluster: root build dist $(PLUGIN)/.complete $(CLUSTER_SETUP) ## one node of a real Kubernetes cluster, from the binaries in KUBE=DIR; CONTAINERD=1.7, CHECKS="node dra"
+	@$(VENV_PYTHON) -m tools.cluster --kube "$(KUBE)" $(if $(CONTAINERD),--containerd "$(CONTAINERD)") $(if $(RECORD),--record) $(CHECKS)
+
+ENGINES ?=
+engines: root build $(TEST_SETUP) ## the tests of engines with programs of other releases: ENGINES=DIR, with containerd, crio or dockerd in each DIR/NAME
+	@$(VENV_PYTHON) -m tools.engines $(if $(RECORD),--record) "$(ENGINES)"
+
 pythons: build $(TEST_SETUP) ## the unit tests with each Python 3.9 or newer of PATH and pyenv; PYTHONS="/usr/bin/python3.13" selects
 	@$(VENV_PYTHON) -m tools.pythons $(if $(RECORD),--record) $(PYTHONS)
 
@@ -137,7 +187,7 @@ test-dist: root build dist $(TEST_SETUP) ## every end-to-end test with the progr
 test-attacks: root build dist $(TEST_SETUP) ## every attack on the host, by both ways in: table and build/attacks.json (ATTACK_ARGS="--runtime crun")
 	@$(VENV_PYTHON) -m tests.security $(ATTACK_ARGS)
 
-KILL_TESTS := $(addprefix tests/integration/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py test_agent_killed.py) tests/shim/test_agent_killed.py
+KILL_TESTS := $(addprefix tests/integration/,test_lifecycle.py test_adopt.py test_adopt_mask.py test_release.py test_kill_points.py test_agent_killed.py test_suspend.py)
 # Each test in so many parts, for the workers; what was survived is in build/kills, so an interrupted run goes on there.
 KILL_PARTS := 12
 test-kills: root build $(TEST_SETUP) ## kill -9 at every point of starts and ends, where make test takes some of them
@@ -166,7 +216,7 @@ test-tsan: root build ## threads, processes and forks over the shim with ThreadS
 	@$(VENV_PYTHON) -m tests.shim.sanitized --seconds $(SECONDS)
 
 fuzz: root build $(TEST_SETUP) ## fuzz all that reads untrusted bytes, or TARGET=name, SECONDS (60) each; finds go to build/fuzz/found
-	@$(MAKE) --no-print-directory -j$(shell nproc) fuzz-programs
+	@$(PARALLEL) fuzz-programs
 	@$(VENV_PYTHON) -m tests.fuzz --seconds $(SECONDS) $(TARGET)
 
 # Generated files that cppcheck reads
@@ -176,7 +226,7 @@ lint: $(SETUP) ## ruff, mypy --strict, clang-format, cppcheck, shellcheck, codes
 	@tools/lint
 
 check: $(SETUP) ## all static checks: lint, and gcc -fanalyzer through the shim and the launchers
-	@$(MAKE) --no-print-directory -j$(shell nproc) shim-analyzed $(LAUNCHERS_ANALYZED)
+	@$(PARALLEL) shim-analyzed $(LAUNCHERS_ANALYZED)
 	@tools/lint
 
 check-headers: $(SETUP) ## compare shim/symbols.tsv with the newest CUDA headers of the package index
@@ -197,35 +247,11 @@ gpu-check: ## does gpushare work on this machine's GPU? in 2 minutes; GPU_ARGS=-
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: docs/config.md docs/cli.md docs/hardware.md docs/compute.md docs/attacks.md docs/dialects.md docs/backends.md docs/metrics.md docs/troubleshooting.md docs/versions.md hook/gpushare/request/dialects/triggers.py ## write the generated pages of docs/
+docs: $(SETUP) ## write every generated file: pages of docs/, config/, triggers.py (golden texts of tests: GOLDEN_WRITE=1)
+	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.generated
 
-docs/config.md: hook/gpushare/config/keys.py tools/config_docs.py
-	$(VENV_PYTHON) tools/config_docs.py >$@.new && mv $@.new $@
-
-docs/dialects.md: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
-	$(VENV_PYTHON) tools/dialect_docs.py >$@.new && mv $@.new $@
-
-docs/backends.md: $(shell find hook/gpushare/allocation/backends -name '*.py') tools/backend_docs.py
-	$(VENV_PYTHON) tools/backend_docs.py >$@.new && mv $@.new $@
-
-docs/metrics.md: hook/gpushare/cli/metrics.py tools/metrics_docs.py
-	$(VENV_PYTHON) tools/metrics_docs.py >$@.new && mv $@.new $@
-
-docs/troubleshooting.md: $(shell find hook/gpushare -name '*.py') $(wildcard hook/launcher/*.c shim/*/*.c) tools/error_docs.py tools/error_texts.py
-	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.error_docs >$@.new && mv $@.new $@
-
-docs/versions.md: tools/matrix_docs.py $(wildcard tests/matrix/*.json)
-	$(VENV_PYTHON) -m tools.matrix_docs >$@.new && mv $@.new $@
-
-hook/gpushare/request/dialects/triggers.py: hook/gpushare/request/dialects/registry.py tools/dialect_docs.py
-	$(VENV_PYTHON) tools/dialect_docs.py --triggers >$@.new && mv $@.new $@
-
-# Sources of both pages
 CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \
     tools/commands.py tools/config_docs.py
-
-docs/cli.md: tools/cli_docs.py $(CLI_PAGES)
-	PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.cli_docs >$@.new && mv $@.new $@
 
 man: build/man/.complete ## write the manual pages to build/man
 
@@ -239,15 +265,6 @@ site: $(DOCS_SETUP) ## write the pages of docs/ as a web site to build/site; a b
 
 sizes: dist ## write docs/sizes.md: what the bundle has, and how large it is
 	@$(VENV_PYTHON) tools/sizes.py >docs/sizes.md.new && mv docs/sizes.md.new docs/sizes.md
-
-docs/hardware.md: tests/hardware/docs.py tests/hardware/checks.py tests/hardware/assumptions.py $(wildcard tests/hardware/measured/*)
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.hardware.docs >$@.new && mv $@.new $@
-
-docs/compute.md: tests/limiter/docs.py tests/limiter/matrix.py tests/limiter/misses.json tests/limiter/figures.json tests/limiter/ablation.json
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.limiter.docs
-
-docs/attacks.md: tests/security/docs.py tests/security/table.py
-	PYTHONPATH=. $(VENV_PYTHON) -m tests.security.docs >$@.new && mv $@.new $@
 
 clean: ## remove build/
 	rm -rf build

@@ -97,6 +97,8 @@ def own_view(directory: Path) -> None:
         for ours in ("gpushare", "docker"):
             shutil.rmtree(Path(place, ours), ignore_errors=True)
     mount_tmpfs(Path("/run"), "mode=755")
+    Path("/etc/cdi").mkdir(exist_ok=True)
+    mount_tmpfs(Path("/etc/cdi"), "mode=755")  # an overlay loses a directory that is removed below it meanwhile
 
 
 def image(root: Path) -> Path:

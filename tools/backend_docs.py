@@ -1,19 +1,12 @@
-#!/usr/bin/env python3
-"""Print docs/backends.md, generated from the table of backends and the errors for unsupported combinations.
-
-`make docs` writes the file; a test fails if the file is out of date.
-"""
+"""The text of docs/backends.md, generated from the table of backends and the errors for unsupported combinations: a row
+of generated.py."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, Optional
 
-from gpushare.allocation.backends.base import Site
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
 from gpushare.allocation import backends
+from gpushare.allocation.backends.base import Site
 from gpushare.allocation.backends.dmem import regions as dmem
 from gpushare.allocation.backends.mps import state as mps
 from gpushare.core import model
@@ -48,6 +41,9 @@ with `GPUSHARE_BACKEND=dmem` the kernel enforces the memory limit and the shim t
 
 DMEM = """
 ## dmem
+
+Experimental: no kernel and no driver with these limits has run it
+([decision](internals/decisions/2026-11-28-dmem.md)).
 
 Needs Linux 6.14, cgroup v2, and driver 615 with CUDA 13.4. gpushare finds the device by its line in `dmem.capacity` of
 the root cgroup, `nvidia/<pci address>/vidmem`. The limit is `dmem.max` of the container's cgroup, and `dmem.min` has
@@ -163,7 +159,3 @@ def text() -> str:
         "and `dmem` for rootless users; and `dmem` for `gpushare run`, whose programs have no cgroup of their own.",
     ]
     return HEAD + "\n".join([*lines, *bad]) + "\n" + DMEM
-
-
-if __name__ == "__main__":
-    print(text(), end="")

@@ -1,12 +1,7 @@
-#!/usr/bin/env python3
-"""Print docs/cli.md, generated from the commands.
-
-`make docs` writes the file; a test fails if the file is out of date.
-"""
+"""The text of docs/cli.md, generated from the commands: a row of generated.py."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 
 from gpushare import doctor
@@ -28,7 +23,8 @@ Generated from the commands by `make docs`; a test fails if the page is out of d
   JSON, and use powers of 1024 in tables.
 * ID is an ID or any unambiguous prefix of one; the name in docker or podman; a Compose service as `SERVICE` or
   `PROJECT/SERVICE`; or a Kubernetes pod as `POD`, `NAMESPACE/POD` or `NAMESPACE/POD/CONTAINER`. gpushare reads names
-  from files of the engine, so they are known while its daemon hangs. Podman's files have no Compose services.
+  from files of the engine, so they are known while its daemon hangs. Podman's files have no Compose services. An ID
+  as `gpushare list` shows it comes before a name.
 * `source <(gpushare completion bash)` enables completion of commands, options and IDs (also for zsh and fish).
 * Most commands need root, because leases belong to root. For other users they show the user's own shares
   ([run.md](run.md)).
@@ -65,7 +61,3 @@ def text() -> str:
     codes = "".join(f"| {code} | {name} | {when} |\n" for code, name, when in EXIT_CODES)
     tail = f"\n## Exit codes\n\n{NOTE_ON_ONE}.\n\n| code | error | when |\n|---:|---|---|\n{codes}"
     return HEAD + "".join(section(command) for command in walk()) + tail
-
-
-if __name__ == "__main__":
-    sys.stdout.write(text())

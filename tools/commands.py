@@ -111,6 +111,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("gpushare limit set 3f2a --device 0 --memory +1Gi --dry-run", "show what would change"),
     ),
     "pause": (("gpushare pause 3f2a", "until `gpushare resume 3f2a`"),),
+    "suspend": (("gpushare suspend web --timeout 10", "its work has 10 seconds to end (docs/suspend.md)"),),
     "prune": (("gpushare prune --dry-run", "show what would be removed"),),
     "run": (("gpushare run --memory 4Gi --compute 30% -- python train.py", "run a program without a container"),),
     "config check": (("gpushare config check new.yaml", "check a file before installing it"),),
@@ -123,6 +124,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         (
             "gpushare cdi generate --output /etc/cdi/gpushare.yaml",
             "then `podman run --device gpushare.io/share=any ...`",
+        ),
+        (
+            "gpushare cdi generate --nvidia-names --output /etc/cdi/gpushare-nvidia.yaml",
+            "then `podman run --gpus all ...`",
         ),
     ),
     "k8s-plugin": (
@@ -189,6 +194,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "shares.account.memory_peak_bytes": "most memory used at one time",
             "shares.account.refused": "allocations refused",
             "shares.account.throttled_seconds": "time that launches waited for the limit, summed over threads",
+            "shares.account.suspended_seconds": "time that the container was suspended",
         },
     ),
     "top": (
@@ -248,6 +254,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "groups.memory_peak_bytes": "most memory that one share used at one time",
             "groups.refused": "allocations refused",
             "groups.throttled_seconds": "time that launches waited for the limit, summed over threads",
+            "groups.suspended_seconds": "time that the containers were suspended",
         },
     ),
     "devices": (
@@ -307,7 +314,27 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
         {"changed": "false: the limits were already as requested", "dry_run": "true: nothing was changed"},
     ),
     "pause": ("an object", {"id": "full ID", "paused": "true", "changed": "false: it was already paused"}),
-    "resume": ("an object", {"id": "full ID", "paused": "false", "changed": "false: it was not paused"}),
+    "suspend": (
+        "an object",
+        {
+            "id": "full ID",
+            "changed": "false: it was suspended already",
+            "bytes": "bytes that moved to the host",
+            "processes": "processes that use CUDA",
+            "seconds": "time that it took",
+        },
+    ),
+    "resume": (
+        "an object",
+        {
+            "id": "full ID",
+            "paused": "false",
+            "changed": "false: it was not paused",
+            "bytes": "of a suspended container: bytes that moved back",
+            "processes": "of a suspended container: processes that were restored",
+            "seconds": "of a suspended container: time that it took",
+        },
+    ),
     "prune": (
         "an object",
         {
@@ -416,6 +443,8 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "driver_version": "",
             "cuda_version": "highest version that the driver supports; empty: unknown",
             "root": "the driver root",
+            "libraries": "root of the driver's files",
+            "dev": "root below which dev has the device nodes",
             "simulated": "",
             "devices": "GPUs, each with the fields of `model.Device`",
             "mig": "MIG devices, with the same fields",

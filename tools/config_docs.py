@@ -1,17 +1,10 @@
-#!/usr/bin/env python3
-"""Print docs/config.md, generated from the table of configuration keys.
-
-`make docs` writes the file; a test fails if the file is out of date.
-"""
+"""The text of docs/config.md, generated from the table of configuration keys: a row of generated.py."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
 from gpushare.config import keys
 from gpushare.core import errors
 
@@ -57,9 +50,11 @@ WHEN = {
 def values(schema: dict[str, Any]) -> str:
     """Describe briefly which values the schema accepts."""
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"] if value)
+        return ", ".join(f"`{value}`" for value in schema["enum"] if value and value is not True)
     if "const" in schema:
         return f"`{schema['const']}`"
+    if schema == {"type": "object"}:
+        return "any keys"
     if schema["type"] == "object":
         return "entries with " + ", ".join(f"`{name}`" for name in schema["properties"])
     if schema["type"] == "array":
@@ -82,7 +77,3 @@ def text() -> str:
     ]
     codes = sorted((getattr(errors, name).exit_code, name, when) for name, when in WHEN.items())
     return HEAD + "".join(rows) + TAIL + "".join(f"| {code} | {name} | {when} |\n" for code, name, when in codes)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(text())

@@ -1,16 +1,8 @@
-#!/usr/bin/env python3
-"""Print docs/dialects.md from the table of dialects, or triggers.py with --triggers.
-
---triggers prints hook/gpushare/request/dialects/triggers.py. `make docs` writes both files; a test fails if one
-is out of date.
-"""
+"""The text of docs/dialects.md and hook/gpushare/request/dialects/triggers.py, generated from the table of dialects:
+rows of generated.py."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
 from gpushare.request.dialects import registry
 
 HEAD = """\
@@ -131,7 +123,3 @@ def triggers() -> str:
     }
     rows = {key: "".join(f'    "{name}",\n' for name in names) for key, names in lists.items()}
     return TRIGGERS.format(**rows, scope=registry.SCOPE)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(triggers() if sys.argv[1:] == ["--triggers"] else text())

@@ -1,13 +1,9 @@
-"""Print docs/troubleshooting.md: what to do about each message.
+"""The text of docs/troubleshooting.md: what to do about each message. A row of generated.py.
 
-Its second half is generated from the messages in the sources (error_texts.py):
-
-PYTHONPATH=hook:. build/venv/bin/python -m tools.error_docs >docs/troubleshooting.md      (make docs)
+Its second half is generated from the messages in the sources (error_texts.py).
 """
 
 from __future__ import annotations
-
-import sys
 
 from gpushare.core import errors
 
@@ -83,6 +79,7 @@ ADVICE = {
     ("config/config.py", "… is not UTF-8"): "save it as UTF-8",
     ("programs/deadline.py", "undoing"): _REMOVE,
     ("programs/run.py", ""): "check that the command exists and is executable for this user",
+    ("gpu/unsupported.py", ""): "see the [support matrix](support.md#hosts)",
     ("gpu/selectors.py", ""): "use a device that `gpushare devices` lists",
     ("request/dialects/conditions.py", ""): "request less, or another device (`gpushare devices`)",
     ("request/dialects/parsed_request.py", ""): "use that system's syntax ([dialects](dialects.md))",
@@ -123,12 +120,15 @@ ADVICE = {
     ): "use another device or backend, as the message says ([backends](backends.md))",
     ("cli/export.py", ""): "use another --port or --socket, or run as root",
     ("core/errors.py", ""): _FULL,
+    ("engines/configure.py", ""): "fix what the engine reports, then run the command again",
+    ("engines/distributions.py", ""): "add the handler to the configuration of the cluster, as the message says",
     ("engines/host.py", ""): "run as root, or free space there",
     ("inject/spectree.py", ""): _CONFIG_JSON,
 }
 # Hints that the program computes
 WORKED_OUT = {
     "<what_to_do(error)>": _FULL,
+    "<_unit_hint(text[:end], text[end:].strip())>": "use the suggested unit, or one of k, M, G, T, Ki, Mi, Gi, Ti",
     "<_key_hint(at, name, known)>": "use the suggested key; [config](config.md) lists all keys",
     "<rootless.hint()>": "run as root, or set XDG_RUNTIME_DIR to a directory that you own",
 }
@@ -190,7 +190,3 @@ def text() -> str:
         page += f"\n### {when[0].upper()}{when[1:]} (exit code {number})\n\n| message | what to do |\n|---|---|\n"
         page += (SYSCALL if name == "KernelError" else "") + "".join(rows(name))
     return page
-
-
-if __name__ == "__main__":
-    sys.stdout.write(text())

@@ -23,9 +23,12 @@ SOURCES = TREE / "hook" / "gpushare"
 ERRORS = (
     "ConfigError", "RequestError", "PolicyError", "CapacityError", "DeviceError", "KernelError", "GpushareError",
     "RegionError", "SyscallError", "UsageError", "BadParameter", "CannotExecute", "Interrupted", "WrongConfig",
+    "HeldError", "Refusal", "Busy", "Taken",
 )  # fmt: skip
 # function -> (its files, () for all; the exception that it creates; index of the reason; index of the hint)
 MAKERS = {
+    "HeldError": ((), "CapacityError", 0, 1),
+    "Refusal": ((), "ConfigError", 0, 1),
     "wrong": ((), "RequestError", 2, 3),  # quantity.py: NAME=VALUE: reason
     "Problem": (("config/config.py",), "ConfigError", 2, 3),
     "Wrong": (("config/sharing.py",), "ConfigError", 1, 2),
@@ -118,11 +121,11 @@ def _argument(call: ast.Call, place: int, names: tuple[str, ...]) -> Optional[as
 def _of_call(call: ast.Call, file: str, local: Local) -> Optional[Message]:
     function = str(getattr(call.func, "id", getattr(call.func, "attr", "")))
     before = ""
-    if function in ERRORS:
-        kind, reason, hint = function, 0, 1
-    elif function in MAKERS and (file in MAKERS[function][0] or not MAKERS[function][0]):
+    if function in MAKERS and (file in MAKERS[function][0] or not MAKERS[function][0]):
         _, kind, reason, hint = MAKERS[function]
         before = {"wrong": "{name}={value}: ", "MpsState": "MPS: "}.get(function, "")
+    elif function in ERRORS:
+        kind, reason, hint = function, 0, 1
     else:
         return None
     text = _text(_argument(call, reason, ("message", "problem")), local)

@@ -49,7 +49,8 @@ def _attacks(name: str, runtime: str) -> Part:
 T = TypeVar("T")
 
 PARTS = (
-    Part("test", "make test, with every NRI test under every engine", _make("test"), {"GPUSHARE_NRI_ENGINES": "all"}),
+    Part("test", "every test of make test, also its long forms, with every NRI test under every engine",
+         _make("test", "PYTEST_ARGS=-m ''"), {"GPUSHARE_NRI_ENGINES": "all"}),
     _attacks("attacks", "runc"),
     _attacks("attacks-crun", "crun"),
     Part("dist", "end-to-end tests with the programs of the bundle", _make("test-dist")),

@@ -89,6 +89,8 @@ helm.program("kubectl")
 test_real_driver.older_runtime()
 newest.unpack(Path("build/newest"))
 newest.unpack(Path("build/trixie"), "trixie")
+newest.unpack(Path("build/newest-engines"), kind="engines")
+newest.unpack(Path("build/trixie-engines"), "trixie", "engines")
 for branch in nvidia_userland.branches():
     nvidia_userland.unpack(Path("build", f"userland-{branch}").resolve(), branch)
 END
@@ -291,7 +293,7 @@ def engine_of(test: str) -> tuple[str, str, str] | None:
     way = next((word for word in ("runtime", "hook", "cdi") if word in parameters), "")
     if "test_systemd_cgroups" in file:
         return low_level, "systemd", way
-    for engine in ("docker", "containerd", "podman"):
+    for engine in ("docker", "containerd", "podman", "crio"):
         if "test_systemd_engines" in file:
             if engine in parameters:
                 return f"{engine} with crun" if low_level == "crun" else engine, "systemd", way

@@ -1,18 +1,14 @@
-"""Print docs/versions.md from the results of make matrix in tests/matrix.
+"""The text of docs/versions.md, from the results in tests/matrix: a row of generated.py.
 
-`make docs` writes the file; a test compares it with this output. make matrix RECORD=yes copies its results there.
-
-    python -m tools.matrix_docs
-
-tests/matrix/pythons.json is from `make pythons RECORD=yes`.
+`make matrix`, `make engines`, `make pythons` and `make cluster` copy their results there with RECORD=yes.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "matrix"
 
@@ -20,12 +16,14 @@ HEAD = """\
 # Tested versions
 
 `make docs` generates this page from results of `make matrix`, which runs the tests in a root directory with another
-release of Debian. Nothing is listed that did not run. The tests use a simulated GPU.
+release of Debian, and of `make engines`, which runs the tests of an engine with programs that you have. Nothing is
+listed that did not run. The tests use a simulated GPU.
 
 ```sh
 make matrix SUITE=trixie                       # bookworm, trixie or sid; the root stays in build/matrix
 make matrix SUITE=sid PARTS="lint engines"     # some parts
 make matrix SUITE=sid RECORD=yes               # also copy the counts to tests/matrix, for this page
+make engines ENGINES=DIR RECORD=yes            # DIR/NAME has containerd, crio or dockerd of one release
 ```
 """
 COLUMNS = ("kernel", "gcc", "libc", "python", "systemd")
@@ -42,11 +40,18 @@ def engine(name: str, versions: dict[str, str]) -> str:
     return " ".join(f"{word} {versions[word]}" if word in versions else word for word in name.split())
 
 
-def recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The results of make matrix, and those of make pythons."""
+class Recorded(NamedTuple):
+    """The results of make matrix, make pythons and make cluster."""
+
+    suites: list[dict[str, Any]]
+    pythons: list[dict[str, Any]] = []
+    clusters: list[dict[str, Any]] = []
+
+
+def recorded() -> Recorded:
     files = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    pythons = files.pop("pythons", [])
-    return list(files.values()), pythons
+    pythons, clusters = files.pop("pythons", []), files.pop("cluster", [])
+    return Recorded(list(files.values()), pythons, clusters)
 
 
 def python_section(pythons: list[dict[str, Any]]) -> list[str]:
@@ -71,11 +76,38 @@ def python_section(pythons: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def page(results: list[dict[str, Any]], pythons: list[dict[str, Any]]) -> str:
+CLUSTER = """\
+## Kubernetes
+
+`make cluster` runs one node of a real cluster: API server, controller manager, scheduler, kubelet, etcd and containerd,
+with simulated GPUs. node-feature-discovery is not there; the tool itself gives the node its labels and its memory.
+
+```sh
+make cluster KUBE=DIR                   # DIR: kube-apiserver, kubelet, kubectl and the others of one release
+make cluster KUBE=DIR CONTAINERD=1.7    # Debian's containerd 1.7 in place of 2.1, or a folder
+```
+"""
+
+
+def cluster_section(clusters: Sequence[dict[str, Any]]) -> list[str]:
+    """A row for each check, and a column for each cluster."""
+    if not clusters:
+        return []
+    facts = ("containerd", "etcd", "runc", "cgroups", "kernel", "when", "commit")
+    rows: list[tuple[object, ...]] = [(name, *(one[name] for one in clusters)) for name in facts]
+    outcomes = [{check["name"]: (check["about"], check["passed"]) for check in one["checks"]} for one in clusters]
+    for name, (about, _) in {name: row for one in outcomes for name, row in one.items()}.items():
+        words = ("not run" if name not in one else "passed" if one[name][1] else "**failed**" for one in outcomes)
+        rows.append((about, *words))
+    return [CLUSTER, table(("Kubernetes", *(one["kubernetes"] for one in clusters)), rows)]
+
+
+def page(results: list[dict[str, Any]], pythons: list[dict[str, Any]], clusters: Sequence[dict[str, Any]] = ()) -> str:
     suites, engines, parts, failures = [], [], [], []
     for one in results:
         suite, versions = one["suite"], one["versions"]
-        suites.append((suite, *(versions[name] for name in COLUMNS)))
+        if set(COLUMNS) <= set(versions):  # `make engines` has only those of the engine
+            suites.append((suite, *(versions[name] for name in COLUMNS)))
         for name, part in one["parts"].items():
             run = (part["when"], f"`{part['commit']}`")
             counts = tuple(part.get(key, part.get("broken")) for key in ("passed", "failed", "skipped"))
@@ -94,17 +126,10 @@ def page(results: list[dict[str, Any]], pythons: list[dict[str, Any]]) -> str:
         table(("release", *(LABELS.get(name, name) for name in COLUMNS)), suites),
         "## All parts\n",
         table(("release", "part", *counts), parts),
+        *cluster_section(clusters),
         *python_section(pythons),
     ]
     failures += [f"* Python {row['python']}: `{test}`" for row in pythons for test in row.get("failures", ())]
     if failures:
         sections += ["## Failed tests\n", "\n".join(failures) + "\n"]
     return "\n".join(sections)
-
-
-def main() -> None:
-    sys.stdout.write(page(*recorded()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,7 @@
-#!/usr/bin/env python3
-"""Print docs/metrics.md, generated from the table of metrics.
-
-`make docs` writes the file; a test fails if the file is out of date.
-"""
+"""The text of docs/metrics.md, generated from the table of metrics: a row of generated.py."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hook"))
 from gpushare.cli import metrics
 from gpushare.cli.export import PORT
 
@@ -89,7 +81,3 @@ def text() -> str:
         "",
     ]
     return HEAD + "\n".join([*of, *lines]) + "\n" + TAIL
-
-
-if __name__ == "__main__":
-    print(text(), end="")

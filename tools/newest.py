@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Unpack container runtimes of another release of Debian for the tests, with their libraries.
 
-    newest.py DIR [SUITE]       fills DIR once, from sid by default; the programs are in DIR/bin
+    newest.py DIR [SUITE [SET]]     fills DIR once, from sid by default; the programs are in DIR/bin
 
 They need a newer C library than this machine may have, so patchelf gives them the archive's loader and libraries.
 Nothing is installed. See nvidia_userland.py for the sources.
@@ -13,18 +13,23 @@ import fcntl
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.nvidia_userland import Source, UserlandError, fetch
 
 SUITE = "sid"
-PACKAGES = ("runc", "crun", "containerd")
-PROGRAMS = ("runc", "crun", "containerd", "containerd-shim-runc-v2", "ctr")
+# Set -> (packages, programs)
+SETS = {
+    "runtimes": (("runc", "crun", "containerd"), ("runc", "crun", "containerd", "containerd-shim-runc-v2", "ctr")),
+    "engines": (("docker.io", "podman"), ("dockerd", "podman")),
+    "etcd": (("etcd-server",), ("etcd",)),
+}
 _LOADER = "ld-linux-x86-64.so.2"
 _PATCHELF = Path(__file__).resolve().parents[1] / "build" / "venv" / "bin" / "patchelf"
 
 
-def unpack(directory: Path, suite: str = SUITE) -> Path:
+def unpack(directory: Path, suite: str = SUITE, kind: str = "runtimes") -> Path:
     """Fill `directory` unless it is already filled, and return the directory of the programs."""
     directory = directory.resolve()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -33,22 +38,22 @@ def unpack(directory: Path, suite: str = SUITE) -> Path:
         if not directory.exists():
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name + ".") as name:
                 work = Path(name)
-                fetch(work, Source(suite, "", PACKAGES), libraries=True)
-                _patch(work / "root", directory, suite)
+                fetch(work, Source(suite, "", SETS[kind][0]), libraries=True)
+                _patch(work / "root", directory, suite, *SETS[kind])
                 (work / "root").rename(directory)
     return directory / "bin"
 
 
-def _patch(root: Path, target: Path, suite: str) -> None:
+def _patch(root: Path, target: Path, suite: str, packages: Sequence[str], programs: Sequence[str]) -> None:
     """Write the programs to root/bin, with paths as they are once `root` is called `target`."""
     (loader,) = (path for path in root.rglob(_LOADER) if not path.is_symlink())
     folders = sorted({path.parent for path in root.rglob("lib*.so*")})
     rpath = ":".join(str(target / folder.relative_to(root)) for folder in folders)
     (root / "bin").mkdir()
-    for name in PROGRAMS:
+    for name in programs:
         found = sorted(path for path in root.glob(f"usr/*bin/{name}") if path.is_file())
         if not found:
-            raise UserlandError(f"the packages {' '.join(PACKAGES)} of {suite} have no program {name}")
+            raise UserlandError(f"the packages {' '.join(packages)} of {suite} have no program {name}")
         new = root / "bin" / name
         words = ["--set-interpreter", str(target / loader.relative_to(root)), "--force-rpath", "--set-rpath", rpath]
         subprocess.run([str(_PATCHELF), *words, "--output", str(new), str(found[0])], check=True)
@@ -56,8 +61,8 @@ def _patch(root: Path, target: Path, suite: str) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) not in (2, 3):
-        print("usage: newest.py DIR [SUITE]", file=sys.stderr)
+    if not 2 <= len(sys.argv) <= 4:
+        print("usage: newest.py DIR [SUITE [SET]]", file=sys.stderr)
         return 64
     try:
         print(unpack(Path(sys.argv[1]), *sys.argv[2:]))
