@@ -11,22 +11,26 @@ from typing import Any
 import pytest
 
 from simulator.simhost import make_simhost
-from tests.support import host, processes, rootfs, turns
+from tests.support import host, processes, rootfs, short, turns
 from tests.support.runc import Container, close_all
 from tools import nvidia_userland
 
 GIB = 1 << 30
+OLD_BUILD = "build/ is older than the tree, so these tests ran old code: run `make build`"
 # gRPC's handlers of fork start threads in the child, which then cannot make a user namespace
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--low-level", choices=("runc", "crun"), default="runc", help="of containers without an engine")
+    parser.addoption("--record-costs", action="store_true", help="in tests/support/costs.txt: the run has one process")
     parser.addoption("--programs", type=Path, help="a bundle (build/dist/gpushare) to test, not the source tree")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the test run its own mount namespace: no mount is left on the machine, even if the run is killed."""
+    if config.getoption("record_costs"):
+        config.pluginmanager.register(short.CostsFile())
     if config.getoption("programs"):
         host.use_programs(config.getoption("programs"))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # background run of a shell, and what its tests start
@@ -42,6 +46,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return turns.scheduler(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that the short form of a run omits: -m "not long". A test that is judged by a real clock and fails
+    is run again while nothing else runs, at most twice: see pytest_runtest_setup."""
+    omitted = short.omitted(item.nodeid for item in items)
+    for item in items:
+        if item.nodeid in omitted:
+            item.add_marker(pytest.mark.long)
+        if turns.kind_of(item.nodeid) == turns.TIMED:
+            item.add_marker(pytest.mark.flaky(reruns=2))
+
+
 SEATS = turns.Seats()
 
 
@@ -53,13 +69,32 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         return (yield)
     finally:
-        SEATS.leave(kind, turns.kind_of(nextitem.nodeid) if nextitem else None)
+        SEATS.leave(turns.kind_of(nextitem.nodeid) if nextitem else None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Judge shares of a device again without other tests: these may have used the processors that it needed."""
+    if getattr(item, "execution_count", 1) > 1:
+        SEATS.leave()
+        SEATS.enter(turns.EXCLUSIVE, os.environ.get("PYTEST_XDIST_WORKER"))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Reap adopted orphans that have ended: a test that inspects its own children must not find them."""
     processes.reap_zombies()
+
+
+UNBUILT = ("tests/unit/", "tests/golden/", "tests/limiter/")  # their tests run nothing that is built, or build it
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell if the tests ran programs from before an edit."""
+    reports = (one for some in terminalreporter.stats.values() for one in some)
+    built = (one for one in reports if not getattr(one, "nodeid", UNBUILT[0]).startswith(UNBUILT))
+    if not config.getoption("programs") and any(built) and not host.is_built():
+        terminalreporter.write_line(OLD_BUILD, red=True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.conformance import checks_capture as capture
+from tests.conformance import checks_checkpoint as checkpoint
 from tests.conformance import checks_memory as memory
 from tests.conformance import checks_pools as pools
 from tests.conformance import checks_time as time
@@ -170,6 +171,28 @@ BEHAVIOURS = (
     ),
     Behaviour(time.cooperative_launch_must_fit, "documented", "COOPERATIVE_LAUNCH_TOO_LARGE"),
     Behaviour(time.extended_launch_takes_attributes, "documented", "cuLaunchKernelEx"),
+    Behaviour(
+        checkpoint.checkpoint_frees_the_device_and_restore_fills_it,
+        "documented",
+        "cuda-checkpoint: all GPU resources are released, nvidia-smi no longer lists the process; contents come back",
+    ),
+    Behaviour(checkpoint.states_follow_the_calls, "documented", "CUprocessState after each call"),
+    Behaviour(checkpoint.call_in_another_state_is_illegal, "documented", "ILLEGAL_STATE"),
+    Behaviour(checkpoint.calls_wait_until_the_process_is_unlocked, "documented", "further calls block"),
+    Behaviour(
+        checkpoint.streams_modules_and_events_are_restored, "documented", "cuda-checkpoint: objects are restored"
+    ),
+    Behaviour(checkpoint.lock_gives_up_at_its_timeout, "documented", "NOT_READY; the process is RUNNING"),
+    Behaviour(
+        checkpoint.managed_memory_is_not_checkpointed, "documented", "cuda-checkpoint: no UVM; the result assumed"
+    ),
+    Behaviour(
+        checkpoint.restore_without_room_is_out_of_memory,
+        "assumed",
+        "cuda-checkpoint issue 44: driver 580, CHECKPOINTED",
+    ),
+    Behaviour(checkpoint.checkpointed_process_can_be_killed, "assumed", "at once, in any state"),
+    Behaviour(checkpoint.process_without_cuda_is_not_initialised, "assumed", "the reference lists NOT_INITIALIZED"),
     Behaviour(work.proc_address_by_version, "recorded", NO_GPU),
 )
 SOURCES = ("documented", "recorded", "assumed")

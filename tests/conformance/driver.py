@@ -15,6 +15,7 @@ NOT_INITIALIZED = 3
 INVALID_DEVICE = 101
 INVALID_IMAGE = 200
 INVALID_CONTEXT = 201
+OPERATING_SYSTEM = 304
 INVALID_HANDLE = 400
 ILLEGAL_STATE = 401
 NOT_FOUND = 500
@@ -30,6 +31,8 @@ CAPTURE_ISOLATION = 905
 CAPTURE_IMPLICIT = 906
 CAPTURED_EVENT = 907
 CAPTURE_WRONG_THREAD = 908
+UNKNOWN = 999
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)  # CUprocessState
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -310,6 +313,22 @@ class Driver:
         value = c_uint64()
         self.ok("cuDeviceGetGraphMemAttribute", c_int(0), c_int(attribute), byref(value))
         return value.value
+
+    def checkpoint(self, operation: str, pid: int, arguments: Optional[bytes] = None) -> int:
+        """Call cuCheckpointProcess<operation> for a process; `arguments` are those of its 64 bytes that are not 0."""
+        given = None if arguments is None else ctypes.create_string_buffer(arguments, 64)
+        return int(self.library["cuCheckpointProcess" + operation](c_int(pid), given))
+
+    def process_state(self, pid: int) -> int:
+        """Return a CUprocessState."""
+        state = c_int(-1)
+        self.ok("cuCheckpointProcessGetState", c_int(pid), byref(state))
+        return state.value
+
+    def restore_thread(self, pid: int) -> int:
+        thread = c_int()
+        self.ok("cuCheckpointProcessGetRestoreThreadId", c_int(pid), byref(thread))
+        return thread.value
 
     def ipc_handle(self, address: int) -> bytes:
         handle = IpcHandle()

@@ -1,6 +1,7 @@
 """The commands of a page: in blocks that are indented by four spaces, or fenced with the language sh or console.
 
-    $ gpushare list            a command whose output follows, up to the next "$ " or the end of the block
+    $ gpushare list            a command whose output follows, up to the next "$ " or the end of the block; a line that
+                               ends in a backslash continues
     make demo                  in a block without "$ " every line is a command if it begins with the name of a program
 
 In an output a line `...` stands for any lines, and `...` in a line for any text.
@@ -88,8 +89,10 @@ def commands(page: str) -> list[Command]:
 def _shown(page: str, first: int, block: list[str]) -> Iterator[Command]:
     starts = [at for at, line in enumerate(block) if line.startswith("$ ")]
     for at, end in zip(starts, [*starts[1:], len(block)]):
-        output = "\n".join(block[at + 1 : end]).rstrip().splitlines()
-        yield Command(page, first + at, block[at][2:], tuple(output), True)
+        last = next(line for line in range(at, end) if not block[line].endswith("\\"))
+        text = " ".join(line.rstrip("\\").strip() for line in block[at : last + 1])
+        output = "\n".join(block[last + 1 : end]).rstrip().splitlines()
+        yield Command(page, first + at, text[2:], tuple(output), True)
 
 
 def _typed(line: str) -> list[str]:

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "docker build": "it needs a registry; tests/integration/test_installer.py",
     "docker exec": "tests/docs/test_tour.py",
     "docker rm": "tests/docs/test_tour.py",
+    "docker service create": "it needs a swarm; tests/integration/test_swarm.py",
     "dpkg -": "tests/packages/check_install.py",
     "helm": "it needs a cluster; what it renders: tests/unit/test_helm.py",
     "journalctl": "it needs systemd's journal; tests/integration/test_decisions.py",
@@ -86,9 +87,15 @@ def test_inline_gpushare_commands_exist(page: str) -> None:
 # Verb of kubectl and an option with a name: the kind of file that it must be, in packaging/kubernetes
 APPLIES: dict[tuple[str, str], Callable[[Path], bool]] = {
     ("apply", "-f"): Path.is_file,  # with the fields of its API: test_kubernetes.py
+    ("delete", "-k"): lambda folder: (folder / "kustomization.yaml").is_file(),
     ("apply", "-k"): lambda folder: (folder / "kustomization.yaml").is_file(),  # and what that names: test_packaging.py
 }
-WITHOUT_FILES = ("describe pod", "create namespace", "label namespace", "label node", "get daemonsets", "get nodes")
+FLAGS = ("--ignore-not-found",)  # of kubectl, without a value
+WITHOUT_FILES = (
+    "describe pod", "describe node", "create namespace", "label namespace", "label node", "logs", "rollout status",
+    "get crds", "get daemonsets", "get nodes", "get events", "get resourceclaims", "get resourceslices",
+    "delete daemonset", "delete serviceaccount", "delete clusterrole", "delete deviceclass",
+)  # fmt: skip
 
 
 def test_kubectl_arguments_exist() -> None:
@@ -98,11 +105,11 @@ def test_kubectl_arguments_exist() -> None:
     todo = [*((one.place, one.text) for one in of("kubectl")), *inline]
     assert len(todo) > 6
     for place, text in todo:
-        _, verb, *arguments = shlex.split(text)
+        _, verb, *arguments = (word for word in shlex.split(text) if word not in FLAGS)
         if text.startswith(tuple(f"kubectl {verb}" for verb in WITHOUT_FILES)):
             continue
         assert arguments and len(arguments) % 2 == 0, f"{place}: {text}"
-        for option, name in zip(arguments[::2], (one.replace("packaging/kubernetes/", "") for one in arguments[1::2])):
+        for option, name in zip(arguments[::2], (one.replace("packaging/kubernetes", ".") for one in arguments[1::2])):
             assert APPLIES[verb, option](TREE / "packaging/kubernetes" / name), f"{place}: {text}"
 
 
@@ -120,7 +127,7 @@ def test_container_commands_request_valid_shares(one: Command) -> None:
     """The container runs under gpushare, and its request is valid."""
     if one.text.startswith(tuple(ELSEWHERE)):
         return
-    ours = ("--runtime gpushare", "gpushare.io/share=", "podman run", "docker ps", "docker inspect")
+    ours = ("--runtime gpushare", "gpushare.io/share=", "nvidia.com/gpu=", "podman run", "docker ps", "docker inspect")
     assert any(way in one.text for way in ours), one.place
     arguments = words(one)
     env = [value for flag, value in zip(arguments, arguments[1:]) if flag == "-e"]
@@ -175,12 +182,13 @@ def test_documented_variables_exist() -> None:
         "GPUSHARE_LOG",
         "GPUSHARE_TRACE",
     }
+    installer = (TREE / "packaging/kubernetes/installer/install.py").read_text()
+    known |= set(re.findall(r'environ(?:\.get\(|\[)"(GPUSHARE_[A-Z_]+)"', installer))
     for page in blocks.pages():
         for word in re.findall(r"\bGPUSHARE_[A-Z_]+\b", (TREE / page).read_text()):
-            assert word in known or word in SEEN_BY_OTHERS, f"{page}: {word}"
+            named = any(one.startswith(word) for one in known) if word.endswith("_") else word in known
+            assert named or word in SEEN_BY_OTHERS, f"{page}: {word}"
 
 
-# Variables of the tests and tools
-SEEN_BY_OTHERS = (
-    "GPUSHARE_CONFORMANCE_LIB", "GPUSHARE_RACES", "GPUSHARE_CDI_", "GPUSHARE_", "GPUSHARE_EVERY_POINT",
-)  # fmt: skip
+# Variables of the tests and the tools
+SEEN_BY_OTHERS = ("GPUSHARE_CONFORMANCE_LIB", "GPUSHARE_RACES", "GPUSHARE_EVERY_POINT", "GPUSHARE_TEST_SHIM")

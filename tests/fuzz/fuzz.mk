@@ -13,8 +13,8 @@ FUZZ_FILES := tests/fuzz/c/files.c $(FUZZ_WRAP)
 FUZZ_WITH_image := $(addprefix shim/code/,image.c lz4.c ptx.c) build/shim/obj/cuda/zstd.o $(FUZZ_FILES)
 FUZZ_WITH_ptx := shim/code/ptx.c
 FUZZ_WITH_lz4 := shim/code/lz4.c
-FUZZ_WITH_region := $(addprefix shim/core/,account.c quota.c exports.c slot.c) tests/fuzz/c/overhead.c $(FUZZ_FILES)
-FUZZ_WITH_law := $(addprefix shim/core/,region.c account.c quota.c exports.c slot.c) $(wildcard shim/limiter/*.c) tests/fuzz/c/overhead.c $(FUZZ_FILES)
+FUZZ_WITH_region := $(addprefix shim/core/,account.c now.c quota.c exports.c slot.c suspend.c) tests/fuzz/c/overhead.c $(FUZZ_FILES)
+FUZZ_WITH_law := $(addprefix shim/core/,region.c account.c now.c quota.c exports.c slot.c suspend.c) $(wildcard shim/limiter/*.c) tests/fuzz/c/overhead.c $(FUZZ_FILES)
 FUZZ_WITH_args := hook/launcher/args.c
 FUZZ_WITH_scan := hook/launcher/scan.c
 FUZZ_WITH_state := hook/launcher/state.c hook/launcher/scan.c
@@ -30,7 +30,7 @@ fuzz-programs: $(FUZZ_PROGRAMS) build/fuzz/liblauncher.so
 $(FUZZ_PROGRAMS): build/fuzz/%: tests/fuzz/c/%.c $(wildcard tests/fuzz/c/*.[ch] shim/*/*.[ch] hook/launcher/*.[ch] tests/limiter/try.h) \
 		$(LAUNCHER_TABLES) build/shim/gen/cuda/symbols.h build/shim/obj/cuda/zstd.o tests/fuzz/fuzz.mk | $(TEST_SETUP)
 	@mkdir -p $(@D)
-	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm
+	$(FUZZ_CC) $(FUZZ_CFLAGS) $(FUZZ_SANITIZE) -o $@.new $< $(FUZZ_WITH_$*) -lpthread -lm -ldl
 	@mv $@.new $@
 
 build/fuzz/liblauncher.so: tests/fuzz/c/reading.c $(addprefix hook/launcher/,args.c scan.c state.c launcher.h) $(LAUNCHER_TABLES) tests/fuzz/fuzz.mk | $(SETUP)

@@ -54,6 +54,8 @@ def _schema(schema: dict[str, Any], path: str) -> Iterator[str]:
             yield f"configuration {path} is {json.dumps(schema['default'])} where it is not written"
     for key, below in schema.get("properties", {}).items():
         yield from _schema(below, f"{path}.{key}".lstrip("."))
+    for one in schema.get("anyOf", ()):
+        yield from _schema(one, path)
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             yield from _schema(schema[key], f"{path}[]")
@@ -124,13 +126,14 @@ def _metrics() -> Iterator[str]:
 
 def _files() -> Iterator[str]:
     """Names in the state directory, and each field of a running container's files with its offset."""
-    storage, region, lease, applied = (module(name) for name in ("storage", "shm_abi", "leasefile", "spec_record"))
+    names = ("storage", "shm_abi", "leasefile", "spec_record", "migration")
+    storage, region, lease, applied, migration = (module(name) for name in names)
+    yield from (f"file {migration.HELD}", f"held {migration.HELD_VERSION}")
     constants = (
         "_FOLDERS",
         "_SHARE_FOLDERS",
         "_SHARE_FILES",
         "LEASE",
-        "HELD",
         "_CGROUP",
         "_PLAIN",
         "_MARKER",
@@ -145,9 +148,6 @@ def _files() -> Iterator[str]:
     for table in ("_LEASE", "_SHARE", "_DEVICE"):
         for name, types in getattr(lease, table).items():
             yield f"lease.json {table[1:].lower()}.{name}: {' '.join(one.__name__ for one in types)}"
-    for value in vars(lease).values():
-        if isinstance(value, str) and value.startswith("gpushare-held-"):
-            yield f"held {value}"
     for name in sorted(vars(region)):
         value = getattr(region, name)
         if isinstance(value, int) and name.isupper():

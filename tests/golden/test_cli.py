@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from gpushare import doctor
-from gpushare.allocation import backends, limit_update, reservation
+from gpushare.allocation import backends, reservation
 from gpushare.allocation.backends.mps import control as mps_control
 from gpushare.allocation.backends.mps import daemon as mps_daemon
 from gpushare.allocation.backends.mps import state as mps
@@ -29,7 +29,7 @@ from gpushare.cli.options import Paths
 from gpushare.config import node
 from gpushare.core.errors import CapacityError, DeviceError
 from gpushare.doctor import FAIL, OK, SKIP, WARN, Result
-from gpushare.gpu import nvml_usage
+from gpushare.gpu import driverfiles, nvml_usage
 from gpushare.monitor import overuse
 from gpushare.state import leases, log
 from gpushare.system import procs
@@ -70,6 +70,7 @@ CASES = {
         *("limit set 0123 --memory 2Gi --compute 40 --dry-run", "limit set 0123 --memory 2Gi --dry-run --format json"),
         *("limit set 0123", "limit set 0123 --memory 4Gy", "limit set web-1 --device 7 --memory 1Gi"),
         *("pause 0123", "list", "pause 0123", "resume 0123 --format json", "pause dead"),
+        "suspend 0123",
     ],
     "usage": [
         *("usage", "$ usage --since 2h --by namespace", "usage --format json", "usage --format csv --by image"),
@@ -165,13 +166,13 @@ def world(
     monkeypatch.setattr(
         node, "last", lambda _: host._replace(inventory=host.inventory._replace(driver_version="525.1"))
     )
+    monkeypatch.setattr(driverfiles, "require_usable", lambda inventory: None)
     monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True, **_: host)
     monkeypatch.setattr(reservation, "recover", lambda *_: ())
     monkeypatch.setattr(cli_node, "installed", lambda: "0.1.0")
     for module in (cli_cdi, runtime):
         monkeypatch.setattr(module, "check_program", lambda path: f"/opt/gpushare/bin/{os.path.basename(path)}")
         monkeypatch.setattr(module, "foreign_owners", lambda _: [])
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # these containers have no mounts
     monkeypatch.setattr(doctor, "CHECKS", [doctor.Check(name, "", lambda _, one=one: one) for name, one in ROWS])  # type: ignore[misc]
     _with_mps(monkeypatch)
     uses = nvml_usage.Gpu(
@@ -239,7 +240,7 @@ ROWS = (
     ("rights", Result(OK, "root")),
     (
         "driver",
-        Result(FAIL, "no NVIDIA driver is loaded (no version in /proc/driver/nvidia)", "load it, or set driver.root"),
+        Result(FAIL, "no NVIDIA driver is loaded (no version in /proc/driver/nvidia)", "load it"),
     ),
     ("driver files", Result(OK, "9 libraries", more=("not used: /usr/bin/nvidia-smi is a script",))),
     ("devices", Result(SKIP, "needs a driver")),
@@ -285,7 +286,7 @@ def test_empty_host_matches_golden_file(
     """A host without containers, and a host without a driver."""
 
     def none(*_: Any, **__: Any) -> Any:
-        raise DeviceError("no NVIDIA driver is loaded", "load it, or set driver.root in the configuration file")
+        raise DeviceError("no NVIDIA driver is loaded", "load it")
 
     shown = []
     (tmp_path / "config.yaml").write_text("version: 1\n")

@@ -77,7 +77,7 @@ def explained(case: Case) -> str:
         lease = Lease(bundle.id, "reserved", "boot", "/bundle", shares, 1, 1)
         made = plan.make_plan(bundle, asked, node, lease if shares else None, pure.image(), pure.files())
     except GpushareError as error:
-        return f"refused ({type(error).__name__}): {error}"
+        return f"refused ({pure.kind(error)}): {error}"
     text = explain.explain_text(asked, made).partition("\n\nplan for")[0]
     return "\n".join(line for line in text.splitlines() if not line.startswith("capabilities"))
 
@@ -90,8 +90,8 @@ def test_requests_match_golden_file(path: Path) -> None:
     if os.environ.get("GOLDEN_WRITE"):
         path.write_text(text)
     for before, after in zip(found, made):
-        assert after.expected == before.expected, before.title
-    assert text == path.read_text()
+        assert after.expected == before.expected, f"{before.title}: GOLDEN_WRITE=1 writes {path.name}"
+    assert text == path.read_text(), f"{path.name} differs: GOLDEN_WRITE=1 writes it"
 
 
 def test_every_dialect_has_accepted_and_refused_cases() -> None:

@@ -22,6 +22,8 @@ from gpushare.inject import plan
 from gpushare.programs import explain, why
 from gpushare.request import oci, request
 
+from tests.unit import pure
+
 HERE = Path(__file__).parent
 CASES = sorted(path.name for path in (HERE / "cases").iterdir())
 
@@ -76,7 +78,7 @@ def explained(case: Path) -> str:
         mine = lease(bundle.id, shares) if shares else None
         made = plan.make_plan(bundle, asked, node, mine, image, driver_files)
     except GpushareError as error:
-        return f"refused ({type(error).__name__}, exit {error.exit_code}): {error}\n"
+        return f"refused ({pure.kind(error)}, exit {error.exit_code}): {error}\n"
     return explain.explain_text(
         asked, made, why.placed(asked, node, ledger, shares), why.held(asked, node, ledger, shares)
     )
@@ -88,7 +90,7 @@ def test_explanation_matches_golden_file(name: str) -> None:
     text = explained(case)
     if os.environ.get("GOLDEN_WRITE"):
         (case / "expected.txt").write_text(text)
-    assert text == (case / "expected.txt").read_text()
+    assert text == (case / "expected.txt").read_text(), f"{case.name} differs: GOLDEN_WRITE=1 writes it"
 
 
 def test_cases_cover_every_kind() -> None:

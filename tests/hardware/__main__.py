@@ -14,6 +14,8 @@ import argparse
 import collections
 import contextlib
 import datetime
+import fnmatch
+import itertools
 import json
 import os
 import signal
@@ -151,13 +153,13 @@ def learned(found: machine.Machine, name: str, result: Result) -> machine.Machin
 
 
 def names(text: str) -> list[str]:
-    """Parse names of checks. Raises ArgumentTypeError."""
-    words = text.split(",")
-    unknown = [word for word in words if word not in {check.name for check in CHECKS}]
+    """Parse names of checks, or patterns such as turns.*. Raises ArgumentTypeError."""
+    words = {word: fnmatch.filter([check.name for check in CHECKS], word) for word in text.split(",")}
+    unknown = [word for word, found in words.items() if not found]
     if unknown:
         known = ", ".join(check.name for check in CHECKS)
         raise argparse.ArgumentTypeError(f"no check is called {unknown[0]!r}; there are {known}")
-    return words
+    return list(itertools.chain(*words.values()))
 
 
 def check_all(options: argparse.Namespace, work: Path) -> int:
@@ -247,7 +249,9 @@ def main(arguments: Optional[list[str]] = None) -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="keep the results in this file, and add the others")
     parser.add_argument("--short", action="store_true", help="short stretches: to see that it works")
     parser.add_argument("--simulated", action="store_true", help="on the simulator, also where there is a GPU")
-    parser.add_argument("--only", type=names, default=(), help="names of checks, with commas")
+    parser.add_argument(
+        "--only", type=names, default=(), help="names of checks, with commas; turns.*: all of that name"
+    )
     parser.add_argument("--list", action="store_true", help="list the checks and their time limits")
     parser.add_argument(
         *("--out", "--json"), type=Path, help="the file for all figures (build/gpu-check.json, or that of --resume)"

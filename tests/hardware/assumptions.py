@@ -168,6 +168,20 @@ def not_told_apart(values: Values) -> Judgement:
     return not values["distinct"], f"{len(links)} different links, such as {min(links)}"
 
 
+def kept_for_children(values: Values) -> Judgement:
+    killed = values["killed"]
+    return 2 * killed["left_bytes"] > killed[
+        "held_bytes"
+    ], f"{size(killed['left_bytes'])} are left while its child lives"
+
+
+def freed_at_exit(values: Values) -> Judgement:
+    exited = values["exited"]
+    return 2 * exited["left_bytes"] < exited[
+        "held_bytes"
+    ], f"{size(exited['left_bytes'])} are left while its child lives"
+
+
 def nothing_left(values: Values) -> Judgement:
     if "lost_bytes" not in values["after_cycles"]:
         return None, values["after_cycles"]["missing"]
@@ -254,6 +268,20 @@ ASSUMPTIONS = (
         "context",
         "hook/gpushare/monitor/overuse.py",
         context_listed,
+    ),
+    Assumption(
+        "forks.killed",
+        "The driver keeps the memory of a killed process while a forked child of it lives.",
+        "forks",
+        "shim/core/quota.c",
+        kept_for_children,
+    ),
+    Assumption(
+        "forks.exited",
+        "The driver frees the memory of a process that exits, although a forked child of it lives.",
+        "forks",
+        "shim/core/account.c",
+        freed_at_exit,
     ),
     Assumption(
         "modules.covered",

@@ -15,6 +15,7 @@ from tests.hardware import checks_containers as containers
 from tests.hardware import checks_costs as costs
 from tests.hardware import checks_count as count
 from tests.hardware import checks_driver as driver
+from tests.hardware import checks_forks as forks
 from tests.hardware import checks_frameworks as frameworks
 from tests.hardware import checks_handles as handles
 from tests.hardware import checks_looks as looks
@@ -23,6 +24,7 @@ from tests.hardware import checks_mps as mps
 from tests.hardware import checks_offered as offered
 from tests.hardware import checks_product as product
 from tests.hardware import checks_programs as programs
+from tests.hardware import checks_suspend as suspend
 from tests.hardware import checks_switches as switches
 from tests.hardware.session import Result, Session
 
@@ -72,6 +74,8 @@ CHECKS = (
     Check("prefetch.batch", "many prefetches as one call", offered.prefetch_batch, 10, quick=True),
     Check("compute.pairs", "kernels that spin for each other, 20 %", busy.pairs, 30, quick=True),
     Check("count", "what NVML counts of a process, and how fast", count.count, 30, quick=True),
+    Check("forks", "memory of a process that has ended before its forked child", forks.forks, 30, HARDWARE, quick=True),
+    Check("suspend", "a process that gives its memory back and gets it again", suspend.suspend, 60, quick=True),
     Check("containers", "two containers of runc, 30 % and 70 %", containers.containers, 70, quick=True),
     _program("train.alone", "train", "training of ResNet-50", quick=True),
     Check("mps.words", "answers of nvidia-cuda-mps-control", offered.mps_words, 30),
@@ -132,4 +136,16 @@ CHECKS = (
     _turns("turns.torch", (30, 70), "PyTorch, 30 % and 70 % in turns and with time slices", "torch_work"),
     _turns("turns.four", compute.FOUR, "10, 20, 30 and 40 % in turns and with time slices"),
     _turns("turns.eight", compute.EIGHT, "eight shares in turns and with time slices"),
+    *(
+        Check(
+            f"turns.beside_{others}",
+            f"short requests beside {others}, in turns and with time slices",
+            functools.partial(compute.turns_interactive, others=others),
+            60,
+            named=True,
+        )
+        for others in (1, 3)
+    ),
+    Check("turns.killed", "turns of 30 % and 30 % beside 40 % that is killed", compute.turns_killed, 40, named=True),
+    Check("turns.outsider", "30 % and 40 % beside a native program", compute.turns_outsider, 60, named=True),
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from tests.hardware import processes
+from tests.hardware.place import Place
 from tests.hardware.session import Result, Session, interval, verdict
 
 ALONE_POINTS, COMPANY_POINTS = 1.0, 2.0  # maximum error of a share, in percentage points
@@ -26,6 +27,10 @@ KERNEL_US = 1000
 FOUR = (10, 20, 30, 40)
 EIGHT = (5, 5, 5, 5, 10, 10, 20, 40)
 ROUND_MS = 20  # as configured by default
+KILLED = (30, 30, 40)  # the last one is killed
+BESIDE_NATIVE = (30, 40)
+REQUEST, REQUEST_MEAN_S = 20, 0.05  # kernels of a request; its mean distance from the next
+MOST_P50_MS, MOST_P99_MS = 1.2, 3.0  # by which a request may be delayed in turns
 LEAST_IN_TURNS = 94  # percent of one program alone, of all programs together
 SAVED_S = 0.1
 TURN_S = 1.5  # for two kernels; the second is admitted when no kernel has ended for 100 ms
@@ -78,11 +83,20 @@ class Bench:
             tenant.receive()
         return started
 
-    def rates(self, *tenants: processes.Tenant, run_s: float = 1.0) -> list[Rate]:
-        """Return each program's rate while all of them work. They begin behind a barrier."""
+    def rates(
+        self, *tenants: processes.Tenant, run_s: float = 1.0, killed: Optional[processes.Tenant] = None
+    ) -> list[Rate]:
+        """Return each program's rate while all of them work. They begin behind a barrier.
+
+        `killed`: another program that works beside them, and is killed in the middle.
+        """
         at = time.monotonic() + BARRIER_S
-        for tenant in tenants:
-            tenant.go(at=at, **times(self.session, run_s))
+        length = times(self.session, run_s)
+        for tenant in (*tenants, killed) if killed else tenants:
+            tenant.go(at=at, **length)
+        if killed:
+            time.sleep(BARRIER_S + length["settle_s"] + length["run_s"] / 2)
+            killed.close()
         answers = [tenant.receive() for tenant in tenants]
         need_overlap(answers, SHORT_OVERLAP if self.session.short else LEAST_OVERLAP)
         self.counted += [answer["counted"] for answer in answers if "counted" in answer]
@@ -162,9 +176,22 @@ def company(
 ) -> Result:
     """Check several shares at once, all with more work than their limits allow."""
     with contextlib.ExitStack() as stack:
-        together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
-        places = [stack.enter_context(session.place(None, percent, together, told, round_ms)) for percent in percents]
-        return side_by_side(Bench(session, stack, torch), percents, places)
+        bench, places = _company(session, stack, percents, round_ms, torch, told)
+        return side_by_side(bench, percents, places)
+
+
+def _company(
+    session: Session,
+    stack: contextlib.ExitStack,
+    percents: Sequence[int],
+    round_ms: int = ROUND_MS,
+    torch: str = "",
+    told: tuple[int, int] = (0, 0),
+) -> tuple[Bench, list[Place]]:
+    """Return places with these limits that share activity files."""
+    together = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu-check-")))
+    places = [stack.enter_context(session.place(None, percent, together, told, round_ms)) for percent in percents]
+    return Bench(session, stack, torch), places
 
 
 def side_by_side(bench: Bench, percents: tuple[int, ...], places: Sequence[processes.Inside]) -> Result:
@@ -243,6 +270,74 @@ def turns(session: Session, percents: tuple[int, ...], torch: str = "") -> Resul
     note = f"{found.note}; {together:.1f} % together, with time slices {before:.1f} %"
     wrong = [note] if found.verdict != "held" or together < LEAST_IN_TURNS else []
     return verdict(wrong, note, {**found.values, "slices": slices.values, "round_ms": ROUND_MS})
+
+
+def turns_killed(session: Session) -> Result:
+    """Check that two shares keep their parts while the program of a third one, 40 %, is killed."""
+    with contextlib.ExitStack() as stack:
+        bench, places = _company(session, stack, KILLED)
+        native, *tenants, killed = bench.add(None, *places)
+        per_s = bench.rates(native, run_s=0.7)[0].per_s
+        got = [100 * rate.per_s / per_s for rate in bench.rates(*tenants, run_s=2.5, killed=killed)]
+    note = f"a program with {KILLED[-1]} % was killed: {_listed(KILLED[:-1])} got {_listed(got)} of native throughput"
+    wrong = [note] if any(one < percent - COMPANY_POINTS for one, percent in zip(got, KILLED)) else []
+    return verdict(wrong, note, {"limits_percent": KILLED, "throughput_percent": got})
+
+
+def turns_outsider(session: Session) -> Result:
+    """Check that a program without gpushare takes no more of the device beside turns than beside time slices."""
+    found = []
+    for round_ms in (0, ROUND_MS):
+        with contextlib.ExitStack() as stack:
+            bench, places = _company(session, stack, BESIDE_NATIVE, round_ms)
+            native, *tenants = bench.add(None, *places)
+            per_s = bench.rates(native, run_s=0.7)[0].per_s
+            found.append([100 * rate.per_s / per_s for rate in bench.rates(*tenants, native, run_s=2.5)])
+    slices, turned = found
+    note = f"beside a native program {_listed(BESIDE_NATIVE)} got {_listed(turned[:-1])} in turns"
+    note += f", with time slices {_listed(slices[:-1])}; it got {_listed(turned[-1:])} and {_listed(slices[-1:])}"
+    wrong = [note] if any(before - one > COMPANY_POINTS for before, one in zip(slices[:-1], turned)) else []
+    return verdict(wrong, note, {"limits_percent": BESIDE_NATIVE, "throughput_percent": turned, "slices": slices})
+
+
+def turns_interactive(session: Session, others: int) -> Result:
+    """Measure by how much short requests are delayed beside programs that always have work."""
+    percents = (100 - others * (75 // others), *(75 // others,) * others)
+    delays = []
+    for round_ms in (0, ROUND_MS):
+        with contextlib.ExitStack() as stack:
+            bench, places = _company(session, stack, percents, round_ms)
+            mine = stack.enter_context(session.tenant("requests", places[0], kernels=REQUEST, **bench.shape))
+            tenants = bench.add(*places[1:])
+            mine.receive()
+            run_s = 1.0 if session.short else 5.0
+            free, took = (_requests(mine, beside, run_s) for beside in ((), tenants))
+            delays.append([_part(took, 0.5) - _part(free, 0.5), _part(took, 0.99) - _part(free, 0.5)])
+    (slices_p50, slices_p99), (p50, p99) = delays
+    note = f"beside {others}: p50 +{p50:.2f} ms and p99 +{p99:.2f} ms in turns"
+    note += f", +{slices_p50:.2f} and +{slices_p99:.2f} ms with time slices"
+    wrong = [note] if p50 > MOST_P50_MS or p99 > MOST_P99_MS else []
+    return verdict(wrong, note, {"limits_percent": percents, "delay_ms": [p50, p99], "slices": delays[0]})
+
+
+def _requests(mine: processes.Tenant, beside: Sequence[processes.Tenant], run_s: float) -> list[float]:
+    """Return the milliseconds of each request while the others work."""
+    at = time.monotonic() + BARRIER_S
+    for tenant in beside:
+        tenant.go(at=at, settle_s=0, run_s=run_s + BARRIER_S)
+    mine.go(at=at + BARRIER_S, run_s=run_s, mean_s=REQUEST_MEAN_S)
+    took: list[float] = mine.receive()["request_ms"]
+    for tenant in beside:
+        tenant.receive()
+    return took
+
+
+def _part(values: Sequence[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def _listed(percents: Sequence[float]) -> str:
+    return " and ".join(f"{percent:.1f} %" for percent in percents)
 
 
 def waiting(session: Session) -> Result:

@@ -1,14 +1,8 @@
-"""Print docs/hardware.md, generated from tests/hardware/measured.
-
-`make docs` writes the file; a test fails if the file is out of date.
-
-    python3 -m tests.hardware.docs
-"""
+"""The text of docs/hardware.md, generated from tests/hardware/measured: a row of tools/generated.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,10 +68,10 @@ was interrupted, or checks were not run, continue it:
 make gpu-check GPU_ARGS="--all --resume build/gpu-check.json"
 ```
 
-Turns ([compute](compute.md#turns)) are measured against time slices only on request, in a minute:
+Turns ([compute](compute.md#turns)) are measured against time slices only on request, in five minutes:
 
 ```sh
-make gpu-check GPU_ARGS="--only turns.30_70,turns.torch,turns.four,turns.eight"
+make gpu-check GPU_ARGS="--only 'turns.*'"
 ```
 
 `--resume` keeps every result and runs the other checks. It refuses a file of another GPU,
@@ -268,7 +262,3 @@ def _latencies(values: dict[str, dict[str, Any]]) -> list[str]:
         *(f"| {name.replace('_', ' ')} | {one['native_ns']:,} | {one['shim_ns']:,} |" for name, one in rows),
         "",
     ]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(text(measurements()))

@@ -73,11 +73,11 @@ def find(shim: Path, simulate: bool, work: Path) -> Machine:
             return _real(shim)
         except (processes.Failed, processes.Absent) as error:
             reason = str(error)
-    from simulator.simhost import LIBDIR, make_simhost
+    from simulator.simhost import CHECKPOINTS, LIBDIR, make_simhost
 
     if not (TREE / "build" / "sim").is_dir():
         raise processes.Failed(f"no GPU ({reason}), and no simulator: make build makes build/sim")
-    root = make_simhost(work / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
+    root = make_simhost(work / "host", gpus=1, memory_bytes=16 * GIB, late_return_ms=0, driver=CHECKPOINTS)
     real = {stem: (root / LIBDIR / f"{stem}.so.1").resolve() for stem in STEMS}
     return _ask(shim, real, (), root, reason)
 

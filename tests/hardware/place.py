@@ -32,7 +32,6 @@ USR_LIB = "/usr/lib"
 STEMS = ("libcuda", "libnvidia-ml")
 CLONE_NEWNS, CLONE_NEWUSER, MS_SLAVE = 0x00020000, 0x10000000, 1 << 19
 CANNOT = 97  # exit code: such a namespace cannot be created here; stderr has the reason in one line
-SIM_VERSION = "535.261.03"
 SIM_LIBDIR = "x86_64-linux-gnu"
 
 
@@ -82,7 +81,7 @@ class Place:
         usage.write_bytes(shm_abi.pack_usage(nonce, 1))
         usage.chmod(0o666)
         if machine.simhost:
-            self._sim_library(machine.shim)
+            self._sim_library(machine)
         self._inside = json.dumps(
             {
                 "scratch": str(self.directory),
@@ -96,12 +95,13 @@ class Place:
             }
         )
 
-    def _sim_library(self, shim: Path) -> None:
+    def _sim_library(self, machine: Machine) -> None:
         libdir = self.directory / "lower" / SIM_LIBDIR
         libdir.mkdir()
         for stem in STEMS:
-            (libdir / f"{stem}.so.{SIM_VERSION}").write_bytes((shim / f"{stem}.so").read_bytes())
-            (libdir / f"{stem}.so.1").symlink_to(f"{stem}.so.{SIM_VERSION}")
+            name = machine.real[stem].name
+            (libdir / name).write_bytes((machine.shim / f"{stem}.so").read_bytes())
+            (libdir / f"{stem}.so.1").symlink_to(name)
 
     def __enter__(self) -> Place:
         return self

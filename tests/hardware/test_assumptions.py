@@ -49,6 +49,11 @@ def runtime(version: int, taken: int, code: int = 0) -> dict[str, Any]:
     return {"runtimes": {str(version): {"native": seen, "shim": seen}}}
 
 
+def forks(killed: int = GIB, exited: int = 0) -> dict[str, Any]:
+    left = {"killed": killed, "exited": exited}
+    return {name: {"held_bytes": GIB, "left_bytes": bytes_, "after_child_bytes": 0} for name, bytes_ in left.items()}
+
+
 def green(code: int = 0, refused: int = 0, launched: int = 3000) -> dict[str, Any]:
     shim = {"launched": 900, "refused": {"700": refused} if refused else {}}
     native = {"codes": {"event of primary in stream of green": code}, "launched": launched}
@@ -72,6 +77,10 @@ FIGURES: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("context.listed", {"first_bytes": 500 * MIB, "process_bytes": 491 * MIB}, "confirmed"),
     ("context.listed", {"first_bytes": 500 * MIB, "process_bytes": 400 * MIB}, "refuted"),
     ("context.listed", {"first_bytes": 500 * MIB, "process_bytes": None}, "unclear"),
+    ("forks.killed", forks(), "confirmed"),
+    ("forks.killed", forks(killed=0), "refuted"),
+    ("forks.exited", forks(), "confirmed"),
+    ("forks.exited", forks(exited=GIB), "refuted"),
     ("modules.covered", modules(steps(2, 2, 4), steps(2, 2, 4)), "confirmed"),
     ("modules.covered", modules(steps(2, 20, 200), steps(2, 2, 4)), "refuted"),
     ("modules.covered", modules(steps(2, 20, 200), {"missing": "no shim"}), "unclear"),

@@ -14,9 +14,9 @@ from simulator.simhost import make_simhost
 from tests.support.engines.bare import Bare
 from tests.support.engines.base import Engine
 from tests.support.engines.containerd import Containerd
-from tests.support.engines.containerd_daemon import IMAGE
+from tests.support.engines.crio import Crio
 from tests.support.engines.docker import Docker
-from tests.support.engines.image import make_root
+from tests.support.engines.image import IMAGE, make_root
 from tests.support.engines.podman import Podman
 from tests.support.host import BUILD, Node
 from tests.support.rootfs import run
@@ -80,6 +80,14 @@ def _containerd(way: str) -> Callable[[Place], Engine]:
     )
 
 
+def _crio(low_level: str, way: str) -> Callable[[Place], Engine]:
+    def make(place: Place) -> Engine:
+        node = place.node(runtime=runtime_path(low_level))
+        return Crio(node, place.directory / "c", place.image_root, way, low_level)
+
+    return make
+
+
 def _docker(place: Place) -> Engine:
     return Docker(place.node(), place.directory / "docker", place.image_root)
 
@@ -104,6 +112,16 @@ ENGINES: dict[str, Callable[[Place], Engine]] = {
     "newest containerd, hook": _containerd("hook"),
     "newest containerd, runtime": _containerd("runtime"),
 }
+
+if shutil.which("crio"):  # no release of Debian has it: `make engines`
+    ENGINES.update(
+        {
+            "crio, hook": _crio("runc", "hook"),
+            "crio, runtime": _crio("runc", "runtime"),
+            "crio with crun, hook": _crio("crun", "hook"),
+            "crio with crun, runtime": _crio("crun", "runtime"),
+        }
+    )
 
 
 @contextmanager

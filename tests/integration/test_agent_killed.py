@@ -118,8 +118,8 @@ def completed(node: Node, waiting: Tenant, borrowing: Tenant) -> None:
 def test_agent_killed_while_it_takes_memory_back_is_continued_by_the_next(
     node: Node, waiting: Tenant, tmp_path: Path, kills: Kills
 ) -> None:
-    """kill -9 at points from the first search of an agent to the end of the borrower. tests/shim/test_agent_killed.py
-    has more points, without a runtime."""
+    """kill -9 at points from the first search of an agent to the end of the borrower. tests/unit/test_eviction.py has
+    more points, without a runtime."""
     strace = Strace(node.config, node.state, tmp_path / "calls")
     with borrower(node, tmp_path / "recorded") as one:
         waiting.go()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from gpushare.core.errors import GpushareError
 from gpushare.core.model import LdEntry
-from gpushare.core.ops import DeviceNode, LdCache, Link, Mount, Op, Plan, ProcMask
+from gpushare.core.ops import DeviceNode, DeviceRule, LdCache, Link, Mount, Op, Plan, ProcMask
 from gpushare.inject import apply
-from gpushare.system import mountns, syscalls
+from gpushare.system import cgroup, mountns, syscalls
 
 from tests.integration import ns_util, scene
 from tests.integration.scene import LIBDIR, RO
@@ -91,6 +91,16 @@ def test_mounts_have_the_plan_s_attributes_and_do_not_propagate(image: Path, sou
         assert write == 30  # EROFS
         assert box.enter(lambda: errno_of(lambda: open("/usr/lib/gpushare/rw/x", "w"))) == 0
         assert (source / "rw/x").exists()
+
+
+def test_device_access_is_granted_after_all_mounts(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process in the container could use the device before the shim and its limits are in place."""
+    plan = Plan("test", (*whole_plan(source), DeviceRule(195, 0)))
+    with ns_util.sandbox(image) as box:
+        at_grant: list[str] = []
+        monkeypatch.setattr(cgroup, "allow_devices", lambda *_: at_grant.extend(box.mounts()) or at_grant.clear)
+        seen = box.apply(plan, lambda applied: at_grant)
+        assert seen == box.mounts() and f"{LIBDIR}/libcuda.so.535.1" in seen
 
 
 def test_mount_points_are_empty_files_owned_by_the_container_s_root(image: Path, source: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -18,13 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from gpushare.allocation import backends
-from gpushare.core import model
 from gpushare.gpu import inventory
-from gpushare.state import leases
 
 from bench.compute import PROGRAM as BUSY
 from bench.compute import wait_for_work
@@ -207,16 +204,6 @@ def live(stage: Stage) -> None:
             assert stage.kernel.limits(stage.main) == {f"{stage.kernel.regions[0]} {size}"}
 
 
-def reported(stage: Stage) -> None:
-    """Assert that each limit's enforcer and the reason are reported."""
-    said = must(stage.node, "explain", str(stage.main.bundle))
-    for limit in backends.LIMITS:
-        name = stage.enforcer(limit)
-        why = "requested" if name == stage.row.name else f"{stage.row.name} does not enforce {limit}"
-        why = why if stage.row.name in backends.BACKENDS else "auto, the first allowed one that can"
-        assert f"{limit} by {name} ({why}" in said, said
-
-
 def released(stage: Stage) -> None:
     """Assert that poststop releases the limits, that prune does for a lost container, and that the next container gets
     them."""
@@ -242,7 +229,6 @@ KINDS: dict[str, Callable[[Stage], None]] = {
     "processes": of_all_processes,
     "exec": in_exec,
     "live": live,
-    "explain": reported,
     "end": released,
 }
 
@@ -250,62 +236,6 @@ KINDS: dict[str, Callable[[Stage], None]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_limit_holds_with_each_backend(stage: Stage, kind: str) -> None:
     KINDS[kind](stage)
-
-
-# Unsupported requests
-
-
-class Word(NamedTuple):
-    """A feature that some backends lack: as a request at start, and for a running container."""
-
-    env: dict[str, str]
-    request: dict[str, Any]
-    live: tuple[str, ...] = ()
-    share: dict[str, Any] = {}
-
-
-WORDS = {
-    "soft": Word(
-        {"GPUSHARE_COMPUTE_MODE": "soft"}, {"compute_mode": "soft"}, ("--compute-mode", "soft"), {"soft": True}
-    ),
-    "priority": Word({"GPUSHARE_PRIORITY": "1"}, {"priority": 1}, ("--priority", "high"), {"priority": 1}),
-    "oversubscribe": Word({"GPUSHARE_OVERSUBSCRIBE": "true"}, {"oversubscribe": True}),
-    "several devices": Word(
-        {"GPUSHARE_DEVICES": "0,1"}, {"selection": model.Selection("list", names=("0", "1"))}
-    ),
-}  # fmt: skip
-
-
-def reason_of(stage: Stage, word: Word) -> str:
-    """Return the row's reason for not supporting it; "" if it does."""
-    site = stage.site(**word.request)
-    return next(filter(None, (stage.row.why_unsupported(limit, site) for limit in stage.row.enforces)), "")
-
-
-def test_unsupported_request_is_refused_with_the_backend_s_reason(stage: Stage) -> None:
-    """All supported features together start."""
-    (share,) = (lease.shares[0] for lease in leases.view(str(stage.node.state)).live)
-    env, held = {}, stage.node.leases()
-    for word in WORDS.values():
-        reason = reason_of(stage, word)
-        if reason:
-            said = f"{stage.row.name} cannot: {reason}; set GPUSHARE_BACKEND=shim"
-            with stage.one(**word.env) as one, pytest.raises(RuntimeFailed, match=re.escape(said)):
-                one.create()
-            assert stage.node.leases() == held
-        else:
-            env.update(word.env)
-        kept = stage.row.why_unchangeable(share._replace(**word.share)) if word.live else None
-        if kept:
-            done = stage.node.cli("limit", "set", stage.main.id, *word.live)
-            assert (
-                done.returncode != 0
-                and f"{stage.row.name} enforces a limit of device 0 and cannot apply this change: {kept}" in done.stderr
-            )
-    if env:
-        with stage.one(**env) as one:
-            one.create()
-            assert one.id in stage.node.leases()
 
 
 # Features that a host may lack: how to remove them for a container, and the message
@@ -372,18 +302,3 @@ def test_missing_host_feature_refuses_the_container(stage: Stage) -> None:
         with stage.one() as one, lack(stage, one), pytest.raises(RuntimeFailed, match=said):
             one.create()
         assert stage.node.leases() == held
-
-
-def test_only_allowed_backend_refuses_limits_it_cannot_enforce(stage: Stage) -> None:
-    """If policy allows only this backend, a limit that it cannot enforce refuses the container."""
-    alone = stage.row.name if stage.row.name in backends.BACKENDS else backends.SHIM
-    missing = [limit for limit in backends.LIMITS if limit not in backends.BACKENDS[alone].enforces]
-    stage.allow(alone)
-    try:
-        with stage.one() as one, ExitStack() as refused:
-            if missing:
-                said = f"no backend that this node allows enforces a limit on {missing[0]}"
-                refused.enter_context(pytest.raises(RuntimeFailed, match=said))
-            one.create()
-    finally:
-        stage.allow(*backends.BACKENDS)

@@ -67,7 +67,7 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Scene:
     procs = tmp_path / "cgroup" / own_cgroups()[0 if request.param == "first" else -1].lstrip("/") / "cgroup.procs"
     procs.parent.mkdir(parents=True)
     os.mkfifo(procs)
-    for name in ("bin", "state", "bundle"):
+    for name in ("bin", "state", "state/containers", "bundle"):
         (tmp_path / name).mkdir()
     shutil.copy(host.BIN / "gpushare-runtime", tmp_path / "bin")
     (tmp_path / "config.yaml").write_text("version: 1\n")
@@ -83,12 +83,14 @@ def children() -> list[int]:
 
 @pytest.mark.parametrize("ignored", [None, signal.SIGCHLD])
 def test_warmup_writes_until_the_start_ends(scene: Scene, ignored: int | None) -> None:
-    """It writes the pid of an ended process repeatedly, and stops with the start."""
+    """It writes the pid of an ended process repeatedly, and stops with the start. A user locks what all can read."""
     ask = f'exec <{scene.procs} && read a && read b && test "$a" = "$b" && grep "^State:.Z" /proc/$a/status && exit 42'
     scene.script("libexec/gpushare-runtime", ask)
     before = children()
-    start = scene.start(ASKS, ignored=ignored)
-    assert start.wait(WAIT_S) == 42
+    with open(scene.directory / "state" / oci_runtime.FILE) as readable:
+        fcntl.flock(readable, fcntl.LOCK_EX)
+        start = scene.start(ASKS, ignored=ignored)
+        assert start.wait(WAIT_S) == 42
     for pid in set(children()) - set(before):
         assert processes.wait_exit(pid, WAIT_S) is not None
 
@@ -131,25 +133,17 @@ def test_concurrent_starts_share_one_warmup(scene: Scene) -> None:
     before = children()
     reader = os.open(scene.procs, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        with open(scene.directory / "state" / oci_runtime.FILE) as other:
+        other = os.open(scene.directory / "state" / "containers", os.O_RDONLY)
+        try:
             fcntl.flock(other, fcntl.LOCK_EX)
             assert scene.start(ASKS).wait(WAIT_S) == 42
             for pid in set(children()) - set(before):
                 assert processes.wait_exit(pid, WAIT_S) == 0
+        finally:
+            os.close(other)
         assert os.read(reader, 1) == b""
     finally:
         os.close(reader)
-
-
-def test_fifo_in_the_state_directory_does_not_block_the_warmup(scene: Scene) -> None:
-    scene.procs.unlink()
-    (scene.directory / "state" / oci_runtime.FILE).unlink()
-    os.mkfifo(scene.directory / "state" / oci_runtime.FILE)
-    scene.script("libexec/gpushare-runtime", "exit 42")
-    before = children()
-    assert scene.start(ASKS).wait(WAIT_S) == 42
-    for pid in set(children()) - set(before):
-        assert processes.wait_exit(pid, WAIT_S) is not None
 
 
 @pytest.fixture

@@ -98,26 +98,6 @@ def test_explain_predicts_the_start_and_changes_nothing(container: MakeContainer
     assert lease["shares"][0]["memory_limit_bytes"] == 4 * GIB
 
 
-def test_explain_reports_a_container_without_request(container: MakeContainer, node: Node) -> None:
-    one = container(["true"], hook=node.hook())
-    assert node.cli("explain", str(one.bundle)).stdout == "nothing requested: gpushare does not change this container\n"
-
-
-def test_explain_counts_only_other_containers(container: MakeContainer, node: Node) -> None:
-    one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "16Gi"}, hook=node.hook()).start()
-    other = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
-    assert node.cli("explain", str(one.bundle)).returncode == 0
-    refused = node.cli("explain", str(other.bundle))
-    assert refused.returncode == 75 and f"held by {one.id}" in refused.stderr and refused.stdout == ""
-
-
-def test_explain_without_bundle_is_a_usage_error(node: Node, tmp_path: Path) -> None:
-    assert node.cli("explain", str(tmp_path / "none")).returncode == 2
-    (tmp_path / "empty").mkdir()
-    done = node.cli("explain", str(tmp_path / "empty"))
-    assert done.returncode == 64 and "config.json" in done.stderr
-
-
 def test_start_after_refresh_reads_one_file(container: MakeContainer, node: Node) -> None:
     value = json.loads(node.cli("refresh", "--format", "json").stdout)
     assert value["devices"][0]["memory_bytes"] == 16 * GIB

@@ -40,13 +40,12 @@ def refusal(containerd: Containerd, env: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"GPUSHARE_MEMORY": "lots"}, ('GPUSHARE_MEMORY="lots"', "4Gi")),
-        ({"GPUSHARE_MEMORY": "17Gi"}, ('GPUSHARE_MEMORY="17Gi"', "GPU 0: 16 GiB of 16 GiB free", "ask for less")),
-        ({"GPUSHARE_MEMROY": "1Gi"}, ('GPUSHARE_MEMROY="1Gi"', "did you mean GPUSHARE_MEMORY?")),
-        # a device plugin's variable beside the pod's own
-        ({"GPUSHARE_ALLOCATED_MEMORY": "0=1Gi", "GPUSHARE_MEMORY": "2Gi"}, ('GPUSHARE_MEMORY="2Gi"', 'gave "1Gi"')),
-        ({"GPUSHARE_DEVICES": "7", "GPUSHARE_MEMORY": "1Gi"}, ('GPUSHARE_DEVICES="7"',)),
-        ({"NVIDIA_VISIBLE_DEVICES": "GPU-none", "GPUSHARE_MEMORY": "1Gi"}, ('NVIDIA_VISIBLE_DEVICES="GPU-none"',)),
+        (
+            {"GPUSHARE_MEMORY": "17Gi"},
+            ("no device fits 17 GiB of memory", "GPU 0: 16 GiB of 16 GiB free", "ask for less"),
+        ),
+        # a device plugin's variable that kubelet did not set
+        ({"GPUSHARE_ALLOCATED_MEMORY": "0=1Gi"}, ('GPUSHARE_ALLOCATED_MEMORY="0=1Gi"', "kubelet did not give")),
     ],
     ids=str,
 )
@@ -56,24 +55,6 @@ def test_invalid_value_is_quoted(containerd: Containerd, env: dict[str, str], wo
         assert word in detail
 
 
-def test_refusal_for_lack_of_memory_names_the_holder(containerd: Containerd) -> None:
-    ten = {"GPUSHARE_DEVICES": "0", "GPUSHARE_MEMORY": "10Gi"}
-    with containerd.pod() as pod:
-        one = pod.run(Want(SLEEP, ten))
-        detail = refusal(containerd, ten)
-        assert f"held by {one.id[:12]} " in detail
-        assert "10Gi" in detail
-
-
-def test_policy_refusal_names_the_policy_key(containerd: Containerd) -> None:
-    with configured(containerd, policy={"accept": {"env": "never"}}):
-        detail = refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
-    assert 'GPUSHARE_MEMORY="1Gi": requests in env are not accepted on this node' in detail
-    assert "set policy.accept.env" in detail
-    with configured(containerd, policy={"require_limits": True}):
-        assert "policy.require_limits" in refusal(containerd, {"NVIDIA_VISIBLE_DEVICES": "all"})
-
-
 @pytest.mark.parametrize("text", ["version: [", "version: 1\nmemory_overcomit: 2\n"], ids=["syntax", "key"])
 def test_invalid_configuration_refuses_only_containers_with_a_request(containerd: Containerd, text: str) -> None:
     """Nothing is granted, the message names the place, and containers without a request start as before."""
@@ -81,12 +62,3 @@ def test_invalid_configuration_refuses_only_containers_with_a_request(containerd
         assert str(containerd.node.config) in refusal(containerd, {"GPUSHARE_MEMORY": "1Gi"})
         with containerd.pod() as pod:
             assert pod.run(Want(("id",))).wait().code == 0
-
-
-def test_missing_low_level_runtime_is_reported(containerd: Containerd) -> None:
-    if containerd.way == "hook":  # containerd itself reports it then
-        return
-    with configured(containerd, runtime={"path": "/no/such/runc"}), pytest.raises(CriError) as failed:
-        containerd.pod()
-    assert 'runtime.path "/no/such/runc" is not a program' in failed.value.detail
-    assert "set it to runc or crun" in failed.value.detail

@@ -12,31 +12,6 @@ from tests.support import processes, rootfs
 from tests.support.runc import Container, RuntimeFailed
 
 
-def test_program_runs_in_the_container_s_root(container: Callable[..., Container], tmp_path: Path) -> None:
-    one = container(["sh", "-c", "echo out; echo err >&2; touch /made-inside; ls /tmp; exit 3"])
-    assert one.run() == 3
-    assert (one.stdout, one.stderr) == ("out\n", "err\n")
-    assert (one.rootfs / "made-inside").exists()
-    assert not Path("/made-inside").exists()
-
-
-def test_exec_reaches_each_of_two_containers(container: Callable[..., Container]) -> None:
-    both = [container(["sleep", "inf"], env={"NAME": name}).start() for name in ("a", "b")]
-    seen = [one.exec("sh", "-c", "echo $NAME").stdout for one in both]
-    assert seen == ["a\n", "b\n"]
-    clean = both[0].exec("env", "-i", "/bin/sh", "-c", "echo $NAME").stdout
-    assert clean == "\n"
-    both[0].kill()
-    assert both[0].wait() == 137
-    assert both[1].state()["status"] == "running"
-
-
-def test_container_runs_as_an_unprivileged_user(container: Callable[..., Container]) -> None:
-    one = container(["sh", "-c", "id -u; grep CapEff /proc/self/status"], user=(1000, 1000))
-    assert one.run() == 0
-    assert one.stdout.split() == ["1000", "CapEff:", "0" * 16]
-
-
 def test_failing_hook_stops_the_container_and_its_output_is_shown(container: Callable[..., Container]) -> None:
     hook = {"path": "/bin/sh", "args": ["sh", "-c", "echo why >&2; exit 9"]}
     one = container(["true"], edit=lambda spec: spec["hooks"].update(prestart=[hook]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,6 @@ from tests.integration.docker_host import GIB, TWO_GIB, DockerHost, Events, dock
 from tests.support.engines.base import SLEEP, Refused
 from tests.support.engines.docker import GPUSHARE, IMAGE, DockerContainer, start
 from tests.support.engines.image import PROBE
-
-RUNC = ("--runtime", "runc", "--network", "none")
-LIBDIR = "/usr/lib/x86_64-linux-gnu"
-
 
 # Kinds of containers
 
@@ -46,27 +41,6 @@ def test_limit_holds_with_each_option(docker: DockerHost, name: str) -> None:
     assert GIB < answer["got_bytes"] <= 2 * GIB
 
 
-def test_exec_cannot_bypass_the_limit(docker: DockerHost) -> None:
-    with docker.start_with(*TWO_GIB, args=SLEEP) as one:
-        for options in (
-            ("--env", "GPUSHARE_MEMORY=9Gi"),
-            ("--user", "1000:1000"),
-            ("--user", "4711"),
-            ("--env", "LD_LIBRARY_PATH=/usr/lib/gpushare"),
-            ("--workdir", "/usr/lib/gpushare"),
-        ):
-            answer = docker.daemon.docker("exec", *options, one.id, PROBE).answer()
-            assert answer["total_bytes"] == 2 * GIB
-        assert one.exec("env", "-i", PROBE).answer()["total_bytes"] == 2 * GIB
-
-
-def test_only_granted_devices_are_visible(docker: DockerHost) -> None:
-    done = docker.try_run(*TWO_GIB, "-e", "GPUSHARE_DEVICES=1", args=("sh", "-c", "ls -d /dev/nvidia*"))
-    assert done.code == 0
-    names = done.out.split()
-    assert "/dev/nvidia1" in names and "/dev/nvidia0" not in names
-
-
 # Lifecycle
 
 
@@ -79,27 +53,12 @@ def test_created_container_holds_no_share_until_start(docker: DockerHost) -> Non
         assert total(one) == 2 * GIB
 
 
-@pytest.mark.parametrize("ways", [("restart", "--time", "0"), ("kill", "--signal", "KILL"), ("stop", "--time", "0")])
-def test_restarted_container_gets_its_share_again(docker: DockerHost, ways: tuple[str, ...]) -> None:
-    with docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=SLEEP) as one:
-        for _ in range(2):
-            before = one.pid
-            docker.daemon.must(*ways, one.id)
-            if ways[0] != "restart":
-                assert one.wait() == 128 + signal.SIGKILL
-                assert docker.node.leases() == []
-                one.restart()
-            assert one.pid != before
-            assert total(one) == 16 * GIB
-            assert docker.node.leases() == [one.id]
-
-
 def test_restart_is_refused_when_the_share_is_taken(docker: DockerHost) -> None:
     memory = ("-e", "GPUSHARE_DEVICES=0", "-e", "GPUSHARE_MEMORY=10Gi")
     with docker.start_with(*memory, args=SLEEP) as one:
         one.stop()
         with docker.start_with(*memory, args=SLEEP) as other:
-            with pytest.raises(Refused, match="10Gi"):
+            with pytest.raises(Refused, match="10 GiB requested"):
                 one.restart()
             assert docker.node.leases() == [other.id]
         one.restart()
@@ -115,12 +74,6 @@ def test_restart_policy_restores_the_share(docker: DockerHost) -> None:
             assert events.next() == "start"
         assert total(one) == 2 * GIB
         assert docker.node.leases() == [one.id]
-
-
-def test_removed_container_releases_its_share(docker: DockerHost) -> None:
-    one = docker.start_with("-e", "GPUSHARE_MEMORY=16Gi", args=(PROBE, "hold"))
-    one.remove()
-    assert docker.node.leases() == []
 
 
 def test_paused_container_keeps_its_share(docker: DockerHost) -> None:
@@ -172,17 +125,6 @@ def test_share_follows_the_container_after_a_daemon_restart(image_root: Path, li
         assert docker.node.leases() == []
 
 
-def test_concurrent_containers_fill_the_devices(docker: DockerHost) -> None:
-    """Two devices of 16 GiB hold eight shares of 4 GiB, in any start order."""
-    command = docker.daemon.command("run", "--detach", *GPUSHARE, "-e", "GPUSHARE_MEMORY=4Gi", IMAGE, *SLEEP)
-    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)]
-    answers = [start.communicate(timeout=120) for start in starts]
-    started = [out.strip() for start, (out, _) in zip(starts, answers) if start.returncode == 0]
-    refused = [err for start, (_, err) in zip(starts, answers) if start.returncode != 0]
-    assert docker.node.leases() == sorted(started)
-    assert len(started) == 8 and all("gpushare: " in err and "4Gi" in err for err in refused), refused
-
-
 # Names
 
 
@@ -206,12 +148,3 @@ def test_commands_take_docker_s_names(docker: DockerHost) -> None:
         finally:
             os.kill(docker.daemon.pid, signal.SIGCONT)
         assert docker.node.cli("inspect", "before").returncode == 64
-
-
-def test_refused_starts_leave_live_ids_unambiguous(docker: DockerHost) -> None:
-    with docker.start_with(*TWO_GIB, "--name", "live", args=SLEEP) as one:
-        for _ in range(50):
-            assert docker.try_run("-e", "GPUSHARE_MEMORY=999Gi", args=("true",)).code
-        assert len(list((docker.node.state / "errors").iterdir())) >= 50
-        for text in (one.id, one.id[:12], one.id[:4], one.id[:1], "live"):
-            assert json.loads(docker.node.cli("inspect", text, "-o", "json").stdout)["id"] == one.id, text

@@ -20,7 +20,7 @@ from tests.support.tenant import Tenant
 
 MakeNode = Callable[..., Node]
 # Rows that depend on the machine of the tests
-OF_THE_MACHINE = {"engines", "cgroup drivers", "NVIDIA hooks", "programs"}
+OF_THE_MACHINE = {"engines", "cgroup drivers", "handlers", "CDI", "NVIDIA hooks", "programs"}
 
 
 def found(node: Node) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def two(make_host: Callable[..., Path], make_node: Callable[..., Node]) -> Node:
-    node = make_node(make_host(gpus=2, memory_bytes=16 * GIB))
+def two(make_host: Callable[..., Path], make_node: Callable[..., Node], folder: Path) -> Node:
+    node = make_node(make_host(gpus=2, memory_bytes=16 * GIB), kubernetes={"claims_dir": str(folder / "cdi")})
     assert node.cli("refresh").returncode == 0
     return node
 
@@ -180,7 +180,10 @@ def test_claim_with_memory_limit_borrows_above_its_memory(
     the requests, NVML and the limits file show the limit, and each program allocates 12 GiB."""
     request, limit = 4 * GIB, 12 * GIB
     node = make_node(
-        make_host(memory_bytes=limit), policy={"lending": "movable"}, oversubscription={"host_memory": "24Gi"}
+        make_host(memory_bytes=limit),
+        policy={"lending": "movable"},
+        oversubscription={"host_memory": "24Gi"},
+        kubernetes={"claims_dir": str(folder / "cdi")},
     )
     assert node.cli("refresh").returncode == 0
     tenants: list[Tenant] = []

@@ -62,7 +62,7 @@ def test_two_shares_do_not_exceed_the_device(engine: Engine) -> None:
         with pytest.raises(Refused) as refused:
             engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
         if engine.shows_reason:
-            assert "7Gi" in refused.value.result.err
+            assert "7 GiB" in refused.value.result.err
         with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "6Gi"})):
             pass
     assert engine.run(Want(env=WHOLE)).answer()["total_bytes"] == 16 * GIB

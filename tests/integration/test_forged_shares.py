@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpushare.state import storage
 
 from tests.integration.apart import allow_traversal, chown_root, with_user_namespace
 from tests.integration.test_host_user import USER
@@ -56,18 +55,13 @@ def test_forged_share_is_ignored(
             forger.kill()
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 def test_container_with_a_user_namespace_keeps_its_share(
-    container: MakeContainer, node: Node, way: str, tmp_path: Path, old: bool
+    container: MakeContainer, node: Node, way: str, tmp_path: Path
 ) -> None:
-    """Also after an upgrade, with a share of a version that did not mark its shares."""
     allow_traversal(tmp_path)
     one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "10Gi"}, edit=with_user_namespace, **node.way(way))
     chown_root(one)
     one.start()
-    if old:
-        os.removexattr(node.state / "containers" / one.id / "share", storage.SHARE_MARK)
-        assert node.cli("refresh").returncode == 0
     unmounted(node)
     with pytest.raises(RuntimeFailed, match=f"{one.id}|exit code: 75"):
         container(["true"], env={"GPUSHARE_MEMORY": "10Gi"}, **node.way(way)).start()

@@ -49,11 +49,11 @@ def changed_hook(tmp_path: Path, change: str) -> Path:
 def test_refusal_is_kept_until_the_next_success(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook())
     line = refused(one)
-    assert "17Gi requested, 16 GiB free of 16 GiB" in line
+    assert "17 GiB requested, 16 GiB free of 16 GiB" in line
     kept = (node.state / "errors" / one.id).read_text()
     assert kept.startswith("gpushare: ") and kept.strip() in line and kept.count("\n") == 1
     shown = node.cli("inspect", one.id)
-    assert shown.returncode == 0 and "17Gi requested" in shown.stdout and "refused" in shown.stdout
+    assert shown.returncode == 0 and "17 GiB requested" in shown.stdout and "refused" in shown.stdout
     assert_nothing_left(node)
 
     one.spec["process"]["env"].append("GPUSHARE_MEMORY=4Gi")
@@ -234,4 +234,4 @@ def test_hook_in_two_stages_mounts_driver_files_once(container: MakeContainer, n
 def test_refusal_of_an_id_with_the_traceback_suffix_is_found(container: MakeContainer, node: Node) -> None:
     one = container(["true"], env={"GPUSHARE_MEMORY": "17Gi"}, hook=node.hook(), id=f".{os.getpid()}.trace")
     refused(one)
-    assert "17Gi requested" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its prefix
+    assert "17 GiB requested" in node.cli("inspect", f".{os.getpid()}").stdout  # found by its prefix

@@ -19,7 +19,6 @@ from simulator.ledger import Ledger
 from tests.support.host import Node
 from tests.support.judge import peak_bytes
 from tests.support.lending import agent, wait_until_lent
-from tests.support.runc import Container
 from tests.support.tenant import PROGRAM, Tenant
 
 GIB = 1 << 30
@@ -145,29 +144,6 @@ def test_agent_ends_a_borrower_for_another_request(
     assert "needs its own request; request more memory for it" in shown and f"gpushare: {shown}" in said[0].splitlines()
 
 
-def test_two_requests_at_once_are_both_served(
-    make_node: Callable[..., Node], tenants: Callable[..., Tenant], simhost: Path, way: str
-) -> None:
-    """Two borrowers share the device. The others start together: no one of them keeps the memory of the other."""
-    node = make_node(simhost, policy={"lending": "evict"})
-    with agent(node, []):
-        first, second = (tenants(name, node, way, {"GPUSHARE_MEMORY": "2Gi..6Gi"}) for name in ("first", "second"))
-        for one in (first, second):
-            one.expect("seen")
-            wait_until_lent(node)
-            one.go()
-            assert one.expect("full")["got_bytes"] > 5 * GIB
-        began = time.monotonic()
-        others = [tenants(name, node, way, {"GPUSHARE_MEMORY": "4Gi"}) for name in ("third", "fourth")]
-        for one in others:
-            one.expect("seen")
-            one.go()
-        for one in others:
-            assert one.expect("full")["got_bytes"] > REQUEST - GIB
-        assert time.monotonic() - began < RECLAIM_S
-        assert first.container.wait() != 0 != second.container.wait()
-
-
 def borrower(node: Node, tenants: Callable[..., Tenant]) -> Tenant:
     """Return a container that the agent lets borrow, when it has all of its limit."""
     one = tenants("first", node, "hook", BOTH)
@@ -253,17 +229,6 @@ def test_limit_can_change_while_memory_is_borrowed(
         second.go()
         assert second.expect("full")["got_bytes"] > 9 * GIB
         assert first.container.wait() == 128 + signal.SIGKILL
-
-
-def test_request_is_the_limit_without_an_agent(
-    make_node: Callable[..., Node], container: Callable[..., Container], simhost: Path, way: str
-) -> None:
-    node = make_node(simhost, policy={"lending": "evict"})
-    one = container(["true"], env=BOTH, **node.way(way))
-    assert one.run() == 0
-    (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
-    assert granted["memory"] == str(REQUEST) and "limit" not in granted
-    assert "gpushare agent does not run, so the limit is the request (4Gi, not 12Gi)" in granted["notes"]
 
 
 def test_fractiond_pod_starts_as_request_and_limit(

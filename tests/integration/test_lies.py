@@ -1,5 +1,5 @@
 """A tenant that constantly corrupts its writable memory, which its peers and the host read: no other process crashes,
-hangs or divides by zero, and the tenant gains no more than docs/compute.md states ("Trust")."""
+hangs or divides by zero. tests/limiter/test_spoof.py has the shares of compute."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.test_compute_limits import POINTS, TRIES, shares
 from tests.support.busy import build, words
 from tests.support.host import PYTHON, TREE, Node, python_mounts
 from tests.support.judge import taken
@@ -24,10 +22,7 @@ GIB = 1 << 30
 GRAB = TREE / "tests" / "integration" / "programs" / "grab.py"
 TENANT = TREE / "demo" / "tenant.py"
 SCRIBBLE = TREE / "tests" / "integration" / "programs" / "scribble.c"
-LIMIT = 50
-SAMPLES = 3  # measurements of a second each
-# The intact container's minimum while the corrupting one is always busy: it must guess which time was used by which.
-LEAST = {"garbage": 45, "noise": 35, "idle": 35, "crowd": LIMIT}
+SAMPLES = 3
 COMMANDS = (["list"], ["devices"], ["inspect"])
 
 
@@ -41,14 +36,13 @@ def scribble(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(container: MakeContainer, node: Node, scribble: Path) -> Callable[..., Container]:
-    """start(pattern="", limit=LIMIT) -> a container that keeps the device busy, and constantly corrupts its files with
-    `pattern`."""
+    """start(pattern="") -> a container that keeps the device busy, and constantly corrupts its files with `pattern`."""
 
-    def make(pattern: str = "", limit: int = LIMIT, **options: Any) -> Container:
-        work = " ".join(["/opt/busy", *words(seconds=1000, kernel=200, **options)])
+    def make(pattern: str = "") -> Container:
+        work = " ".join(["/opt/busy", *words(seconds=1000, kernel=200)])
         scribbles = f"/opt/scribble {pattern} /usr/lib/gpushare/rw/usage /usr/lib/gpushare/pages/*"
         script = f"{work} & exec {scribbles}" if pattern else f"exec {work}"
-        env = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": f"{limit}%"}
+        env = {"GPUSHARE_MEMORY": "4Gi", "GPUSHARE_COMPUTE": "50%"}
         mounts = [Mount(build(), "/opt/busy"), Mount(scribble, "/opt/scribble"), *python_mounts(TENANT, GRAB)]
         return container(["sh", "-c", script], env=env, mounts=mounts, runtime=node.runtime()).start()
 
@@ -76,20 +70,15 @@ def test_corrupt_activity_files_leave_peers_and_host_working(
     start: Callable[..., Container], container: MakeContainer, node: Node, simhost: Path, pattern: str
 ) -> None:
     peer, attacker = start(), start(pattern)
-    shares(simhost, (peer, attacker))  # until both have a context
-    seen: list[tuple[float, float]] = []
-    for _ in range(TRIES):  # when other processes use the CPUs, the intact container does not keep the device busy
+    for one in (peer, attacker):
+        while not taken(simhost, namespace(one)).busy_ns:
+            assert one.state()["status"] == "running"
+    for _ in range(SAMPLES):
         run_all_commands(node, simhost, peer, attacker)
-        got = shares(simhost, (peer, attacker))
-        seen.append((got.get(namespace(peer), 0.0), got.get(namespace(attacker), 0.0)))
-        if len(seen) >= SAMPLES and sum(had for had, _ in seen[-SAMPLES:]) / SAMPLES > LEAST[pattern] - POINTS:
-            break
-    else:
-        raise AssertionError(f"{pattern}: {seen}")
     grab = peer.exec(PYTHON, f"/opt/{GRAB.name}")
     assert grab.returncode == 0, grab
     grabbed = json.loads(grab.stdout)
-    assert grabbed["total_bytes"] == 4 * GIB and grabbed["got_bytes"] > 3 * GIB, seen
+    assert grabbed["total_bytes"] == 4 * GIB and grabbed["got_bytes"] > 3 * GIB
     late = container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, runtime=node.runtime())
     assert late.run() == 0, late.stderr
     for one in (peer, attacker):
@@ -99,25 +88,3 @@ def test_corrupt_activity_files_leave_peers_and_host_working(
         one.delete()
     late.delete()
     assert node.left() == []
-
-
-@pytest.mark.parametrize("pattern", ["crowd", "idle", "noise", "most"])
-def test_corrupt_activity_files_do_not_change_compute_shares(
-    start: Callable[..., Container], simhost: Path, pattern: str
-) -> None:
-    """Each container is held to the host's limit, and does not pay for the corrupting container's use."""
-    limits = (40, 20, 30)
-    containers = (start(limit=40), start(limit=20), start(pattern, limit=30))
-    shares(simhost, containers)  # until all have a context
-    seen: list[list[float]] = []
-    for _ in range(TRIES):
-        got = shares(simhost, containers)
-        seen.append([got.get(namespace(one), 0.0) for one in containers])
-        assert all(had < limit + POINTS for had, limit in zip(seen[-1], limits)), seen
-        *peers, attacker = (sum(had) / SAMPLES for had in zip(*seen[-SAMPLES:]))
-        if len(seen) < SAMPLES:
-            continue
-        if all(abs(had - limit) < POINTS for had, limit in zip(peers, limits)) and attacker < limits[-1] + 1:
-            break
-    else:
-        raise AssertionError(f"{pattern}: {seen} instead of {limits}")

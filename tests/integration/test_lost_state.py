@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.state import shm_abi
+from gpushare.state import shm_abi, storage
 
 from tests.support import rootfs
 from tests.support.host import PYTHON, TREE, Node, python_mounts
@@ -60,7 +60,7 @@ def test_living_containers_keep_their_shares(
     lose(node)
     with pytest.raises(RuntimeFailed) as refused:
         sleeper("7Gi", way)
-    assert "7Gi" in refused.value.last_line
+    assert "7 GiB requested" in refused.value.last_line
     assert node.leases() == [first.id]
     assert listed(node)[first.id]["shares"][0]["memory_limit_bytes"] == 10 * GIB
     second = sleeper("6Gi", way)
@@ -84,7 +84,7 @@ def test_living_containers_keep_their_host_memory(
 
     first, second = start("6Gi"), start("6Gi")
     unmounted(node)
-    with pytest.raises(RuntimeFailed, match="5Gi requested, 4 GiB free of 16 GiB"):
+    with pytest.raises(RuntimeFailed, match="5 GiB requested, 4 GiB free of 16 GiB"):
         start("5Gi")
     with pytest.raises(RuntimeFailed, match="oversubscribed shares: 4.50 GiB requested, 2 GiB free of 20"):
         start("3Gi")
@@ -107,7 +107,28 @@ def test_removed_limits_block_the_device(sleeper: Callable[..., Container], node
     grab = first.exec(PYTHON, f"/opt/{GRAB.name}")
     assert "total_bytes" not in grab.stdout
     first.delete()
+    assert node.leases() == [], node.decisions()
     sleeper("16Gi", way)
+
+
+def test_share_with_a_damaged_lease_is_kept_while_a_process_has_it(
+    sleeper: Callable[..., Container], node: Node
+) -> None:
+    """No one sees what poststop prints, so the log of decisions has the reason."""
+    first = sleeper("1Gi", "hook")
+    program = ["nsenter", f"--mount=/proc/{first.pid}/ns/mnt", "sh", "-c", "echo entered; exec sleep inf"]
+    entered = subprocess.Popen(program, stdout=subprocess.PIPE)
+    try:
+        assert entered.stdout and entered.stdout.readline()
+        (node.state / "containers" / first.id / storage.LEASE).write_text("{")
+        first.delete()
+        (kept,) = (line for line in node.decisions() if line["decision"] == "kept")
+        assert (kept["id"], kept["by"]) == (first.id, "poststop") and f"pid {entered.pid} is alive" in kept["why"]
+    finally:
+        entered.kill()
+        entered.communicate()
+    assert node.cli("prune", "--assume-free").returncode == 0
+    sleeper("16Gi", "hook")
 
 
 def test_lost_state_without_containers_frees_the_device(

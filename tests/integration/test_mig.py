@@ -67,7 +67,7 @@ def test_containers_share_one_mig_device(
             *("/usr/lib/gpushare/pages:", MIG_UUIDS[1]),
         ]
     assert not peaks(parts[0]) and not peaks(simhost / "dev/nvidia0")
-    with pytest.raises(RuntimeFailed, match="device 0:1: 1025Mi requested, 1 GiB free of 4 GiB"):
+    with pytest.raises(RuntimeFailed, match="device 0:1: 1025 MiB requested, 1 GiB free of 4 GiB"):
         start(container, node, way, "0:1", memory="1025Mi")
     other = start(container, node, way, "any", memory="4Gi")
     assert seen(other)["uuid"] == MIG_UUIDS[0] and peaks(parts[0])

@@ -62,9 +62,9 @@ class Engine:
         self.version = re.escape(version)
         self.plugin: Program
 
-    def start_plugin(self) -> None:
+    def start_plugin(self, hook: Path = BIN / "gpushare-hook") -> None:
         words = ("--config", self.node.config, "--state", self.node.state, "nri")
-        self.plugin = Program([str(program()), *map(str, words), "--hook", str(BIN / "gpushare-hook")])
+        self.plugin = Program([str(program()), *map(str, words), "--hook", str(hook)])
         try:
             self.plugin.expect(f"registered with containerd v?{self.version}")
             self.plugin.expect("containers exist")  # the engine calls it from then on
@@ -174,7 +174,7 @@ def test_only_the_granted_device_can_be_opened(engine: Engine, tmp_path: Path) -
 
 
 def test_refused_request_fails_with_its_reason(engine: Engine) -> None:
-    with engine.pod() as pod, pytest.raises(Exception, match="99Gi requested, 16 GiB free"):
+    with engine.pod() as pod, pytest.raises(Exception, match="99 GiB requested, 16 GiB free"):
         pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "99Gi"}))
 
 
@@ -184,6 +184,21 @@ def test_no_plugin_no_gpu(engine: Engine) -> None:
     with engine.pod() as pod:
         one = pod.run(Want(SLEEP, TWO_GIB))
         assert has_no_gpu(one) and hooks(one) == []
+
+
+@pytest.mark.older_engine
+def test_missing_program_stops_no_container(engine: Engine) -> None:
+    """As on a node from which gpushare was removed while its plugin ran, and to which it comes back."""
+    engine.plugin.end()
+    program = engine.directory / "hook"
+    engine.start_plugin(program)
+    with engine.pod() as pod:
+        one = pod.run(Want(SLEEP, TWO_GIB))
+        assert has_no_gpu(one) and hooks(one) == []
+        engine.plugin.expect("does not exist, so a container starts without gpushare's hook")
+        program.symlink_to(BIN / "gpushare-hook")
+        assert limit(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
+    program.unlink()
 
 
 def test_slow_plugin_no_gpu(engine: Engine) -> None:

@@ -65,7 +65,7 @@ def test_image_cannot_raise_its_own_limit(
         image = build(*words)
         assert podman.run(Want(), image=image).answer()["total_bytes"] == 3 * GIB
         policy(max_memory="2Gi")
-        assert "3Gi" in refusal(podman, Want(SLEEP), image=image)
+        assert "3 GiB" in refusal(podman, Want(SLEEP), image=image)
         policy()
 
 
@@ -81,31 +81,12 @@ def test_user_s_annotation_overrides_the_image_s(podman: Podman, build: Callable
     assert "3Gi" in said
 
 
-def test_annotation_is_refused_where_policy_accepts_none(podman: Podman, policy: Callable[..., None]) -> None:
-    policy(accept={"annotations": "never"})
-    assert "annotation" in refusal(podman, Want(SLEEP, annotations={"gpushare.io/memory": "1Gi"}))
-
-
 def test_image_cannot_forge_our_record(podman: Podman, build: Callable[..., str]) -> None:
     """A forged gpushare.io/applied could remove mounts or fake a lease."""
     claim = {"version": 1, "nonce": "", "leased": True, "mounts": [["/etc/hosts", ""]]}
     image = build("", "--annotation", f"gpushare.io/applied={json.dumps(claim)}")
     assert podman.run(Want(env=TWO_GIB), image=image).answer()["total_bytes"] == 2 * GIB
     assert podman.run(Want(("ls", OURS)), image=image).code != 0
-
-
-def test_committed_image_gets_a_new_share(podman: Podman) -> None:
-    """The image then has gpushare's mount points, links and library cache entries."""
-    with podman.start(Want(SLEEP, TWO_GIB)) as one:
-        podman.command("commit", "--quiet", one.name, "localhost/again")
-    try:
-        assert (
-            podman.run(Want(env={"GPUSHARE_MEMORY": "3Gi"}), image="localhost/again").answer()["total_bytes"] == 3 * GIB
-        )
-        with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "4Gi"}), image="localhost/again") as one:
-            assert podman.node.leases() == [one.id]
-    finally:
-        podman.command("image", "rm", "--force", "localhost/again")
 
 
 # Pods
@@ -173,16 +154,6 @@ def test_scoped_annotations_of_a_pod_are_refused(
 # Lifecycle
 
 
-def test_restarted_container_gets_its_share_again(podman: Podman) -> None:
-    with podman.start(Want(SLEEP, TWO_GIB)) as one:
-        before = one.pid
-        podman.command("restart", "--time", "0", one.name)
-        one.look()
-        assert one.pid != before
-        assert podman.node.leases() == [one.id]
-        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
-
-
 def test_stopped_container_releases_its_share(podman: Podman) -> None:
     with podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})) as one:
         one.stop()
@@ -191,14 +162,6 @@ def test_stopped_container_releases_its_share(podman: Podman) -> None:
             one.restart()
         one.restart()
         assert one.exec(PROBE).answer()["total_bytes"] == 10 * GIB
-
-
-def test_paused_container_keeps_its_share(podman: Podman) -> None:
-    with podman.start(Want(SLEEP, TWO_GIB)) as one:
-        podman.command("pause", one.name)
-        assert podman.node.leases() == [one.id]
-        podman.command("unpause", one.name)
-        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
 
 
 def test_share_survives_the_death_of_podman(podman: Podman) -> None:
@@ -231,7 +194,7 @@ def test_dead_container_without_conmon_releases_its_share(podman: Podman) -> Non
         for pid in podman.conmons(one.name):
             processes.kill_and_reap(pid)
         assert podman.node.leases() == [one.id]
-        assert "16Gi" in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}))
+        assert "16 GiB" in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "16Gi"}))
         os.kill(one.pid, signal.SIGKILL)
         processes.wait_exit(one.pid, 10)
         assert podman.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 * GIB
@@ -260,12 +223,6 @@ def test_missing_program_releases_the_share(podman: Podman) -> None:
     assert result.code == 127
     assert "not found" in result.err or "no such file" in result.err
     assert podman.run(Want(env=whole)).answer()["total_bytes"] == 16 * GIB
-
-
-def test_refusal_is_one_line(podman: Podman) -> None:
-    with pytest.raises(Refused) as refused:
-        podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "lots\nof it"}))
-    assert len(refused.value.result.err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("asks", ["ENV GPUSHARE_MEMORY='$(touch made)'", "ENV GPUSHARE_MEMORY=1Gi", ""])

@@ -179,6 +179,27 @@ def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
     assert done.code != 0 and "unresolvable CDI devices" in done.err
 
 
+def test_names_of_nvidia_get_a_share(podman: Podman, cdi: Path) -> None:
+    """On a host without NVIDIA's toolkit. Where its file is, gpushare leaves the names to it."""
+    ours, theirs = cdi.with_name("gpushare-nvidia.yaml"), cdi.with_name("nvidia.yaml")
+    words = ("cdi", "generate", "--nvidia-names", "--output", str(ours))
+    theirs.write_text("cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ndevices: []\n")
+    done = podman.node.cli(*words)
+    assert (done.returncode, done.stdout) == (78, "") and not ours.exists()
+    assert f'"{theirs}" has devices of nvidia.com/gpu already' in done.stderr
+    theirs.unlink()
+    for action in (f"create {ours}", "nothing to do"):
+        done = podman.node.cli(*words)
+        assert (done.returncode, done.stdout) == (0, f"{action}\n"), done.stderr
+    (gpu,) = json.loads(podman.node.cli("devices", "--format", "json").stdout)
+    for name in ("all", "0", gpu["uuid"]):
+        with podman.start(Want(SLEEP, TWO_GIB), "--device", f"nvidia.com/gpu={name}") as one:
+            assert podman.node.leases() == [one.id]
+            answer = one.exec(PROBE).answer()
+            assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
+        assert podman.node.leases() == []
+
+
 def test_cdi_device_puts_its_rules_into_the_spec(podman: Podman, cdi: Path, tmp_path: Path) -> None:
     """Without them systemd does not know the devices, and `systemctl daemon-reload` takes them away."""
     with real_nodes(podman.node, tmp_path / "real"):

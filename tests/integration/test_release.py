@@ -58,14 +58,7 @@ def leftover(node: Node, one: Container) -> None:
     (node.state / "trash" / "1f-4194399" / "share").mkdir(parents=True)
 
 
-def note_of_an_earlier_version(node: Node, one: Container) -> None:
-    """Add the launcher's note of an earlier version."""
-    (lease_dir(node, one) / "adopt").write_bytes(b"gpushare-adopt-5\0")
-
-
-@pytest.mark.parametrize(
-    "change", [nothing, mounted_over, foreign_name, no_lease, leftover, note_of_an_earlier_version]
-)
+@pytest.mark.parametrize("change", [nothing, mounted_over, foreign_name, no_lease, leftover])
 def test_poststop_releases_the_share(
     container: MakeContainer, node: Node, change: Callable[[Node, Container], None]
 ) -> None:

@@ -100,7 +100,7 @@ def test_rootless_container_gets_its_share(host: Host, way: str) -> None:
 def test_rootless_container_is_refused_without_free_memory(host: Host, way: str) -> None:
     done = host.run(way, "17Gi")
     assert done.returncode == 1 or (way == "runtime" and done.returncode == 75)
-    assert "17Gi requested, 16 GiB free of 16 GiB" in done.stderr and done.stdout == ""
+    assert "17 GiB requested, 16 GiB free of 16 GiB" in done.stderr and done.stdout == ""
     assert list((host.state / "containers").iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import pytest
 from simulator.simhost import make_simhost
 from tests.integration import engines
 from tests.support.engines import rootless
-from tests.support.engines.base import SLEEP, Refused, Want
+from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.image import PROBE, make_root
 from tests.support.engines.rootless import RootlessPodman
 from tests.support.host import BUILD, Node
@@ -100,24 +100,3 @@ def test_state_is_in_the_user_s_runtime_directory(podman: RootlessPodman) -> Non
 
 def test_containers_of_one_user_do_not_exceed_the_device(podman: RootlessPodman) -> None:
     rootless.require_device_is_not_exceeded(podman)
-
-
-def test_refusal_is_shown(podman: RootlessPodman) -> None:
-    with pytest.raises(Refused) as refused:
-        podman.start(Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
-    assert "lots" in refused.value.result.err
-    assert any("lots" in kept.read_text() for kept in (rootless.STATE / "errors").iterdir())
-
-
-def test_limit_holds_for_a_container_user(podman: RootlessPodman) -> None:
-    answer = podman.run(Want(env=TWO_GIB, user="1000:1000")).answer()
-    assert (answer["total_bytes"], answer["refused"]) == (2 * GIB, 2)
-
-
-def test_restarted_container_gets_its_share_again(podman: RootlessPodman) -> None:
-    with podman.start(Want(SLEEP, TWO_GIB)) as one:
-        one.stop()
-        one.restart()
-        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
-        assert podman.node.leases() == [one.id]
-    assert podman.run(Want(("ls", "/usr/lib/gpushare"))).code != 0

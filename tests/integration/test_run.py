@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.docs.blocks import fenced
 from tests.integration import ns_util
 from tests.support import judge, processes, programs
-from tests.support.host import Node
+from tests.support.host import TREE, Node
 from tests.support.programs import DUMP, ENVIRONMENT, GRAB, run, words
 
 pytestmark = pytest.mark.usefixtures("pruned")
@@ -52,6 +53,19 @@ def listed(node: Node) -> dict[str, Any]:
 WAYS = {"plain": GRAB, "fork": (*GRAB, "fork"), "closed": (*GRAB, "closed")}
 WAYS["env -i"] = ("env", "-i", f"PYTHONPATH={ENVIRONMENT['PYTHONPATH']}", *GRAB)
 WAYS["shell"] = ("sh", "-c", 'env -u LD_LIBRARY_PATH LD_PRELOAD= "$@"', "sh", *GRAB)
+
+
+def test_sandbox_of_bubblewrap_keeps_the_limit(node: Node) -> None:
+    """As in docs/recipes.md. With a read-only /usr/lib/gpushare nothing runs, rather than without a limit."""
+    text = (TREE / "docs/recipes.md").read_text().partition("\n## bubblewrap\n")[2].partition("\n## ")[0]
+    (block,) = ("\n".join(lines) for one, lines in fenced(text) if one == "sh")
+    _, _, command = block.strip().removesuffix(" nvidia-smi").partition(" -- ")
+    done = run(node, "--memory", "4Gi", "--", *command.split(), *GRAB)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["total_bytes"] == 4 * GIB and 4 * GIB - CONTEXT - 4 * MIB <= report["got_bytes"] <= 4 * GIB
+    bare = command.replace("--bind /usr/lib/gpushare /usr/lib/gpushare", "").split()
+    assert run(node, "--memory", "4Gi", "--", *bare, *GRAB).returncode != 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -247,7 +261,7 @@ def test_nested_start_is_refused(node: Node) -> None:
 
 REFUSED = {
     "unit": (("--memory", "4Gx"), 64, '--memory="4Gx": unknown unit'),
-    "too much": (("--memory", "17Gi"), 75, "17Gi requested"),
+    "too much": (("--memory", "17Gi"), 75, "17 GiB requested"),
     "device": (("--devices", "5"), 69, 'no device "5"'),
     "no device": (("--devices", "none"), 64, "--devices: no device is requested"),
     "backend": (("--backend", "magic"), 64, "--backend"),

@@ -87,7 +87,7 @@ def test_shares_of_one_user_do_not_exceed_the_device(users_node: Node) -> None:
     done = user("bash", "-c", script, node=users_node)
     assert done.stdout == "ready 75\n" and "held by first (9 GiB)" in done.stderr
     done = as_user(users_node, "run", "--memory", "17Gi", "--", "true")
-    assert done.returncode == 75 and "17Gi requested, 16 GiB free" in done.stderr
+    assert done.returncode == 75 and "17 GiB requested, 16 GiB free" in done.stderr
 
 
 def test_user_can_change_own_limits(users_node: Node) -> None:

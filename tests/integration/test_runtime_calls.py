@@ -154,17 +154,6 @@ def test_runtime_killed_before_exec_blocks_no_memory(spy: Callable[..., Node], c
         assert call(node, "create", "--bundle", str(one.bundle), one.id).returncode == -9
 
 
-def test_missing_low_level_runtime_is_reported(
-    make_node: Callable[..., Node], simhost: Path, container: MakeContainer
-) -> None:
-    node = make_node(simhost, runtime={"path": "/nowhere/runc"})
-    one = container(["true"], env=ALL)
-    done = call(node, "create", "--bundle", str(one.bundle), one.id)
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
-    assert 'runtime.path "/nowhere/runc" is not a program' in done.stderr
-    assert config_of(one) == one.spec and node.leases() == []
-
-
 def test_edited_configuration_applies_at_once(spy: Callable[..., Node], tmp_path: Path) -> None:
     node = spy()
     assert call(node, "state", "c").returncode == 0
@@ -285,18 +274,6 @@ def test_malformed_config_is_not_changed(container: MakeContainer, node: Node, c
     assert done.returncode != 0 and "Traceback" not in done.stderr and "internal error" not in done.stderr
     assert (one.bundle / "config.json").read_bytes() == content
     assert node.leases() == []
-
-
-def test_missing_or_huge_config_is_refused(container: MakeContainer, node: Node) -> None:
-    one = container(["true"], env=ALL)
-    path = one.bundle / "config.json"
-    with path.open("ab") as file:
-        file.truncate(17 << 20)
-    done = call(node, "create", "--bundle", str(one.bundle), one.id)
-    assert done.returncode == 64 and "larger than" in done.stderr
-    path.unlink()
-    done = call(node, "create", "--bundle", str(one.bundle), one.id)
-    assert done.returncode == 64 and "No such file" in done.stderr
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")

@@ -83,7 +83,7 @@ GIVEN = {
         "nvidia+nvidia-memory+mps",
         1,
         3000 * MIB,
-        "memory 3000Mi..8Gi: policy.lending is off, so the limit is the request (3000Mi, not 8Gi)",
+        "memory 3000 MiB..8 GiB: policy.lending is off, so the limit is the request (3000 MiB, not 8 GiB)",
     ),
 }
 
@@ -148,7 +148,7 @@ def test_limit_above_request_is_logged(container: Callable[..., Container], node
     assert one.run() == 0
     (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
     assert granted["memory"] == str(4 << 30)
-    assert "memory 4Gi..12Gi: policy.lending is off, so the limit is the request" in granted["notes"]
+    assert "memory 4 GiB..12 GiB: policy.lending is off, so the limit is the request" in granted["notes"]
 
 
 def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:

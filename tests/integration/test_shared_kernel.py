@@ -87,7 +87,7 @@ def test_containers_of_another_host_stay_with_it(
 def test_directory_without_a_place_counts_as_lost(
     sleeper: Callable[..., Container], node: Node, disk: Path, namespace: Callable[[str], Words]
 ) -> None:
-    """As older versions made it: its containers are counted twice and not forgotten."""
+    """As 0.1.0 made it: its containers are counted twice and not forgotten."""
     sleeper("10Gi").start()
     (node.state / place.FILE).unlink()
     with pytest.raises(RuntimeFailed):

@@ -222,7 +222,8 @@ def test_snapshot_has_the_functions_that_modules_call() -> None:
 
 
 def test_source_stays_small() -> None:
-    assert sum(len(file.read_text().splitlines()) for file in (TREE / "hook/snapshot").iterdir()) <= 500
+    files = [file for file in (TREE / "hook/snapshot").iterdir() if file.suffix != ".md"]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 500
 
 
 def test_each_process_has_its_own_canary_and_addresses() -> None:

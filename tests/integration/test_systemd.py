@@ -152,7 +152,15 @@ def test_configuration_is_named_until_the_engine_has_read_it(
         f"{engine}.service",
         "[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/bin/sleep inf\nExecReload=/bin/true\n",
     )
-    words = ["gpushare", "runtime", "configure", engine, f"--config-file=/run/{engine}", *options, "--format=json"]
+    words = [
+        "gpushare",
+        "runtime",
+        "configure",
+        engine,
+        f"--config-file=/etc/gpushare/{engine}",
+        *options,
+        "--format=json",
+    ]
 
     def command(*more: str) -> Optional[str]:
         found: Optional[str] = json.loads(machine.run(*words, *more))["next"]

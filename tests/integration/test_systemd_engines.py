@@ -21,10 +21,10 @@ from simulator.simhost import make_simhost
 from tests.integration.test_systemd_cgroups import low_levels, version_of
 from tests.support import host
 from tests.support.engines import podman as podmans
-from tests.support.engines.containerd_daemon import IMAGE, MAIN, make_archive
+from tests.support.engines.containerd_daemon import MAIN
 from tests.support.engines.cri import Cri, CriError
 from tests.support.engines.dockerd import NO_NETWORK
-from tests.support.engines.image import make_root, make_tar
+from tests.support.engines.image import IMAGE, make_archive, make_root, make_tar
 from tests.support.host import write_config
 from tests.support.processes import reap_zombies
 from tests.support.realnodes import ALLOWED, DENIED, NODES, make_nodes

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import rootfs
 from tests.support.host import PYTHON, TREE, Node, python_mounts
-from tests.support.runc import Container, RuntimeFailed
+from tests.support.runc import Container
 
 MakeContainer = Callable[..., Container]
 GIB = 1 << 30
@@ -200,21 +200,6 @@ def test_full_disk_stops_no_container(
         assert node.cli("usage").returncode == 0
     finally:
         rootfs.run("umount", disk)
-
-
-def test_start_that_exceeds_a_quota_is_refused_by_name(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, way: str
-) -> None:
-    node = make_node(simhost, policy={"quotas": [{"user": "root", "memory": "6Gi"}]})
-    first = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
-    with pytest.raises(RuntimeFailed) as refused:
-        container(["sleep", "inf"], env=SHARE, **node.way(way)).create()
-    said = f"policy.quotas[0] of user 0: 4 GiB of memory requested, 4 GiB of 6 GiB used, held by {first.id} (4 GiB)"
-    assert said in refused.value.last_line
-    assert node.cli("limit", "set", first.id, "--memory", "7Gi").returncode == 77
-    assert node.cli("limit", "set", first.id, "--memory", "2Gi").returncode == 0
-    second = container(["sleep", "inf"], env=SHARE, **node.way(way)).start()
-    assert node.leases() == sorted([first.id, second.id])
 
 
 def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], simhost: Path) -> None:

@@ -1,7 +1,7 @@
 """Measure the worth of each part of the rate limiter: the increase of errors without it.
 
 `python -m tests.limiter.ablation` compiles the limiter once for each part, with a line inserted that disables it, and
-writes ablation.json for docs/compute.md. It takes some minutes.
+writes ablation.json for docs/internals/limiter.md. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,10 @@ PARTS: dict[str, list[Edit]] = {
     "split by timestamps": [
         Edit("shim/limiter/split.c", "    struct timestamps s;", "    return (int64_t)(end - start) / t->contexts;\n")
     ],
-    "whole kernels": [
-        Edit("shim/limiter/split.c", "    return a->owner != b->owner && t->whole", "    return false;\n")
-    ],
     "second switch cost": [Edit(CHARGE, "    return c->over ?", "    return GS_HANDOVER;\n")],
     "early device clocks": [
         Edit(CHARGE, "    uint64_t start = segment->start_ns + t->early_ns;", "    t->early_ns = 0;\n")
     ],
-    "preemption by a launch": [Edit(CHARGE, "    bool before = by_launch", "    by_launch = false;\n")],
     "other containers' switch costs": [
         Edit("shim/limiter/peers.c", "    return measured_by ?", "    if (!sure) return t->switch_ns;\n")
     ],

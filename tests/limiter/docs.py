@@ -1,7 +1,5 @@
-"""Generate the tables in docs/compute.md: how many cells of each kind hold, and the keys of `make bench`.
-
-`python -m tests.limiter.docs` writes them into the page.
-"""
+"""The tables in docs/internals/limiter.md: how many cells of each kind hold, and the keys of `make bench`. A row of
+tools/generated.py."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from tests.limiter.ablation import TABLE as ABLATIONS
 from tests.limiter.cells import TREE
 from tests.limiter.matrix import FIGURES, Cell, cells, misses
 
-PAGE = TREE / "docs" / "compute.md"
+PAGE = TREE / "docs" / "internals" / "limiter.md"
 BEGIN, END = "<!-- cells: make docs -->\n", "<!-- end of cells -->\n"
 KERNELS = {
     "5us": "5 us to 1 ms",
@@ -29,8 +27,7 @@ def company(cell: Cell) -> str:
     if len(cell.tenants) == 1:
         return "alone"
     if cell.world:
-        whole = cell.world["whole_kernels"]
-        return f"other slices and switch costs, {'no preemption' if whole else 'preemption'} inside kernels"
+        return "other slices and switch costs"
     if "/" in cell.name and "beside" not in cell.name and "unequal" not in cell.name:
         full = sum(tenant.limit for tenant in cell.tenants) >= 100
         return "2 to 8 containers, all of the device" if full else "2 to 8 containers, less than all of it"
@@ -61,10 +58,6 @@ def table() -> str:
 
 
 def page() -> str:
-    """Return docs/compute.md with the current tables."""
+    """Return the page with the current tables."""
     head, rest = PAGE.read_text().split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -22,11 +22,7 @@ static void stamp(const struct gpu *gpu, struct context *c, int event) {
 void gpu_push(struct gpu *gpu, int index, uint32_t id, double ns, int event) {
     struct context *c = gpu->context[index];
     struct stream *s = &c->stream[id];
-    if (gpu->prompt_probes && id == STREAMS) {
-        stamp(gpu, c, event);
-        return;
-    }
-    s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event, false};
+    s->ring[s->tail++ % RING] = (struct item){event == WAITER ? 1e18 : ns, event};
     gpu->signals->waiters[c->group] += event == WAITER;
     c->items++;
     c->left_ns += event == WAITER ? 0 : ns;
@@ -74,7 +70,6 @@ static bool pick(struct gpu *gpu) {
             gpu->switches++;
         }
         gpu->last = k;
-        gpu->draining = false;
         gpu->slice_end_ns = gpu->switch_end_ns + (uint64_t)((double)gpu->slice_ns * noise);
         return true;
     }
@@ -109,18 +104,6 @@ static void pop(struct gpu *gpu, struct context *c, struct stream *s) {
     }
 }
 
-/* Without preemption within kernels, no item begins after the end of the slice. */
-static bool runs(const struct gpu *gpu, const struct stream *s) {
-    return s->head != s->tail && (!gpu->draining || s->ring[s->head % RING].begun);
-}
-
-static bool running(const struct gpu *gpu) {
-    for (int i = 0; i <= STREAMS; i++)
-        if (runs(gpu, &gpu->context[gpu->current]->stream[i]))
-            return true;
-    return false;
-}
-
 /* Runs the current context for at most `limit` ns. */
 static void run(struct gpu *gpu, uint64_t limit_ns) {
     struct context *c = gpu->context[gpu->current];
@@ -129,10 +112,9 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     bool kernel = false;
     for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
-        if (!runs(gpu, s))
+        if (s->head == s->tail)
             continue;
         struct item *item = &s->ring[s->head % RING];
-        item->begun = true;
         if (item->event == WAITER && gpu->signals->released[c->group]) {
             gpu->signals->released[c->group]--;
             gpu->signals->waiters[c->group]--;
@@ -150,7 +132,7 @@ static void run(struct gpu *gpu, uint64_t limit_ns) {
     gpu->work_ns[c->tenant] += kernel ? step : 0;
     for (int i = 0; i <= STREAMS; i++) {
         struct stream *s = &c->stream[i];
-        if (!runs(gpu, s))
+        if (s->head == s->tail)
             continue;
         struct item *item = &s->ring[s->head % RING];
         c->left_ns -= item->left_ns < 1e15 ? (double)step * rate : 0;
@@ -178,11 +160,7 @@ void gpu_advance(struct gpu *gpu, uint64_t until) {
             gpu->switch_ns[tenant] += to - gpu->now_ns;
             gpu->now_ns = to;
         } else if (gpu->now_ns >= gpu->slice_end_ns && others(gpu)) {
-            gpu->draining = gpu->whole_kernels;
-            if (gpu->draining && running(gpu))
-                run(gpu, until - gpu->now_ns);
-            else
-                gpu->current = -1;
+            gpu->current = -1;
         } else {
             uint64_t limit = until - gpu->now_ns;
             if (gpu->now_ns < gpu->slice_end_ns && limit > gpu->slice_end_ns - gpu->now_ns)

@@ -29,7 +29,6 @@ enum { KERNEL = -1, RELEASER = -2, WAITER = -3 }; /* a waiter spins until a rele
 struct item {
     double left_ns;
     int event; /* >= 0: an event */
-    bool begun;
 };
 
 struct stream {
@@ -60,9 +59,6 @@ struct signals {
 struct gpu {
     uint64_t now_ns, slice_ns, bubble_ns;
     double handover_ns, preempt_ns; /* mean switch costs: the previous context had no more work */
-    bool whole_kernels;             /* no preemption within kernels */
-    bool prompt_probes; /* probe events do not wait until their context is switched in */
-    bool draining;      /* the slice is over, running kernels are not */
     double slice_noise;
     struct rng rng;
     struct context *context[MAX_CONTEXTS];

@@ -62,13 +62,13 @@ static uint32_t env_others(void *arg) {
     return ppm < 1000000 ? (uint32_t)ppm : 1000000;
 }
 
-const char *const claim_name[CLAIMS] = {"none",    "holds", "long", "first",
-                                        "garbage", "own",   "late", "soon"};
+const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garbage",
+                                        "own",  "late",  "soon", "cuts"};
 
 /* holds: one turn after the other, each no longer than granted; long: a turn without end; first: it
  * waits since ever and takes no turn; garbage: random words. own: a process of the container writes
  * a new turn for it at each launch. late: short turns with work that outlasts each, and nonsense in
- * between. soon: it waits and always looks again soon. */
+ * between. soon: it waits and always looks again soon. cuts: it always has a burst. */
 static struct gs_compute_turn claimed(struct host *host, int tenant,
                                       const struct gs_compute_turn *real) {
     uint64_t now = host->clock_ns, turn = 4 * MS;
@@ -80,7 +80,8 @@ static struct gs_compute_turn claimed(struct host *host, int tenant,
         break;
     case CLAIM_LONG:
         claim.from_ns = 1;
-        claim.until_ns = claim.work_until_ns = UINT64_MAX / 2;
+        claim.until_ns = UINT64_MAX / 2;
+        claim.work_until_ns = UINT64_MAX; /* which overflows if something is added */
         break;
     case CLAIM_FIRST:
         claim.until_ns = claim.arrival_ns = 0;
@@ -95,7 +96,11 @@ static struct gs_compute_turn claimed(struct host *host, int tenant,
         claim.until_ns = claim.arrival_ns = 0;
         claim.wants_until_ns = now + 1400 * US;
         break;
+    case CLAIM_CUTS:
+        claim.cuts_in_until_ns = now + 5 * MS;
+        break;
     case CLAIM_GARBAGE:
+        claim.cuts_in_until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
         claim.from_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
         claim.until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));
         claim.work_until_ns = (uint64_t)((double)now * 2 * uniform(&host->rng));

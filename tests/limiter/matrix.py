@@ -1,7 +1,7 @@
 """The matrix of cells: workloads, and each tenant's distance from its target share.
 
 `python -m tests.limiter.matrix` measures it and writes two files. misses.json lists the cells that do not hold with one
-of the seeds, with their worst errors. figures.json has the figures of `make bench`, for docs/compute.md.
+of the seeds, with their worst errors. figures.json has the figures of `make bench`, for docs/internals/limiter.md.
 """
 
 from __future__ import annotations
@@ -68,25 +68,23 @@ class Error(NamedTuple):
 def switch_cells() -> list[Cell]:
     """Return 30 % beside 70 %, for all pairs of switch costs of at most a quarter of the slice.
 
-    Each pair has two workloads, with and without preemption inside kernels.
+    Each pair has two workloads.
     """
     found: list[Cell] = []
     workloads = list(itertools.product(KERNELS, ("stream", "sync")))
     for slice_us in SLICE_US:
         pairs = itertools.product([us for us in SWITCH_US if us <= slice_us / 4], repeat=2)
         for switch_us, preempt_us in pairs:
-            for whole in (0, 1):
-                for kernel, program in (workloads[len(found) * 7 % 12], workloads[(len(found) + 1) * 7 % 12]):
-                    tenants = (Tenant(30, kernel, program), Tenant(70, kernel, program))
-                    world = {
-                        "slice_us": slice_us,
-                        "told_slice_us": slice_us,  # as in the limits file
-                        "switch_us": switch_us,
-                        "preempt_us": preempt_us,
-                        "whole_kernels": whole,
-                    }
-                    name = f"30/70 {kernel} {program} slice {slice_us} switch {switch_us}/{preempt_us}"
-                    found.append(Cell(name + " whole" * whole, tenants, program == "sync", world))
+            for kernel, program in (workloads[len(found) * 7 % 12], workloads[(len(found) + 1) * 7 % 12]):
+                tenants = (Tenant(30, kernel, program), Tenant(70, kernel, program))
+                world = {
+                    "slice_us": slice_us,
+                    "told_slice_us": slice_us,  # as in the limits file
+                    "switch_us": switch_us,
+                    "preempt_us": preempt_us,
+                }
+                name = f"30/70 {kernel} {program} slice {slice_us} switch {switch_us}/{preempt_us}"
+                found.append(Cell(name, tenants, program == "sync", world))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.limiter import docs
 from tests.limiter.cells import simulate
 from tests.limiter.matrix import EVERY_NTH, RUN_MS, Error, cells, measure, misses, steady_cells, targets
 
@@ -54,7 +53,3 @@ def test_oracle_holds_the_other_cells() -> None:
     for cell in held:
         (ledger,) = simulate([cell.tenants[0]._replace(more="law=oracle")], ms=2500)
         assert ledger.mae(targets(cell, 1)[0], 1000) <= 1.0
-
-
-def test_table_in_the_docs_is_up_to_date() -> None:
-    assert docs.PAGE.read_text() == docs.page()

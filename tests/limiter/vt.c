@@ -6,8 +6,7 @@
  * (ours|none|classic|oracle) mode (hard|soft) priority spoof (spoof.c) join leave kill (ms)
  * change (percent) at capture stop stop_for (ms) claim no_turns waits_for cpu_us latency_us
  * first_us stall_ms (vt.h). Options of the world: seed ms slice_us switch_us (when the previous
- * context has no more work) preempt_us (when it has; 0: the same) whole_kernels (1: no preemption
- * within kernels) prompt_probes (1: probe events do not wait) bubble_ns jitter_us skew_us (of
+ * context has no more work) preempt_us (when it has; 0: the same) bubble_ns jitter_us skew_us (of
  * clocks) told_switch_us told_slice_us stall lost (of a thread's launches) devices (process i of a
  * container is on device i % devices; the ledger is of the first, but `done` of all) corpus (a
  * file: the activity of spoof=corpus) burst_ms (the oracle's) one_queue (1: probe events are behind
@@ -232,7 +231,7 @@ static void print(const struct world *world) {
 
 /* The options of the world that struct world does not hold. */
 struct options {
-    double seed, ms, slice_us, switch_us, preempt_us, whole_kernels, prompt_probes, bubble_ns;
+    double seed, ms, slice_us, switch_us, preempt_us, bubble_ns;
     double told_switch_us, told_slice_us;
 };
 
@@ -245,8 +244,6 @@ static void parse(struct world *world, struct options *o, int argc, char **argv)
                  {"slice_us", &o->slice_us},
                  {"switch_us", &o->switch_us},
                  {"preempt_us", &o->preempt_us},
-                 {"whole_kernels", &o->whole_kernels},
-                 {"prompt_probes", &o->prompt_probes},
                  {"bubble_ns", &o->bubble_ns},
                  {"told_switch_us", &o->told_switch_us},
                  {"told_slice_us", &o->told_slice_us},
@@ -281,8 +278,6 @@ static void init_gpu(struct world *world, struct gpu *gpu, const struct options 
     gpu->slice_ns = (uint64_t)(o->slice_us * 1000);
     gpu->handover_ns = o->switch_us * 1000;
     gpu->preempt_ns = (o->preempt_us > 0 ? o->preempt_us : o->switch_us) * 1000;
-    gpu->whole_kernels = o->whole_kernels != 0;
-    gpu->prompt_probes = o->prompt_probes != 0;
     gpu->bubble_ns = (uint64_t)o->bubble_ns;
     gpu->slice_noise = 0.2;
     gpu->rng.state = (uint64_t)o->seed;

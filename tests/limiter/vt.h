@@ -69,6 +69,7 @@ enum claim {
     CLAIM_OWN,
     CLAIM_LATE,
     CLAIM_SOON,
+    CLAIM_CUTS,
     CLAIMS
 };
 

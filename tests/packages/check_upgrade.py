@@ -15,8 +15,8 @@ from .conftest import PACKAGES
 from .held import GIB, Held, listed, use_simulated_gpu
 
 BEFORE = BUILD / "before" / "build" / "packages"  # made by packages.mk
-# rpm: both versions are called 0.1.0. dpkg: the default answer to its question about an edited configuration
-FORCE = {"rpm": ("--force",), "dpkg": ("--force-confold",)}
+# The default answer to dpkg's question about an edited configuration
+FORCE = {"dpkg": ("--force-confold",)}
 
 
 def test_container_of_0_1_0_survives_the_upgrade(

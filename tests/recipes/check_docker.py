@@ -37,10 +37,19 @@ def test_cdi_device_is_a_share_by_every_option(debian: Debian) -> None:
     assert done.returncode == 125 and "could not select device driver" in done.stderr, done.stderr
 
 
+def test_names_of_nvidia_are_shares(debian: Debian) -> None:
+    (block,) = section("docs/docker.md", "With --gpus", "sh")
+    write, *starts = block.splitlines()
+    shell(debian, write)
+    assert len(starts) == 2
+    for line in starts:
+        assert SMI.findall(shell(debian, line)) == ["4096"], line
+
+
 def test_too_large_request_by_gpus_is_refused_with_the_reason(debian: Debian) -> None:
     option = 'driver=cdi,"device=gpushare.io/share=any"'
     done = debian.call("docker", "run", "--rm", "--gpus", option, "-e", "GPUSHARE_MEMORY=17Gi", "demo", "true")
-    assert done.returncode and "17Gi" in done.stderr and "gpushare: " in done.stderr, done.stderr
+    assert done.returncode and "17 GiB" in done.stderr and "gpushare: " in done.stderr, done.stderr
 
 
 def test_compose_reservation_is_a_share(debian: Debian) -> None:

@@ -109,4 +109,4 @@ def test_jobs_share_one_gpu_and_the_third_waits(cluster: Debian) -> None:
 def test_job_that_asks_gpushare_for_too_much_fails_with_the_reason(cluster: Debian) -> None:
     command = ("srun", "--gres=gpumem:8", "gpushare", "run", "--memory", "17Gi", "--", "true")
     done = cluster.call(*as_user("alice"), *command)
-    assert done.returncode and "17Gi" in done.stderr and "gpushare: " in done.stderr, done.stderr
+    assert done.returncode and "17 GiB" in done.stderr and "gpushare: " in done.stderr, done.stderr

@@ -1,9 +1,4 @@
-"""Print docs/attacks.md, generated from the table of attacks.
-
-`make docs` writes the page; a test fails if the page and the table differ.
-
-python3 -m tests.security.docs
-"""
+"""The text of docs/attacks.md, generated from the table of attacks: a row of tools/generated.py."""
 
 from __future__ import annotations
 
@@ -74,7 +69,3 @@ def text() -> str:
         for one in table.ELSEWHERE
     ]
     return HEAD + "\n".join(attacks) + "\n" + RACES + "\n".join(races) + "\n" + ELSEWHERE + "\n".join(elsewhere) + "\n"
-
-
-if __name__ == "__main__":
-    print(text(), end="")

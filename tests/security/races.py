@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,3 +256,49 @@ def many_starts(scene: Scene) -> Counted:
         assert proof.mount_table(scene.node) == before
         shares += 1
     return Counted(shares, 0)
+
+
+def limits_of_dying(scene: Scene) -> Counted:
+    """`limit set` runs again and again while the container is killed and removed. Nothing may be left; each command
+    succeeds, or names why not in one line."""
+    shares = refusals = 0
+    for _ in rounds():
+        one = scene.again()
+        one.spec["process"]["args"] = ["sleep", "inf"]
+        scene.write_of(one)
+        try:
+            one.start()
+            with _changed_limits(scene.node, one.id) as outcomes:
+                one.kill()
+                one.wait()
+                one.delete()
+        finally:
+            one.close()
+        assert {code for code, _ in outcomes} <= {0, 64}, outcomes
+        assert all(text.count("\n") <= 1 and "internal error" not in text for _, text in outcomes), outcomes
+        assert scene.node.left() == []
+        shares += sum(code == 0 for code, _ in outcomes)
+        refusals += sum(code != 0 for code, _ in outcomes)
+    return Counted(shares, refusals)
+
+
+@contextlib.contextmanager
+def _changed_limits(node: Node, container_id: str) -> Iterator[list[tuple[int, str]]]:
+    """Change the container's limit once, and then in a thread until it is gone. Yield (exit code, stderr) of each."""
+    outcomes: list[tuple[int, str]] = []
+
+    def change() -> None:
+        done = node.cli("limit", "set", container_id, "--memory", f"{1 + len(outcomes) % 2}Gi")
+        outcomes.append((done.returncode, done.stderr))
+
+    def change_until_refused() -> None:
+        while outcomes[-1][0] == 0:
+            change()
+
+    change()
+    thread = threading.Thread(target=change_until_refused)
+    thread.start()
+    try:
+        yield outcomes
+    finally:
+        thread.join()

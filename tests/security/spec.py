@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -103,3 +104,25 @@ def other_case(scene: Scene) -> None:
 def directory_of_descriptors(number: int) -> Prepare:
     """Set the working directory to a host descriptor that leaked into the container's init."""
     return put("process.cwd", f"/proc/self/fd/{number}")
+
+
+TINY = {"LOCKS": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "NPROC": 1, "SIGPENDING": 0, "RTPRIO": 0, "CORE": 0}
+_NO_LIMIT = 2**64 - 1
+
+
+def tiny_limits(scene: Scene) -> None:
+    """Resource limits of the process that most programs never see. The usage file is longer than the file size, which
+    crun also sets for hooks."""
+    limits = [{"type": f"RLIMIT_{name}", "soft": value, "hard": value} for name, value in TINY.items()]
+    limits.append({"type": "RLIMIT_FSIZE", "soft": 1 << 16, "hard": _NO_LIMIT})
+    scene.spec["process"]["rlimits"] = [*limits, {"type": "RLIMIT_STACK", "soft": _NO_LIMIT, "hard": _NO_LIMIT}]
+
+
+def without_calls(*names: str) -> Prepare:
+    """A seccomp profile in which these system calls fail."""
+
+    def prepare(scene: Scene) -> None:
+        rule = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM}
+        scene.spec["linux"]["seccomp"] = {"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [rule]}
+
+    return prepare

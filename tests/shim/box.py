@@ -97,7 +97,7 @@ class Box:
         self.directory = Path(self._temporary.name)
         self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes, costs=costs)
         self.shim = shim or TREE / "build" / os.environ.get("GPUSHARE_TEST_SHIM", "shim")
-        self.driver = driver or self.simhost / LIBDIR[1:] / f"libcuda.so.{VERSION}"
+        self.driver = driver or (self.simhost / LIBDIR[1:] / "libcuda.so.1").resolve()
         self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)
         self.nonce = int.from_bytes(os.urandom(8), "little")
         percent = [*(compute or ()), *(100,) * len(self.devices)]
@@ -263,7 +263,7 @@ def enter(inside: dict[str, str]) -> None:
             if os.path.lexists(f"{LIBDIR}/{link}"):
                 os.unlink(f"{LIBDIR}/{link}")
             os.symlink(text, f"{LIBDIR}/{link}")
-    nvml = f"{simhost}{LIBDIR}/libnvidia-ml.so.{VERSION}"
+    nvml = f"{simhost}{LIBDIR}/libnvidia-ml.so.1"
     for source, stem in ((inside["driver"], "libcuda"), (nvml, "libnvidia-ml")):
         bind(source, f"{PRIVATE}/driver/{stem}-real.so.1")
     if os.path.exists(f"{scratch}/limits"):

@@ -70,6 +70,17 @@ def test_null_pointers_are_refused() -> None:
         assert len(codes) == 11 and all(int(code) in CODES for code in codes)
 
 
+def test_unknown_ordinal_is_refused_by_the_driver() -> None:
+    """Not as a lack of memory, although an unknown device has no limit."""
+    program = """
+        start()
+        location = lambda ordinal: (ctypes.c_int32 * 16)(1, 0, 1, ordinal)
+        print(*[cuda.cuMemCreate(byref(c_uint64()), c_size_t(2 * MIB), location(n), c_uint64(0)) for n in (-1, 77)])
+    """
+    with Box([GIB]) as box:
+        assert run(box, program) == ["101", "101"]
+
+
 def test_free_of_unknown_addresses_is_refused() -> None:
     program = """
         start()

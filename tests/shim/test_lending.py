@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.state import shm_abi
 from gpushare.state.usage_reader import Usage, read_usage
 
 from simulator.ledger import Ledger
@@ -172,8 +173,6 @@ def test_limit_is_in_force_only_while_lending(tmp_path: Path) -> None:
 
 def lend(box: Box, on: bool) -> None:
     """Let the limit be in force, or the request, as the agent does."""
-    from gpushare.state import shm_abi
-
     flags = shm_abi.DEVICE_LENT | (shm_abi.DEVICE_LENDING if on else 0)
     limits = shm_abi.read_limits(box.limits.read_bytes()).devices[0]
     box.set_limit(memory_limit_bytes=limits.memory_limit_bytes or 0, memory_virtual_bytes=LIMIT, flags=flags)
@@ -207,6 +206,22 @@ def test_request_waits_until_borrowed_memory_is_back(tmp_path: Path, family: str
                 assert other() == ["0"]
                 ended.result()
             assert usage(b).wanted_bytes(0) == 0
+
+
+@pytest.mark.long
+def test_request_waits_for_as_long_as_a_container_is_being_suspended(tmp_path: Path) -> None:
+    """A copy of 80 GiB to the host takes longer than the time after which an allocation fails."""
+    with containers(tmp_path, "evict", (REQUEST, LIMIT), (REQUEST, REQUEST), device=12 * GIB + 400 * MIB) as (a, b):
+        lend(a, True)
+        with ExitStack() as stack, talk(b, scripted("start()\nsay()\nsay(alloc(2 * GIB))")) as other:
+            stack.enter_context(talk(a, scripted("say(len(held))", FILL)))()
+            other()
+            a.set_limit(flags=shm_abi.DEVICE_LENT | shm_abi.DEVICE_MOVING)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(other)
+                assert not wait([answer], 12).done
+                stack.close()
+                assert answer.result() == ["0"]
 
 
 def test_container_above_its_request_does_not_wait(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from gpushare.state import shm_abi
 
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
@@ -122,6 +123,105 @@ def test_limit_holds_with_descriptors_closed_before_the_first_call() -> None:
         assert peak(box) <= GIB
 
 
+def test_shim_keeps_no_descriptor_of_its_files() -> None:
+    """A program may close it, and get its number for a file of its own."""
+    program = """
+        start()
+        ok(alloc(2 * MIB))
+        for fd in os.listdir("/proc/self/fd"):
+            path = f"/proc/self/fd/{fd}"
+            if os.path.lexists(path) and "gpushare" in os.readlink(path):
+                print(os.readlink(path))
+    """
+    with Box([GIB]) as box:
+        assert run(box, program) == []
+
+
+@pytest.mark.parametrize("first", ["", "assert cuda.cuInit(1) == INVALID_VALUE"])
+def test_memory_of_killed_processes_is_free_at_once(first: str) -> None:
+    """Several: a new process clears the slot of one of them. After a failed cuInit they share a mapping of it."""
+    program = f"""
+        {first}
+        ready, say = os.pipe()
+        children = []
+        for _ in range(3):
+            children.append(os.fork())
+            if children[-1] == 0:
+                start()
+                ok(alloc(256 * MIB))
+                os.write(say, b".")
+                time.sleep(60)
+        for child in children:
+            os.read(ready, 1)
+        for child in children:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        start()
+        print(fill())
+    """
+    with Box([2 * GIB]) as box:
+        (taken,) = run(box, program)
+        assert 2 * GIB - CONTEXT_BYTES - int(taken) < 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("case", "free_mib"),
+    [
+        ("child waits", 896),
+        ("child waits, no descriptor left", 896),
+        ("child executes a program", 1728),
+        ("parent exits", 1728),
+    ],
+)
+def test_memory_of_a_killed_process_stays_charged_while_a_forked_child_lives(case: str, free_mib: int) -> None:
+    """The child has the driver's descriptors, so the driver frees nothing; a program that it executes has not. The
+    driver itself frees all memory of a process that exits."""
+    program = """
+        import resource, signal
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        from_child, ready = os.pipe()
+        waits, end = os.pipe()
+        dead = os.fork()
+        if dead == 0:  # CUDA starts here
+            start()
+            ok(alloc(512 * MIB))
+            if os.fork() == 0:
+                os.close(end)
+                if sys.argv[1] != "child executes a program":
+                    os.write(ready, b".")
+                    os.read(waits, 1)
+                else:
+                    os.dup2(ready, 1)
+                    os.dup2(waits, 0)
+                    os.execlp("sh", "sh", "-c", "echo; read line")
+                os._exit(0)
+            if sys.argv[1] == "parent exits":
+                sys.exit()
+            signal.pause()
+        os.read(from_child, 1)
+        if sys.argv[1] != "parent exits":
+            os.kill(dead, signal.SIGKILL)
+        os.waitpid(dead, 0)
+        start()
+        taken = []
+        try:
+            if "no descriptor" in sys.argv[1]:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            while "no descriptor" in sys.argv[1]:
+                taken.append(os.dup(0))
+        except OSError:
+            pass
+        first = fill(64 * MIB)
+        for fd in [*taken, end]:
+            os.close(fd)
+        os.wait()
+        print(first // MIB, (first + fill(64 * MIB)) // MIB)
+    """
+    with Box([2 * GIB]) as box:
+        assert run(box, program, case) == [str(free_mib), "1728"]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_slot_is_free_after_a_kill_at_any_instant_of_starting(seed: int) -> None:
     """Processes are killed while loading, in cuInit, claiming a slot or creating a context:
@@ -169,6 +269,20 @@ def test_context_waits_for_memory_of_a_dead_container(tmp_path: Path, call: str)
         assert result == "0"
 
 
+def test_allocation_waits_for_memory_of_a_dead_container(tmp_path: Path) -> None:
+    """As after `gpushare resume`, which lets a program go on in the middle of its work."""
+    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
+    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
+        allocate = (
+            "start()\nprint(flush=True)\nsys.stdin.readline()\nprint(cuda.cuMemAlloc_v2(byref(c_uint64()), 1 << 29))"
+        )
+        words = ["python3", "-c", PRELUDE + allocate]
+        with after.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waiting:
+            assert waiting.stdout and waiting.stdout.readline()
+            run(before, "start()\nfill()")
+            assert waiting.communicate("\n")[0] == "0\n"
+
+
 def test_context_is_refused_if_the_device_stays_full(tmp_path: Path) -> None:
     simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB)
     with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
@@ -210,6 +324,59 @@ def test_process_beyond_the_slots_is_refused() -> None:
     """
     with Box([GIB]) as box:
         assert run(box, program) == ["{0}", "0", "0"]
+
+
+def test_process_that_loses_the_shim_s_thread_gets_no_more_memory() -> None:
+    """A program confines itself by a seccomp filter that the shim's thread violates, so that only this thread ends.
+    The kernel then frees the process's slot, and no process counts what it holds."""
+    program = """
+        import struct
+        start()
+        held = []
+        ok(alloc(256 * MIB, held))
+        LOAD, IF_EQUAL, RETURN, KILL_THREAD, ALLOW = 0x20, 0x15, 0x06, 0, 0x7FFF0000
+        NUMBER, SECOND_ARGUMENT, FUTEX_WAIT = 0, 24, 0
+        PR_SET_NO_NEW_PRIVS, SET_MODE_FILTER, TSYNC = 38, 1, 1
+        arm = os.uname().machine == "aarch64"
+        futex, seccomp = (98, 277) if arm else (202, 317)
+        steps = [
+            (LOAD, 0, 0, NUMBER), (IF_EQUAL, 0, 3, futex),
+            (LOAD, 0, 0, SECOND_ARGUMENT), (IF_EQUAL, 0, 1, FUTEX_WAIT), (RETURN, 0, 0, KILL_THREAD),
+            (RETURN, 0, 0, ALLOW),
+        ]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+        program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code)))
+        libc = ctypes.CDLL(None)
+        assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+        assert libc.syscall(seccomp, SET_MODE_FILTER, TSYNC, program) == 0
+        while len(os.listdir("/proc/self/task")) > 1:
+            os.sched_yield()
+        print(fill(256 * MIB))
+    """
+    with Box([GIB]) as box:
+        assert run(box, program) == ["0"]
+        assert peak(box) < GIB
+
+
+def test_process_that_is_restored_in_another_container_gets_no_memory() -> None:
+    """A checkpoint (CRIU) restores the mapping, but the usage file is the other container's, where the process has no
+    slot."""
+    program = """
+        start()
+        held = []
+        ok(alloc(256 * MIB, held))
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(fill(256 * MIB))
+    """
+    with Box([GIB]) as box:
+        process = box.popen(
+            ["python3", "-c", PRELUDE + textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        with box.usage.open("r+b") as other:
+            other.write(shm_abi.pack_usage(box.nonce + 1, 1))
+        assert process.communicate("\n", timeout=60)[0] == "0\n"
 
 
 @pytest.mark.parametrize("kib", [64, 1024, 65536])

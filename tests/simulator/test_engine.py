@@ -34,23 +34,6 @@ def timed(function, n):
 """
 
 
-def test_kernel_time_is_in_its_name(start: Start) -> None:
-    p = start()
-    p.do(PREPARE)
-    assert 50 <= p.get("timed(slow, 5)") < 80
-    assert 0.5 <= p.get("timed(quick, 100)") < 50
-
-
-def test_two_contexts_get_half_the_device_each(start: Start) -> None:
-    a, b = start(), start()
-    for p in (a, b):
-        p.do(PREPARE)
-    b.do("[cuda.launch(slow, stream) for _ in range(100)]")
-    assert 190 < a.get("timed(slow, 10)") < 260
-    b.kill()
-    assert 100 <= a.get("timed(slow, 10)") < 150
-
-
 def test_waiting_costs_no_processor(start: Start) -> None:
     p = start()
     p.do(PREPARE)
@@ -66,23 +49,6 @@ def test_idle_device_is_idle(start: Start, ledger: Ledger) -> None:
     assert 30_000_000 <= busy < 32_000_000
     p.do("time.sleep(0.05); timed(quick, 1)")
     assert ledger.snapshot().busy_ns < busy + 1_000_000
-
-
-def test_full_queue_blocks_the_launch(start: Start) -> None:
-    p = start()
-    p.do(PREPARE)
-    p.do("first, second = seconds_to_launch(1000), seconds_to_launch(300)")
-    assert p.get("first") < 0.5 and p.get("second") > 0.1
-
-
-def test_value_releases_a_waiter_in_another_stream(start: Start) -> None:
-    p = start()
-    p.do(PREPARE)
-    p.do("flag = cuda.out('cuMemHostAlloc', 4096, c_uint(0)); other = cuda.stream(1)")
-    p.do("cuda.ok('cuStreamWaitValue32_v2', stream, flag, c_uint(7), c_uint(1)); cuda.launch(slow, stream)")
-    assert p.get("cuda.code('cuStreamQuery', stream)") == 600
-    p.do("cuda.launch(slow, other); cuda.ok('cuStreamWriteValue32_v2', other, flag, c_uint(7), c_uint(0))")
-    p.do("cuda.ok('cuStreamSynchronize', stream)")
 
 
 def test_host_write_releases_a_waiter(start: Start) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from simulator.simhost import BUILT, VERSION
+from simulator.simhost import BUILT, CHECKPOINTS, VERSION
 from tools.nvidia_userland import Userland
 
 EXPORTS = Path(__file__).parents[2] / "simulator" / "exports"
 LISTS = {"libcuda": EXPORTS / "libcuda-535.txt", "libnvidia-ml": EXPORTS / "libnvidia-ml-535.txt"}
 CUDA = BUILT / f"libcuda.so.{VERSION}"
+NEWER = BUILT / f"libcuda.so.{CHECKPOINTS}"
 NVML = BUILT / f"libnvidia-ml.so.{VERSION}"
+
+CHECKPOINT_CALLS = ("Checkpoint", "GetRestoreThreadId", "GetState", "Lock", "Restore", "Unlock")
 
 # Prints each line "name flag version symbol" of stdin for which the library's answer differs.
 ASK = """
@@ -65,6 +68,12 @@ def test_exports_equal_the_list(stem: str) -> None:
     assert exported(BUILT / f"{stem}.so.{VERSION}") == listed(LISTS[stem])
 
 
+def test_newer_driver_has_the_checkpoint_api_in_addition() -> None:
+    added = listed(EXPORTS / "libcuda-570.txt")
+    assert exported(NEWER) == listed(LISTS["libcuda"]) | added
+    assert sorted(added) == [f"cuCheckpointProcess{name}" for name in CHECKPOINT_CALLS]
+
+
 @pytest.mark.parametrize("stem", LISTS)
 def test_export_list_is_the_real_drivers(stem: str, userland: Userland) -> None:
     assert exported(Path(userland.libdir) / f"{stem}.so.{VERSION}") == listed(LISTS[stem])
@@ -84,10 +93,11 @@ def test_nvml_calls_itself_like_the_real_library(userland: Userland) -> None:
     assert len(real) == 40 and self_references(NVML, "nvml") == real
 
 
-@pytest.mark.parametrize("which", ["simulated", "real"])
+@pytest.mark.parametrize("which", ["simulated", "newer", "real"])
 def test_proc_addresses_equal_the_table(which: str, userland: Userland) -> None:
-    library = CUDA if which == "simulated" else Path(userland.libdir) / CUDA.name
+    library = {"simulated": CUDA, "newer": NEWER, "real": Path(userland.libdir) / CUDA.name}[which]
     table = (EXPORTS / "procaddress-535.txt").read_text()
+    table += (EXPORTS / "procaddress-570.txt").read_text() if which == "newer" else ""
     assert len(table.splitlines()) > 900
     command = [sys.executable, "-c", ASK, str(library)]
     done = subprocess.run(command, input=table, check=True, capture_output=True, text=True)

@@ -115,14 +115,6 @@ def test_spinning_kernel_uses_its_slices(simhost: Path, ledger: Ledger) -> None:
         assert group.busy_ns - group.work_ns - group.switch_ns > 150 * MS
 
 
-@pytest.mark.parametrize("where", [{}, {"processes": 2}, {"devices": 2}], ids=str)
-def test_kernels_that_wait_for_each_other_make_progress(where: dict[str, int], make_host: Callable[..., Path]) -> None:
-    with Busy(make_host(gpus=2), mode="pair", kernel=50, seconds=0.5, **where) as busy:
-        busy.go()
-        said = busy.result()
-    assert said["stuck"] == 0 and said["done"] > 500
-
-
 def test_stream_wait_uses_no_device_time(simhost: Path) -> None:
     """Assumed: the front end waits, not a kernel."""
     with Remote(simhost) as waiter, Busy(simhost, OWN_PIDNS, seconds=0.5) as busy:
@@ -132,14 +124,6 @@ def test_stream_wait_uses_no_device_time(simhost: Path) -> None:
         busy.go()
         said = busy.result()
     assert said["done_ns"] > 0.9 * (said["ended_ns"] - said["started_ns"])
-
-
-def test_small_kernels_of_several_streams_run_concurrently(simhost: Path, ledger: Ledger) -> None:
-    with Busy(simhost, seconds=0.5, streams=8, blocks=12) as busy:  # a quarter of the device each
-        busy.go()
-        said = busy.result()
-    held_ns = ledger.groups()[0].busy_ns
-    assert 3.5 * held_ns < said["done_ns"] + 30 * MS < 4.5 * held_ns
 
 
 def fastest(process: Remote, code: str, times: int) -> float:

@@ -86,6 +86,23 @@ def test_command_builds_a_root(tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "'banana'" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
+def test_newer_driver_replaces_the_older_one(simhost: Path) -> None:
+    command = [sys.executable, builder.__file__, str(simhost), "--driver", builder.CHECKPOINTS]
+    subprocess.run(command, check=True)
+    named = {path.name for path in (simhost / LIBDIR).glob("*.so.[0-9]*.*")}
+    assert named and all(name.endswith(builder.CHECKPOINTS) for name in named)
+    assert (simhost / "sys/module/nvidia/version").read_text() == builder.CHECKPOINTS + "\n"
+    code = f"import ctypes; n = ctypes.c_int(); c = ctypes.CDLL({str(simhost / LIBDIR / 'libcuda.so.1')!r})"
+    code += "; print(c.cuDriverGetVersion(ctypes.byref(n)), n.value)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "0 13000\n"
+
+
+def test_unknown_driver_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="driver '1.2' is not simulated; give one of 535.261.03, 580.159.04"):
+        builder.make_simhost(tmp_path / "h", driver="1.2")
+    assert not (tmp_path / "h").exists()
+
+
 def test_control_stand_in_answers_commands(simhost: Path) -> None:
     control = str(simhost / "usr/bin/nvidia-cuda-mps-control")
     said = subprocess.run([control], input="get_default_active_thread_percentage\n", capture_output=True, text=True)

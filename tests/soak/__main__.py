@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.support import host, processes
 
-from . import borrowers, churn, starts, tenants
+from . import borrowers, churn, notebooks, starts, tenants
 from .show import Show
 from .stage import DEVICES, Stage, Stopped
 from .traces import count, left
@@ -46,6 +46,7 @@ PHASES: dict[str, Callable[[Stage, float, float], dict[str, Any]]] = {
     "at_once": lambda stage, minutes, _: starts.at_once(stage, scaled(AT_ONCE, minutes)),
     "churn": lambda stage, minutes, left_s: churn.run(stage, max(0.2 * 60 * minutes, 0.4 * left_s)),
     "borrowers": lambda stage, minutes, left_s: borrowers.run(stage, max(0.3 * 60 * minutes, 0.5 * left_s)),
+    "notebooks": lambda stage, minutes, left_s: notebooks.run(stage, max(0.2 * 60 * minutes, 0.5 * left_s)),
     "tenants": lambda stage, minutes, left_s: tenants.run(stage, max(0.2 * 60 * minutes, 0.8 * left_s)),
 }
 

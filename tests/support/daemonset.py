@@ -71,12 +71,14 @@ def arguments(manifest: Path, image: Image, node: dict[str, Path], args: Sequenc
         "runAsUser": 0,
         "allowPrivilegeEscalation": True,
         "readOnlyRootFilesystem": False,
+        "seLinuxOptions": {},  # no effect on a host without SELinux
     }
     security |= {"capabilities": {}} | container.get("securityContext", {})
-    assert len(security) == 5 and security["runAsUser"] == 0, f"not known here: {security}"
+    assert len(security) == 6 and security["runAsUser"] == 0, f"not known here: {security}"
     assert security["privileged"] or security["capabilities"] == {"drop": ["ALL"]}
     kept = _all_capabilities() if security["privileged"] else []
-    sources = {one["name"]: node[one["hostPath"]["path"]] for one in pod["volumes"]}
+    mounted = {one["name"] for one in container["volumeMounts"]}
+    sources = {one["name"]: node[one["hostPath"]["path"]] for one in pod["volumes"] if one["name"] in mounted}
 
     def edit(spec: dict[str, Any]) -> None:
         linux, process = spec["linux"], spec["process"]

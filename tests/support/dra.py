@@ -27,12 +27,15 @@ from tests.support.apiserver import NODE, failed
 GROUP = "/apis/resource.k8s.io"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
+_QUALIFIED = re.compile(rf"([a-z0-9.-]{{1,63}}/)?{_IDENTIFIER.pattern}")
+_SEMVER = re.compile(r"(0|[1-9][0-9]*)(\.(0|[1-9][0-9]*)){2}")
 _FIELDS = {
     "": {"apiVersion", "kind", "metadata", "spec"},
     "metadata": {"name", "ownerReferences", "resourceVersion"},
     "spec": {"driver", "nodeName", "pool", "devices"},
     "pool": {"name", "generation", "resourceSliceCount"},
-    "device": {"name", "attributes", "capacity", "allowMultipleAllocations"},
+    "device": {"name", "attributes", "capacity", "allowMultipleAllocations", "taints"},
+    "taint": {"key", "value", "effect", "timeAdded"},
     "policy": {"default", "validRange", "validValues"},
     "range": {"min", "max", "step"},
 }
@@ -86,8 +89,13 @@ def check_slice(value: dict[str, Any], version: str) -> None:
         _known("device", fields)
         _require(len(fields["attributes"]) + len(fields["capacity"]) <= 32, "too many attributes and capacities")
         for name, attribute in fields["attributes"].items():
-            _require(_IDENTIFIER.fullmatch(name) is not None and len(attribute) == 1, f"attribute {name}")
+            _require(_QUALIFIED.fullmatch(name) is not None and len(attribute) == 1, f"attribute {name}")
+            _require(_SEMVER.fullmatch(attribute.get("version", "1.2.3")) is not None, f"attribute {name}: no semver")
             _require(len(str(attribute.get("string", ""))) <= 64, f"attribute {name}: longer than 64")
+        for taint in fields.get("taints", []):
+            _known("taint", taint)
+            _require(taint["effect"] in ("NoSchedule", "NoExecute"), f"taint {taint['key']}: effect")
+            _require(len(spec["devices"]) <= 64, "devices: more than 64 with taints")
         for name, capacity in fields["capacity"].items():
             _require(_IDENTIFIER.fullmatch(name) is not None and "value" in capacity, f"capacity {name}")
             if "requestPolicy" in capacity:
@@ -98,9 +106,11 @@ def check_slice(value: dict[str, Any], version: str) -> None:
 class ApiServer(apiserver.ApiServer):
     """Claims and slices of `versions` of resource.k8s.io."""
 
-    def __init__(self, folder: Path, versions: tuple[str, ...] = ("v1",), consumable: bool = True) -> None:
+    def __init__(
+        self, folder: Path, versions: tuple[str, ...] = ("v1",), consumable: bool = True, taints: bool = True
+    ) -> None:
         super().__init__(folder)
-        self.versions, self.consumable = versions, consumable
+        self.versions, self.consumable, self.taints = versions, consumable, taints
         self.fails: Optional[tuple[int, str]] = None  # the status and text of every answer
         self.slices: dict[str, dict[str, Any]] = {}
         self.claims: dict[str, dict[str, Any]] = {}
@@ -144,6 +154,11 @@ class ApiServer(apiserver.ApiServer):
                 one.pop("allowMultipleAllocations", None)
                 for capacity in one["capacity"].values():
                     capacity.pop("requestPolicy", None)
+        for one in (device.get("basic", device) for device in stored["spec"]["devices"]):
+            if not self.taints:  # the feature gate is off
+                one.pop("taints", None)
+            for taint in one.get("taints", []):
+                taint.setdefault("timeAdded", f"{len(self.calls)}")
         self.slices[name] = stored
         return 201 if old is None else 200, stored
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from simulator import models
-from simulator.simhost import default_uuid, make_simhost
+from simulator.simhost import VERSION, default_uuid, make_simhost
 
 from .driverhost import MIG_UUIDS, divide
 
@@ -23,9 +23,9 @@ class ModelHost(NamedTuple):
     model: models.Model
 
 
-def make(path: Path, name: str, late_return_ms: float = 5.0) -> ModelHost:
+def make(path: Path, name: str, late_return_ms: float = 5.0, driver: str = VERSION) -> ModelHost:
     whole, _, profile = name.partition(" MIG ")
-    root = make_simhost(path, model=whole, late_return_ms=late_return_ms)
+    root = make_simhost(path, model=whole, late_return_ms=late_return_ms, driver=driver)
     if profile:
         part, _ = divide(root, profile=name, late_return_ms=late_return_ms)
         return ModelHost(root, MIG_UUIDS[0], part, models.MODELS[name])

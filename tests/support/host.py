@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpushare.config import oci_runtime
+
 from . import runc
 from .rootfs import mount_points, run, unmount_below
 from .spec import Hook, Mount
@@ -36,6 +38,15 @@ def make(*words: str) -> None:
     with open(BUILD / "make.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", *words], cwd=TREE, check=True)
+
+
+def is_built() -> bool:
+    """Return whether what the tests run is as the tree is. Programs in build/ have copies of Python code, too: the
+    snapshot, and the tables of the launchers."""
+    snapshot = "no" if (BUILD / "snapshot" / ".no").exists() else "yes"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--question", f"SNAPSHOT={snapshot}", "built"]
+    return subprocess.run(command, cwd=TREE, env=environment, capture_output=True).returncode != 1  # 2: an error
 
 
 def use_programs(directory: Path) -> None:
@@ -182,8 +193,9 @@ def write_config(path: Path, driver_root: Path, **config: Any) -> Path:
     """Write a configuration file as JSON, which is YAML. `config` has further keys of config.schema.json."""
     content = {"version": 1, "driver": {"root": str(driver_root)}, "shim_dir": str(SHIM)}
     content["log"] = {"decisions": str(path.parent / "decisions")}  # not the journal of this machine
-    if runc.LOW_LEVEL != "runc":
-        content["runtime"] = {"path": shutil.which(runc.LOW_LEVEL)}
+    low_level = shutil.which(runc.LOW_LEVEL)
+    if low_level and (runc.LOW_LEVEL != "runc" or not oci_runtime.is_usual(low_level)):  # tools/engines.py
+        content["runtime"] = {"path": low_level}
     content.update(config)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path

@@ -5,7 +5,8 @@
         kubelet.allocate(name, 4096)                 -> environment of the container; raises Refused
 
 It answers a registration once it has connected to the plugin, accepts messages of up to 4 MiB, requests the plugin's
-preference if it has one, and chooses the rest at random.
+preference if it has one, and chooses the rest at random. When a stream ends, it disconnects the last plugin of that
+resource, whichever plugin the stream was of (runClient in kubelet's devicemanager/plugin/v1beta1, up to 1.36).
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Endpoint:
     """One registered plugin."""
 
     def __init__(self, kubelet: Kubelet, path: str, request: Any) -> None:
-        self.path, self.options = path, request.options
+        self.path, self.name, self.options = path, request.resource_name, request.options
         self.devices: dict[str, str] = {}  # id -> health
         self.numa: dict[str, tuple[int, ...]] = {}  # id -> NUMA nodes
         self.lists, self.ended = 0, False
+        self.dropped = False  # by this kubelet
         self._kubelet = kubelet
         self.channel = grpc.insecure_channel(f"unix:{path}", options=[("grpc.default_authority", "localhost")])
         grpc.channel_ready_future(self.channel).result(timeout=10)
@@ -63,7 +65,10 @@ class Endpoint:
             why = f"{error.code().name}: {error.details()}"
         with self._kubelet.changed:
             self.ended, self.why = True, why
+            last = self._kubelet.endpoints.get(self.name, self)
             self._kubelet.changed.notify_all()
+        if not self.dropped:
+            last.drop()
 
     def call(self, method: str, **fields: Any) -> Any:
         path, asked, answer = methods(PROTO, VERSION)[method]
@@ -73,17 +78,22 @@ class Endpoint:
         except grpc.RpcError as error:
             raise Refused(error.details(), error.code().name) from None
 
-    def close(self) -> None:
+    def drop(self) -> None:
+        self.dropped = True
         self.stream.cancel()
+
+    def close(self) -> None:
+        self.drop()
         self._thread.join(TIMEOUT_S)
         self.channel.close()
 
 
 class Kubelet:
     def __init__(self, folder: Path, refuse: str = "") -> None:
-        self.folder, self.refuse = folder, refuse
+        self.folder, self.refuse, self.refused = folder, refuse, ""  # refused: the only resource; "": all
         self.changed = threading.Condition()
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, Endpoint] = {}  # the last of each resource
+        self._all: list[Endpoint] = []
         self.used: dict[str, set[str]] = {}
         self._server: Optional[Any] = None
 
@@ -112,22 +122,21 @@ class Kubelet:
         if self._server is not None:
             self._server.stop(0).wait()
             self._server = None
-        for one in self.endpoints.values():
+        for one in self._all:
             one.close()
-        self.endpoints = {}
+        self.endpoints, self._all = {}, []
 
     def _register(self, request: Any, context: Any) -> Any:
-        if self.refuse or request.version != VERSION:
+        is_refused = self.refuse and self.refused in ("", request.resource_name)
+        if is_refused or request.version != VERSION:
             context.abort(grpc.StatusCode.UNKNOWN, self.refuse or f"unsupported version {request.version}")
         if os.sep in request.endpoint or "/" not in request.resource_name:
             context.abort(grpc.StatusCode.UNKNOWN, "bad request")
         endpoint = Endpoint(self, str(self.folder / request.endpoint), request)
         with self.changed:
-            before = self.endpoints.pop(request.resource_name, None)
             self.endpoints[request.resource_name] = endpoint
+            self._all.append(endpoint)
             self.changed.notify_all()
-        if before is not None:
-            before.close()
         return methods(PROTO, VERSION)["Register"][2]()
 
     def wait(self, until: Callable[[], Any]) -> None:
@@ -142,9 +151,11 @@ class Kubelet:
         return str({name: (one.lists, len(one.devices), one.ended) for name, one in self.endpoints.items()})
 
     def healthy(self, name: str) -> set[str]:
-        """Ids of healthy devices; none before the plugin's first list."""
+        """Ids of healthy devices; none before the plugin's first list and after the end of its stream."""
         endpoint = self.endpoints.get(name)
-        return {unit for unit, health in endpoint.devices.items() if health == "Healthy"} if endpoint else set()
+        if endpoint is None or endpoint.ended:
+            return set()
+        return {unit for unit, health in endpoint.devices.items() if health == "Healthy"}
 
     def allocate(self, name: str, count: int, must: tuple[str, ...] = ()) -> dict[str, str]:
         """Allocate for one container like kubelet; `must`: the devices of an init container of the pod."""

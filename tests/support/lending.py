@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,16 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def calls_in(log: Path) -> list[str]:
+    """The system calls that strace wrote, without signals and exits."""
+    return [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(("---", "+++"))]
+
+
+def inject(signal_name: str, names: Sequence[str], at: int) -> tuple[str, str]:
+    """Options of strace that send a signal to a program at the call with the number `at` of the calls `names`."""
+    return "-e", f"inject={names[at]}:signal={signal_name}:when={names[: at + 1].count(names[at])}"
+
+
 class Strace:
     """Agents that strace kills at a system call, and the calls of one that completes its work."""
 
@@ -93,10 +103,7 @@ class Strace:
         return re.search(r"pidfd_send_signal\(\d+, SIGKILL", self._log.read_text(errors="replace")) is not None
 
     def _inject(self, signal_name: str, part: int, parts: int) -> tuple[str, str]:
-        at = self._first + 1 + part * (self._end - self._first) // parts
-        name = self._names[at]
-        which = self._names[: at + 1].count(name)
-        return "-e", f"inject={name}:signal={signal_name}:when={which}"
+        return inject(signal_name, self._names, self._first + 1 + part * (self._end - self._first) // parts)
 
     def record(self, completed: Callable[[], None]) -> None:
         """Run an agent until its work is completed, and read its calls."""
@@ -107,8 +114,7 @@ class Strace:
                 for pid in children(agent.pid):
                     os.kill(pid, signal.SIGTERM)
             assert agent.wait() == 0
-        lines = self._log.read_text(errors="replace").splitlines()
-        calls = [line for line in lines if not line.startswith(("---", "+++"))]
+        calls = calls_in(self._log)
         self._names = [line.partition("(")[0] for line in calls]
         self._first = next(n for n, line in enumerate(calls) if line.startswith('write(1, "lending memory'))
         self._end = 1 + next(n for n, line in enumerate(calls) if line.startswith("pidfd_send_signal("))

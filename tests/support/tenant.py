@@ -28,6 +28,7 @@ class Tenant:
         extra_mounts: list[Mount] | None = None,
         way: str = "hook",
         program: Path = PROGRAM,
+        words: tuple[str, ...] = (CHANNEL_IN_CONTAINER,),
         **arguments: Any,
     ) -> None:
         self.name = name
@@ -42,7 +43,7 @@ class Tenant:
         self._unread = b""
         self.container = Container(
             directory,
-            [PYTHON, f"/opt/{program.name}", CHANNEL_IN_CONTAINER],
+            [PYTHON, f"/opt/{program.name}", *words],
             env=env,
             **(node.way(way) if node else {}),
             mounts=[

@@ -51,14 +51,14 @@ def configured(engine: Engine, files: dict[str, str], settings: Settings = SETTI
     """The files after `configure`; a second run must change nothing."""
     result = applied(engine.propose(settings, Tree(files)), files)
     assert engine.propose(settings, Tree(result)).changes in ((), [])
-    assert any(engine.entry(path, result[path]) for path in engine.paths(settings) if path in result)
+    assert any(engine.entry(path, result[path]) for path in engine.paths(settings, Tree(files)) if path in result)
     return result
 
 
 def withdrawn(engine: Engine, files: dict[str, str], before: dict[str, str], settings: Settings = SETTINGS) -> Any:
     """The files after an undo that removes only gpushare's entries."""
     result = dict(files)
-    for path in engine.paths(settings):
+    for path in engine.paths(settings, Tree(files)):
         if path in result:
             left = engine.withdraw(path, result.pop(path), before.get(path))
             if left is not None:

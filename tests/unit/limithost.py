@@ -21,7 +21,6 @@ from tests.unit import pure
 GIB = 1 << 30
 HOST = pure.node(1)
 UUID = pure.UUIDS[0]
-REFUSE_UNHELD = limit_update._refuse_unheld
 
 
 @pytest.fixture
@@ -38,10 +37,8 @@ def init() -> Iterator[int]:
 
 
 @pytest.fixture
-def held(state: str, init: int, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lease]:
+def held(state: str, init: int) -> Callable[..., Lease]:
     """held(shares) -> the lease of a "container" whose init sleeps."""
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
-
     return lambda *shares, container_id="c1": hold(state, init, *shares, container_id=container_id)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpushare.allocation import placement
+from gpushare.core import errors
 from gpushare.core.model import Bundle, Config, Device, Image, Inventory, Lease, Node, Policy, Share
 from gpushare.gpu.driverfiles import DriverFiles, Library
 from gpushare.gpu.driverroot import HostNode
@@ -12,6 +13,11 @@ from gpushare.request import oci
 
 VERSION = "535.261.03"
 UUIDS = ("GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-1111-1111-1111-111111111111")
+
+
+def kind(error: errors.GpushareError) -> str:
+    """The name of its class in core/errors.py, which has one class for each exit code."""
+    return next(one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__)
 
 
 def device(index: int, **changes: Any) -> Device:

@@ -112,6 +112,26 @@ def test_reused_number_gets_new_file(state: str) -> None:
     assert header[0] == shm_abi.PAGES_MAGIC and not any(path.read_bytes()[24:])
 
 
+def test_file_of_a_killed_start_is_replaced(state: str) -> None:
+    activity_files.prepare(state, UUID)
+    activity_files.take(state, UUID, 0, {})
+    with open(activity_files.path(state, UUID, 0)) as old:
+        activity_files.take(state, UUID, 0, {})
+        assert os.fstat(old.fileno()).st_nlink == 0
+
+
+def test_file_without_room_leaves_no_descriptor(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    activity_files.prepare(state, UUID)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CapacityError):
+        activity_files.take(state, UUID, 0, {})
+    assert os.listdir("/proc/self/fd") == before and files(state) == {"index"}
+
+
 # Attacks by a tenant, which may write its own file but not the directory
 def _grow(page: Path) -> None:
     try:
@@ -165,6 +185,36 @@ def test_space_taken_by_tenant_is_reclaimed_for_next_start(state: str, grow: Cal
             activity_files.PAGE_SIZE,
         )
     assert second.read_bytes()[5000:5004] == b"kept"
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_space_taken_through_file_of_ended_container_is_reclaimed(state: str, mapped: bool) -> None:
+    """A process can keep it open, also one without a share, and write to it after the end."""
+    first = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
+    fd, place = os.open(first, os.O_RDWR), first.parent
+    memory = mmap.mmap(fd, activity_files.PAGE_SIZE) if mapped else None
+    writer = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    leases.undo(state, "c1")
+    assert not first.exists()
+    with pytest.raises(OSError, match="No space left"):
+        for at in range(0, 1 << 30, 1 << 16):
+            os.pwrite(writer, bytes(1 << 16), at)
+    for name in ("c2", "c3"):
+        assert Path(activity_files.path(state, UUID, reserve(state, name).shares[0].page)).stat().st_blocks > 0
+    os.close(writer)
+    os.close(fd)
+    if memory is not None:
+        memory.close()
+    activity_files._cut_back(str(place))
+    assert sorted(os.listdir(place)) == ["0", "1", "index"]
+
+
+def test_file_that_only_readers_have_open_is_removed(state: str) -> None:
+    """Neighbours map it for reading."""
+    first = Path(activity_files.path(state, UUID, reserve(state, "c1").shares[0].page))
+    with open(first, "rb"):
+        leases.undo(state, "c1")
+        assert os.listdir(first.parent) == ["index"]
 
 
 def test_unlistable_attributes_are_refused_with_container_name(state: str) -> None:
@@ -231,7 +281,8 @@ def test_file_lease_of_tenant_with_cap_lease_does_not_delay_release(state: str) 
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         leases.undo(state, "c1")
-        assert (index(state)[0], files(state)) == (frozenset(), {"index"})
+        assert index(state)[0] == frozenset()
+        assert {name for name in files(state) if not name.startswith("gone-")} == {"index"}
         assert reserve(state, "c2").shares[0].page == 0
     finally:
         os.close(fd)
@@ -271,6 +322,18 @@ def test_grant_is_published_before_index_bit(state: str, monkeypatch: pytest.Mon
     assert lease.shares[0].page == first.shares[0].page == 0
     assert seen == [(0, 30)]
     assert shm_abi.granted(lease.shares[0]) == granted(state, 0) == 30
+
+
+def test_index_changes_before_its_generation(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that sees the new generation would otherwise keep the old numbers."""
+    order: list[int] = []
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: order.append(at) or write(fd, data, at))
+    activity_files.prepare(state, UUID)
+    order.clear()
+    activity_files.settle(state, UUID, {3: 30})
+    at = [shm_abi.offset("gs_peers", name) for name in ("used", "generation")]
+    assert order == [activity_files.granted_at(3), *at]
 
 
 @pytest.mark.parametrize(

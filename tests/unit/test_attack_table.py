@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.security import docs, table
+from tests.security import table
 from tests.support.host import TREE
 
 ROWS: list[Any] = [*table.ATTACKS, *table.RACES, *table.ELSEWHERE]
@@ -39,7 +39,3 @@ def test_crun_exceptions_name_existing_rows() -> None:
     assert table.RUNC_ALONE.keys() <= {test for row in table.ELSEWHERE for test in row.tests}
     tried = {test for row in table.elsewhere("crun") for test in row.tests}
     assert tried == {test for row in table.ELSEWHERE for test in row.tests} - table.RUNC_ALONE.keys()
-
-
-def test_docs_are_up_to_date() -> None:
-    assert (TREE / "docs" / "attacks.md").read_text() == docs.text(), "run `make docs`"

@@ -101,6 +101,7 @@ def test_hostile_text_adds_no_field_or_line(tmp_path: Path, text: str) -> None:
         (lambda: audit_log.refused(path, text, "hook", GpushareError(text)), "refused"),
         (lambda: audit_log.refused(path, text, "hook", ValueError(text)), "refused"),
         (lambda: audit_log.released(path, closed(hostile), "prune"), "released"),
+        (lambda: audit_log.kept(path, text, text, "poststop"), "kept"),
         (lambda: audit_log.withheld(path, text, [text, text]), "withheld"),
         (lambda: audit_log.rebuilt(path, text, None), "granted"),
     ):

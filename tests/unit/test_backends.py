@@ -360,15 +360,11 @@ def test_explain_lists_enforcers_and_reasons(
     assert why.held(request, host, ledger, placement.grant(request, host, ledger)) == (text,)
 
 
-def test_lease_keeps_enforcers_and_old_lease_means_shim() -> None:
+def test_lease_keeps_enforcers() -> None:
     share = given(asked("dmem,mps"), node())
     kept = leasefile.to_json(lease(share))
     assert leasefile.from_json(kept, "c1").shares == (share,)
     old = json.loads(kept)
-    for name in ("memory_backend", "compute_backend"):
-        del old["shares"][0][name]
-    found = leasefile.from_json(json.dumps(old).encode(), "c1").shares[0]
-    assert (found.memory_backend, found.compute_backend) == ("shim", "shim")
     for name in ("memory_backend", "compute_backend"):
         old["shares"][0][name] = "tea"
         with pytest.raises(ValueError, match="a backend of another version"):

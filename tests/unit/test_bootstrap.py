@@ -20,7 +20,7 @@ QUERY = """for word; do name=$word; done; grep -qx "$name" {dir}/installed && pr
 @pytest.mark.parametrize("client", ["docker.io", "docker-cli"])
 def test_docker_s_client_is_installed(tmp_path: Path, client: str) -> None:
     """Of Debian 12, where docker.io has it, and of later versions, where it is a package of its own."""
-    for name in ("bash", "sh", "mktemp", "rm", "cat", "id", "grep", "chmod"):
+    for name in ("bash", "sh", "mktemp", "rm", "cat", "id", "grep", "chmod", "flock", "mkdir", "dirname"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     script(tmp_path / "apt-get", APT.format(dir=tmp_path, client=client))
     script(tmp_path / "dpkg-query", QUERY.format(dir=tmp_path))

@@ -69,7 +69,7 @@ def test_last_container_of_scheduler_that_counts_total_fits(name: str) -> None:
     shares = [granted(AMOUNTS[name](TOTAL // 4), held) for _ in range(4)]
     assert [share.memory_limit_bytes for share in shares] == [4096 * MIB] * 3 + [(4096 - RESERVED) * MIB]
     assert [bool(share.clamped) for share in shares] == [False, False, False, True]
-    text = "4Gi of memory, including 384 MiB that the driver reserves"
+    text = "4 GiB of memory, including 384 MiB that the driver reserves"
     assert shares[3].clamped == text
     note = f"slot 0: {text} was requested, less is granted"
     assert plan.request_notes(asked(AMOUNTS[name](4096)), (shares[3],))[-1] == note

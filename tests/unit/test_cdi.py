@@ -13,8 +13,8 @@ import pytest
 import yaml
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import facts, main
-from gpushare.core.errors import PolicyError, RequestError
-from gpushare.core.model import Node, Request
+from gpushare.core.errors import ConfigError, PolicyError, RequestError
+from gpushare.core.model import Node, Policy, Request
 from gpushare.engines.base import Settings
 from gpushare.engines.host import Host
 from gpushare.integrations import cdi, uninstall
@@ -64,6 +64,57 @@ def test_document_lists_devices_by_name(uuids: tuple[str, ...], policy: Any, nam
             ("poststop", SETTINGS.hook),
         ]
         assert all(hook["args"] == ["gpushare-hook", "--state", "/run/other", hook["hookName"]] for hook in hooks)
+
+
+def test_document_with_names_of_nvidia(with_nodes: Node) -> None:
+    """Each name requests the same devices as in a file of nvidia-ctk."""
+    value = cdi.document(with_nodes, SETTINGS, nvidia=True)
+    SCHEMA.validate(value)
+    assert (value["kind"], value["cdiVersion"]) == ("nvidia.com/gpu", "0.5.0")  # names that begin with a digit
+    assert [one["name"] for one in value["devices"]] == ["all", "0", "1:0", FIRST, PART]
+
+    def requested(*names: str) -> tuple[str, ...]:
+        given, _ = edits(value, *names)
+        found = request.resolve(pure.bundle("GPUSHARE_MEMORY=4Gi", *given), with_nodes)
+        assert found is not None and found.memory[0][1].limit_bytes == 4 << 30
+        return found.selection.names
+
+    assert requested("all") == requested("0", "1:0") == requested("all", PART) == (FIRST, PART)
+    assert requested("0") == requested(FIRST) == (FIRST,)
+    assert requested("1:0") == requested(PART) == (PART,)
+    paths = {one["name"]: [node["path"] for node in one["containerEdits"]["deviceNodes"]] for one in value["devices"]}
+    assert paths["0"] == paths[FIRST] and paths["1:0"] == paths[PART]
+    assert sorted(paths["all"]) == sorted({*paths["0"], *paths["1:0"]})
+    allowed = with_nodes._replace(config=with_nodes.config._replace(policy=Policy(allowed_devices=("0",))))
+    assert [one["name"] for one in cdi.document(allowed, SETTINGS, nvidia=True)["devices"]] == ["all", "0", FIRST]
+    none = cdi.document(pure.node(devices=0), SETTINGS, nvidia=True)
+    assert edits(none, "all")[0] == ["GPUSHARE_CDI_any=any"]  # refused at the start, with the reason
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "refused"),
+    [
+        ("etc/cdi/nvidia.yaml", "---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\n", True),
+        ("var/run/cdi/nvidia.yaml", 'cdiVersion: "0.5.0"\nkind: "nvidia.com/gpu"\n', True),
+        ("etc/cdi/nvidia.json", '{"cdiVersion": "0.5.0",\n "kind": "nvidia.com/gpu", "devices": []}', True),
+        ("etc/cdi/nvidia.json", '{"kind": "nvidia.com/gpu"}', True),
+        ("etc/cdi/vendor.yaml", "kind: nvidia.com/gpu-foo\n", False),
+        ("etc/cdi/gpushare-nvidia.yaml", "kind: nvidia.com/gpu\n", False),  # the file that is written
+        ("etc/cdi/gpushare.yaml", "kind: gpushare.io/share\n", False),
+        ("etc/cdi/vendor.yaml", "# not nvidia.com/gpu\nkind: vendor.com/nic\n", False),
+    ],
+)
+def test_names_of_nvidia_are_left_to_their_owner(tmp_path: Path, name: str, text: str, refused: bool) -> None:
+    """Two files with the same device make it unusable."""
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    host = Host(str(tmp_path))
+    ours = str(tmp_path / "etc/cdi/gpushare-nvidia.yaml")
+    if refused:
+        with pytest.raises(ConfigError, match=f'^"/{name}" has devices of nvidia.com/gpu already; '):
+            cdi.refuse_other_nvidia(host, ours)
+    else:
+        cdi.refuse_other_nvidia(host, ours)
 
 
 def test_document_without_gpu_is_valid() -> None:

@@ -97,7 +97,7 @@ def test_any_with_conditions_selects_matching_device() -> None:
     with pytest.raises(DeviceError) as caught:
         grant(where, "GPUSHARE_DEVICES=any,model=B200", "GPUSHARE_MEMORY=1Gi", taken=busy)
     assert str(caught.value) == (
-        'no device fits GPUSHARE_DEVICES="any,model=B200" and GPUSHARE_MEMORY="1Gi": '
+        'no device fits GPUSHARE_DEVICES="any,model=B200" and 1 GiB of memory: '
         'GPU 0: model "NVIDIA A100-SXM4-40GB"; GPU 1: model "NVIDIA L40S"; GPU 2: model "NVIDIA H100 PCIe"; '
         'GPU 3: model "Tesla T4"; `gpushare devices` shows what this host has'
     )
@@ -108,7 +108,7 @@ def test_free_condition_excludes_own_request() -> None:
     where = host(gpu(0))
     env = ("GPUSHARE_DEVICES=any,free>=4Gi", "GPUSHARE_MEMORY=1Gi")
     assert grant(where, *env, taken=held(share(gpu(0), 12)))
-    with pytest.raises(CapacityError, match=r"^free>=4Gi requested, device 0: 3 GiB of 16 GiB free; "):
+    with pytest.raises(CapacityError, match=r"^free>=4 GiB requested, device 0: 3 GiB of 16 GiB free; "):
         grant(where, *env, taken=held(share(gpu(0), 13)))
     with pytest.raises(CapacityError, match="of unknown size"):
         grant(host(gpu(0, 0)), *env)

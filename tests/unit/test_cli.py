@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from gpushare.cli import facts, main, output
 from gpushare.cli.main import ALIASES, COMMANDS, GROUPS
-from gpushare.config import node
+from gpushare.config import node, oci_runtime
 from gpushare.core import constants
 from gpushare.core.errors import CapacityError, DeviceError
 from gpushare.core.model import Node
+from gpushare.engines import configure
 from gpushare.gpu import charlinks
 from gpushare.state import leases, log, shm_abi
 from gpushare.system import rootless
@@ -39,8 +40,11 @@ def test_wrong_usage_exits_with_two(cli: Callable[..., Any], args: list[str]) ->
 
 def test_config_check_reports_errors(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
-    good.write_text("version: 1\nmemory_overcommit: 1.5\n")
     bad.write_text("version: 1\nmemory_overcomit: 1.5\n")
+    good.write_text("version: v1\nflags: {migStrategy: none}\n")
+    note = f"gpushare: {good}: flags: no effect, only NVIDIA's device plugin uses it\n"
+    assert cli("config", "check", str(good)) == (0, f"{good}: valid\n", note)
+    good.write_text("version: 1\nmemory_overcommit: 1.5\n")
     assert cli("config", "check", str(good)) == (0, f"{good}: valid\n", "")
     value = json.loads(cli("config", "check", str(good), "--format", "json")[1])
     assert value["valid"] and value["config"]["memory_overcommit"] == 1.5
@@ -92,10 +96,10 @@ def test_help_lists_each_command_once_below_a_heading(cli: Callable[..., Any]) -
 
 
 def test_ordinary_user_learns_what_is_hidden(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("devices", "status"):
+    for command in ("devices", "status", "list"):
         assert cli(command)[2] == ""
     monkeypatch.setattr(rootless, "is_rootless", lambda: True)
-    for command in ("devices", "status"):
+    for command in ("devices", "status", "list"):
         code, text, error = cli(command)
         assert code == 0 and text and "not the shares of root and of other users" in error and error.count("\n") == 1
     assert "not the shares of root" in cli("inspect", "x")[2]
@@ -133,7 +137,7 @@ def test_config_show_lists_values_and_origins(tmp_path: Path, cli: Callable[...,
     assert ["policy.accept.env", '"always"'] in lines and ["--state", f'"{state}"'] in lines
     value = json.loads(cli("config", "show", str(file), "--format", "json")[1])
     assert (value["file"], value["state"], value["changed"]) == (str(file), str(state), ["memory_overcommit"])
-    assert value["config"]["memory_overcommit"] == 1.5 and value["config"]["driver"] == {"root": "/"}
+    assert value["config"]["memory_overcommit"] == 1.5 and value["config"]["driver"]["root"] == "/"
 
 
 def test_version_prints_program_and_abi(cli: Callable[..., Any]) -> None:
@@ -295,3 +299,33 @@ def test_refusal_names_flags(
     start("c2", pure.share(0, 0, GIB)._replace(compute_percent=50))
     found, out, err = cli(*words)
     assert (found, out) == (code, "") and said in err and "GPUSHARE_" not in err, err
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_other_low_level_runtime_under_running_containers_is_noted(
+    cli: Callable[..., Any], start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool
+) -> None:
+    """The record of an engine can change what gpushare runs for the containers of all engines."""
+    crun, folder = tmp_path / "engine/crun", tmp_path / "configured"
+    for path, text in ((crun, "#!/bin/sh\n"), (folder / "docker.runtime", f"{crun}\n")):
+        path.parent.mkdir()
+        path.write_text(text)
+    crun.chmod(0o755)
+    monkeypatch.setattr(oci_runtime, "FOLDER", str(folder))
+    monkeypatch.setattr(oci_runtime, "_DIRECTORIES", ())
+    monkeypatch.setattr(oci_runtime, "_OF_ENGINES", ())
+
+    def undo(*_: Any) -> configure.Outcome:
+        if changes:
+            (folder / "docker.runtime").unlink(missing_ok=True)
+        return configure.Outcome("docker", (), "", ())
+
+    monkeypatch.setattr(configure, "undo", undo)
+    start("c1", pure.share(0, 0, GIB))
+    code, _, error = cli("runtime", "configure", "docker", "--undo")
+    note = (
+        f"gpushare now runs no low-level runtime, and {crun} started 1 running container(s): to stop or enter them, "
+        f"set runtime.path to {crun} until they have ended"
+    )
+    assert code == 0 and (note in error) is changes
+    assert note not in cli("runtime", "configure", "docker", "--undo")[2]  # it is the same as before

@@ -8,39 +8,37 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
 from gpushare import doctor
-from gpushare.allocation import limit_update
+from gpushare.allocation import suspension
 from gpushare.allocation.backends.mps import daemon as mps_daemon
 from gpushare.allocation.backends.mps import state as mps
 from gpushare.cli import cdi as cli_cdi
 from gpushare.cli import main as cli_main
 from gpushare.cli import runtime
+from gpushare.cli import suspend as cli_suspend
 from gpushare.cli.main import COMMANDS, group
 from gpushare.config import keys as config_keys
 from gpushare.config import node
 from gpushare.core import errors
 from gpushare.core.errors import CapacityError
+from gpushare.gpu import driverfiles
 from gpushare.programs import commandline, hook
 from gpushare.state import log
 
-from tests.support.host import TREE
 from tests.unit import pure
 from tests.unit.clihost import GIB, charge
-from tools import cli_docs, man_pages
+from tools import man_pages
 from tools.commands import EXAMPLES, EXIT_CODES, JSON, Command, walk
 
 EVERYTHING = list(walk())
 LEAVES = [command for command in EVERYTHING if not command.subcommands()]
 # Commands without a table: exec of another program, a script, the Prometheus format, kubelet's protocol
 WITHOUT_FORMAT = {"run", "completion", "help", "export", "agent", "k8s-plugin", "nri", "dra"}
-
-
-def test_page_is_up_to_date() -> None:
-    assert (TREE / "docs" / "cli.md").read_text() == cli_docs.text(), "run `make docs`"
 
 
 def test_walk_finds_all_commands() -> None:
@@ -100,6 +98,7 @@ def world(
     charge(start("c1", pure.share(0, 0, GIB)), 0, 1, GIB)
     (state / "containers" / "half").mkdir()
     log.record(str(state), "gone", "gpushare: no room", CapacityError("no room"))
+    monkeypatch.setattr(driverfiles, "require_usable", lambda inventory: None)
     monkeypatch.setattr(node, "compile_node", lambda config, directory, write=True, **_: pure.node())
     monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:1])
     root = tmp_path / "root"
@@ -111,7 +110,8 @@ def world(
     for module in (cli_cdi, runtime):
         monkeypatch.setattr(module, "check_program", lambda path: path)
         monkeypatch.setattr(module, "foreign_owners", lambda paths: [])
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)  # this container has no mounts
+    moved = suspension.Outcome("c1", True, GIB, 1, 0.5)
+    monkeypatch.setattr(cli_suspend, "_site", lambda *_: SimpleNamespace(suspend=lambda *_: moved))
     monkeypatch.setattr(mps_daemon, "start", lambda *_: mps_daemon.Started("started", mps.MpsState(pid=7)))
     more = {
         "top": ["--once"],
@@ -119,6 +119,7 @@ def world(
         "limit show": ["c1"],
         "limit set": ["c1", "--memory", "512Mi"],
         "pause": ["c1"],
+        "suspend": ["c1"],
         "resume": ["c1"],
         "explain": [str(bundle)],
         "prune": ["--dry-run"],

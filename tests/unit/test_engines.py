@@ -63,6 +63,28 @@ def test_hooks_keep_configured_directories(engine: Any, main: str) -> None:
     assert later in notes[0] and "overrides gpushare's" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("texts", "hooks_dir"),
+    [
+        (['["/acme", {append = true}]'], [podman.HOOKS, {"append": True}]),  # shared/cases/engines/10
+        (['["/acme", {append = true}]', '["/other"]'], [podman.HOOKS, {"append": True}]),
+        (['["/acme", {append = true}]', '["/other", {append = false}]'], ["/other", podman.HOOKS]),
+        (['["/acme"]', '["/other"]'], ["/other", podman.HOOKS]),
+    ],
+)
+def test_podman_keeps_lists_that_append(texts: list[str], hooks_dir: list[Any]) -> None:
+    """podman 5.8.6 reads {append = true}: this list and later ones are added to the earlier ones."""
+    files = {path: f"[engine]\nhooks_dir = {text}\n" for path, text in zip(podman._MAIN, texts)}
+    after = configured(podman, files)
+    assert tomlkit.parse(after[podman.FILE]).unwrap()["engine"]["hooks_dir"] == hooks_dir
+    assert withdrawn(podman, after, files) == files
+    later = {**files, f"{podman.FILE[:-5]}2.conf": '[engine]\nhooks_dir = ["/mine"]\n'}
+    overrides = podman.propose(SETTINGS, Tree(later)).notes
+    assert bool(overrides) == ("append" not in str(hooks_dir))
+    with pytest.raises(ConfigError, match="hooks_dir must be a list of texts"):
+        podman.propose(SETTINGS, Tree({podman._MAIN[0]: '[engine]\nhooks_dir = ["/a", {prepend = true}]\n'}))
+
+
 def test_podman_gets_runtime_and_hook() -> None:
     after = configured(podman, {})
     table = tomlkit.parse(after[podman.FILE]).unwrap()["engine"]
@@ -96,7 +118,7 @@ def test_edits_in_drop_in_survive_undo(engine: Any) -> None:
 
 def test_engines_use_distinct_files() -> None:
     """Otherwise an undo of one engine would remove the entry of another."""
-    every = [path for engine in ENGINES.values() for path in engine.paths(SETTINGS)]
+    every = [path for engine in ENGINES.values() for path in engine.paths(SETTINGS, Tree({}))]
     assert len(every) == len(set(every))
 
 
@@ -173,7 +195,7 @@ def test_dry_run_matches_golden_diff(name: str) -> None:
     if os.environ.get("GOLDEN_WRITE"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert text == path.read_text()
+    assert text == path.read_text(), f"{path.name} differs: GOLDEN_WRITE=1 writes it"
 
 
 def test_change_has_description_and_diff() -> None:

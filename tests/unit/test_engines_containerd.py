@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 import tomlkit
 from gpushare.core.errors import ConfigError
-from gpushare.engines import basespec, containerd, tomltext, validator
+from gpushare.engines import basespec, configure, containerd, tomltext, validator
 from gpushare.engines.base import UNKNOWN
+from gpushare.engines.host import Host
 
 from tests.unit.enginehost import DEBIAN, KUBEADM, MAIN, NEW, OLD, applied, configured, withdrawn
 from tools.engine_snippets import SETTINGS, Tree
 
 CRI2, CRI3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
+
+
+FALLBACK = f"`containerd config dump` did not run, so the default handler is as {MAIN} has it"
 
 
 def handler(files: dict[str, str], path: str = MAIN, plugin: str = CRI2) -> Any:
@@ -93,6 +98,11 @@ def test_engine_version_selects_layout(answer: Optional[str], dump: str, drop_in
     assert tomlkit.parse(after[MAIN])["version"] == version
 
 
+def test_engine_version_keeps_all_digits() -> None:
+    answers = {"containerd --version": "containerd github.com/containerd/containerd/v2 v2.10.3 x"}
+    assert containerd.engine_version(SETTINGS, Tree({}, answers)) == (2, 10)
+
+
 def test_new_main_file_keeps_default_imports() -> None:
     after = configured(containerd, {}, NEW)
     assert tomlkit.parse(after[MAIN]).unwrap() == {"version": 3, "imports": ["/etc/containerd/conf.d/*.toml"]}
@@ -109,7 +119,7 @@ def test_before_2_1_effective_imported_section_gets_entry() -> None:
     after = applied(proposal, files)
     assert after[MAIN] == files[MAIN] and set(handler(after, other)) == {"other", "gpushare"}
     note = f"containerd before 2.1 does not merge imported files, so the entry goes into {other}"
-    assert proposal.notes == [f"{note}, whose CRI section is in force"]
+    assert proposal.notes == [FALLBACK, f"{note}, whose CRI section is in force"]
     assert containerd.propose(OLD, Tree(after)).changes == []
 
 
@@ -117,9 +127,9 @@ def test_unmerged_imports_are_noted() -> None:
     """Also for a file that imports others: a later edit of an imported file would remove the entry."""
     note = f"containerd before 2.1 does not merge imported files, so the entry goes into {MAIN}"
     for text in (DEBIAN, KUBEADM):
-        assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [note]
-        assert containerd.propose(NEW, Tree({MAIN: text})).notes == []
-    (unknown,) = containerd.propose(SETTINGS, Tree({MAIN: DEBIAN})).notes
+        assert containerd.propose(SETTINGS._replace(engine_version="2.0"), Tree({MAIN: text})).notes == [FALLBACK, note]
+        assert containerd.propose(NEW, Tree({MAIN: text})).notes == [FALLBACK]
+    _, unknown = containerd.propose(SETTINGS, Tree({MAIN: DEBIAN})).notes
     assert unknown == f"the version of containerd is unknown (--engine-version); {note}"
 
 
@@ -306,5 +316,40 @@ def test_impossible_containerd_settings_are_refused() -> None:
 
 
 def test_other_default_runtime_is_noted() -> None:
-    text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/crun")
-    assert '"/usr/bin/crun"' in containerd.propose(NEW, Tree({MAIN: text})).notes[0]
+    text = KUBEADM.replace("/usr/sbin/runc", "/usr/bin/nvidia-container-runtime")
+    assert '"/usr/bin/nvidia-container-runtime"' in containerd.propose(NEW, Tree({MAIN: text})).notes[1]
+
+
+def test_linked_files_of_the_administrator_are_read(tmp_path: Path) -> None:
+    """containerd follows links. gpushare changes only its drop-in."""
+    folder, base = tmp_path / "etc/containerd", tmp_path / "etc/mine.json"
+    folder.mkdir(parents=True)
+    text = KUBEADM.replace("    snapshotter", "    base_runtime_spec = '/etc/b'\n    snapshotter")
+    (folder / "real.toml").write_text(text)
+    (folder / "config.toml").symlink_to("real.toml")
+    base.write_text(json.dumps({"ociVersion": "1.1.0", "hostname": "mine"}))
+    (tmp_path / "etc/b").symlink_to("mine.json")
+    host = Host(str(tmp_path))
+    assert not configure.state(containerd, NEW, host).problem
+    changes = configure.configure(containerd, NEW._replace(hook_only=True), host).changes
+    assert [one.path for one in changes] == [containerd.BASE_SPEC, containerd.DROP_IN]
+    assert '"hostname": "mine"' in (host.read(containerd.BASE_SPEC) or "")
+    assert containerd.systemd_cgroups(NEW, host) == (True, True)
+    state = configure.state(containerd, NEW, host)
+    assert state.configured and state.files == (containerd.BASE_SPEC, containerd.DROP_IN)
+    configure.undo(containerd, NEW, host)
+    assert not host.has(containerd.DROP_IN) and (folder / "config.toml").is_symlink()
+
+
+def test_missing_base_spec_is_noted() -> None:
+    text = KUBEADM.replace("    snapshotter", "    base_runtime_spec = '/etc/b'\n    snapshotter")
+    notes = containerd.propose(NEW._replace(hook_only=True), Tree({MAIN: text})).notes
+    assert notes[-1] == "base_runtime_spec \"/etc/b\" does not exist, so gpushare's is a copy of containerd's own"
+
+
+def test_version_is_not_added_above_imported_files_of_version_1() -> None:
+    files = {MAIN: 'imports = ["/etc/containerd/a.toml"]\n', "/etc/containerd/a.toml": "[plugins.cri]\nx = 1\n"}
+    with pytest.raises(ConfigError, match="a.toml: the file has format version 1"):
+        containerd.propose(NEW, Tree(files))
+    files["/etc/containerd/a.toml"] = "version = 2\n" + files["/etc/containerd/a.toml"]
+    assert containerd.propose(NEW, Tree(files)).changes

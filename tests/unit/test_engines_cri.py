@@ -38,8 +38,8 @@ def test_old_entry_is_found_and_replaced(case: str, tmp_path: Path, programs: Pa
     file.write_text(new.replace("gpushare-runtime-cri", "gpushare-runtime").replace('"--cri",', ""))
     state = configure.state(engine, settings, host)
     assert state.configured and f"run `gpushare runtime configure {engine.NAME}` again" in state.problem
-    assert engine.RELOAD in state.problem
-    assert configure.configure(engine, settings, host).next == engine.RELOAD
+    assert f"systemctl restart {engine.NAME}" in state.problem
+    assert configure.configure(engine, settings, host).next == f"systemctl restart {engine.NAME}"
     assert configure.state(engine, settings, host).problem == ""
     configure.undo(engine, settings, host)
     assert not file.exists()

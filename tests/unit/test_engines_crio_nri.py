@@ -95,6 +95,22 @@ def test_every_file_below_the_directory_of_drop_ins_is_found(tmp_path: Path) -> 
     assert host.files_below("/none") == host.files_below(f"{DROP_INS}/.a") == []
 
 
+@pytest.mark.parametrize("place", ["/etc/site/other", "../../site/other"])
+def test_drop_in_of_the_administrator_can_be_a_link(tmp_path: Path, place: str) -> None:
+    """CRI-O reads the file that it names. gpushare's own file must be none: it would change the target."""
+    for name in (DROP_INS, "/etc/site"):
+        (tmp_path / name[1:]).mkdir(parents=True)
+    text = '[crio.nri.default_validator]\nnri_validator_required_plugins = ["site"]\n'
+    (tmp_path / "etc/site/file").write_text(text)
+    (tmp_path / "etc/site/other").symlink_to("file")
+    (tmp_path / DROP_INS[1:] / "10-site.conf").symlink_to(place)
+    (change,) = crio.propose(REQUIRE_CRIO, Host(str(tmp_path))).changes
+    assert change.after and '["site", "gpushare"]' in change.after.replace("'", '"')
+    (tmp_path / DROP_INS[1:] / "20-loop.conf").symlink_to("20-loop.conf")
+    with pytest.raises(ConfigError, match=f'"{DROP_INS}/20-loop.conf" is a link to itself; remove that link'):
+        crio.propose(REQUIRE_CRIO, Host(str(tmp_path)))
+
+
 def test_temporary_file_is_where_crio_does_not_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host, seen = Host(str(tmp_path)), []
     (tmp_path / DROP_INS[1:]).mkdir(parents=True)

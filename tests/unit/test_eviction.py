@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gpushare.allocation import limit_update
 from gpushare.core.errors import RequestError
 from gpushare.core.model import Lease, Share
 from gpushare.gpu import nvml_usage
-from gpushare.monitor import eviction
+from gpushare.monitor import eviction, overuse
 from gpushare.state import agentlock, leases, leftover, log, shm_abi, storage
 from gpushare.system import procs
 
@@ -50,6 +50,22 @@ def lent(request_bytes: int, limit_bytes: int = 0) -> tuple[Share]:
     return (pure.share(0, 0, request_bytes)._replace(**changes),)
 
 
+class Clock:
+    """time.monotonic, which the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: self._now_s)
+
+    def pass_s(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 @pytest.fixture
 def start(state: str) -> Iterator[Start]:
     """start(id, request, limit) -> the init of a "container"; a limit above the request is lent."""
@@ -71,7 +87,9 @@ def is_lent(state: str, container_id: str) -> bool:
     return bool(limithost.limits(state, container_id).devices[0].flags & shm_abi.DEVICE_LENDING)
 
 
-def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: Start, tmp_path: Path) -> None:
+def test_agent_ends_the_borrower_furthest_above_its_request(
+    state: str, start: Start, tmp_path: Path, clock: Clock
+) -> None:
     """It lends while no container waits; then it stops lending, and says why it ends which container, everywhere."""
     most, less, plain = start("most", GIB, 12 * GIB), start("less", 4 * GIB, 12 * GIB), start("plain", 6 * GIB)
     said: list[str] = []
@@ -96,8 +114,10 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
     written = (tmp_path / "log").read_text()
     assert "decision=evicted id=most " in written and f"devices={pure.UUIDS[0]} " in written
     assert f"used={6 * GIB} memory={GIB} limit={12 * GIB} needed_by=plain way=agent" in written
-    agent.tick()
-    assert less.poll() is None, "the memory of the first is free, and the waiting container may get it"
+    for _ in range(2):
+        agent.tick()
+        assert less.poll() is None, "the memory of the first is free, and the waiting container may get it"
+    clock.pass_s(eviction.FIRST_PAUSE_S)
     agent.tick()
     assert less.wait(5) == -signal.SIGKILL and plain.poll() is None
     agent.tick()
@@ -110,6 +130,7 @@ def test_agent_ends_the_borrower_furthest_above_its_request(state: str, start: S
         (7 * GIB, GIB, "above its request"),
         (GIB, 7 * GIB, "more than its request"),
         (6 * GIB, 0, "waits for nothing"),
+        (0, 6 * GIB, "more than it counts with it"),
         (6 * GIB, (3 << 56) | GIB, "elsewhere"),
     ],
 )
@@ -229,8 +250,8 @@ def test_end_by_itself_is_not_an_eviction(
     one = Ended(state, start, tmp_path / "log")
     held, tell, readings = one.agent._held, one.agent._tell, []
 
-    def read() -> list[eviction.Held]:
-        found = held()
+    def read(live: Sequence[Lease]) -> list[eviction.Held]:
+        found = held(live)
         readings.append(found)
         if when.endswith(("first reading", "last reading")[min(len(readings), 2) - 1]):
             one.end()
@@ -302,6 +323,104 @@ def test_borrower_without_a_process_to_kill_is_reported_once(
     assert one.other.wait(5) == -signal.SIGKILL
     assert one.decisions().count("evicted id=borrower") == 1
     assert "evicted id=other" in one.decisions()
+
+
+class Driver:
+    """The driver's figures: processes of containers on a full device, until `free_bytes` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **used_bytes: tuple[subprocess.Popen[bytes], Any]) -> None:
+        self.used_bytes, self.free_bytes = used_bytes, 0
+        monkeypatch.setattr(nvml_usage, "read", lambda *_: {pure.UUIDS[0]: self.gpu()})
+
+    def gpu(self) -> nvml_usage.Gpu:
+        rows = tuple(nvml_usage.Process(init.pid, size) for init, size in self.used_bytes.values())
+        return nvml_usage.Gpu(16 * GIB, 16 * GIB - self.free_bytes, None, None, None, rows)
+
+
+@pytest.mark.parametrize(("driver_bytes", "ended"), [(6 * GIB, False), (5 * GIB, False), (4 * GIB, True), (0, True)])
+def test_wait_for_more_than_the_driver_leaves_of_the_request_ends_no_container(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, driver_bytes: int, ended: bool
+) -> None:
+    """A container that has its whole request cannot wait for memory, whatever it writes into its usage file."""
+    borrower, other = start("borrower", GIB, 12 * GIB), start("other", 6 * GIB)
+    Driver(monkeypatch, borrower=(borrower, 10 * GIB), other=(other, driver_bytes))
+    report(state, "borrower", 10 * GIB)
+    report(state, "other", 2 * GIB, 2 * GIB)
+    eviction.Agent(state, "none", "libnvidia-ml.so").tick()
+    assert (borrower.wait(5) if ended else borrower.poll()) == (-signal.SIGKILL if ended else None)
+    assert ended or is_lent(state, "borrower")
+
+
+@pytest.mark.parametrize("figure", [None, GIB])
+def test_container_that_does_not_take_freed_memory_is_believed_after_growing_pauses(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, clock: Clock, figure: Any
+) -> None:
+    """Without the driver's figure for processes, and with it. Each kill frees more than the container waits for."""
+    start("borrower", GIB, 12 * GIB)
+    report(state, "borrower", 10 * GIB)
+    false = start("false", 6 * GIB)
+    report(state, "false", 6 * GIB, 4 * GIB)
+    Driver(monkeypatch, false=(false, figure))
+    kills: list[float] = []
+
+    def kill(*_: object) -> overuse.Stopped:
+        kills.append(time.monotonic())
+        return overuse.Stopped((procs.Process(false.pid, 1, ""),), True)  # no living process has these numbers
+
+    agent = eviction.Agent(state, "none", "libnvidia-ml.so")
+    monkeypatch.setattr(agent, "_kill", kill)
+    for _ in range(70):
+        agent.tick()
+        clock.pass_s(0.5)
+    pauses = [round(later - earlier) for earlier, later in zip(kills, kills[1:])]
+    assert pauses == [1, 2, 4, 8, 16]
+
+
+def test_container_that_takes_freed_memory_is_believed_at_once(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    other = start("other", 6 * GIB)
+    driver = Driver(monkeypatch, other=(other, GIB))
+    agent = eviction.Agent(state, "none", "libnvidia-ml.so")
+    for number in range(4):
+        borrower = start(f"borrower{number}", GIB, 12 * GIB)
+        report(state, f"borrower{number}", 10 * GIB)
+        report(state, "other", (number + 2) * GIB, GIB)
+        clock.pass_s(eviction.ASK_AGAIN_S)
+        agent.tick()
+        assert borrower.wait(5) == -signal.SIGKILL
+        driver.used_bytes["other"] = (other, (number + 2) * GIB)
+        report(state, "other", (number + 2) * GIB)
+        for _ in range(2):
+            agent.tick()
+
+
+def test_two_borrowers_are_ended_for_one_need_without_a_pause(state: str, start: Start, clock: Clock) -> None:
+    """The first one's memory is too little."""
+    borrowers = [start(name, GIB, 12 * GIB) for name in ("a", "b")]
+    start("other", 6 * GIB)
+    report(state, "a", 4 * GIB)
+    report(state, "b", 3 * GIB)
+    report(state, "other", 6 * GIB, 5 * GIB)
+    agent = eviction.Agent(state, "none")
+    for borrower in borrowers:
+        agent.tick()
+        assert borrower.wait(5) == -signal.SIGKILL
+        agent.tick()  # waits for its end
+
+
+def test_borrower_that_reports_less_than_the_driver_counts_comes_first(
+    state: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A false report does not cost an honest borrower its memory."""
+    false, honest = start("false", GIB, 12 * GIB), start("honest", GIB, 12 * GIB)
+    other = start("other", 6 * GIB)
+    Driver(monkeypatch, false=(false, 9 * GIB), honest=(honest, 4 * GIB), other=(other, 2 * GIB))
+    report(state, "false", GIB)
+    report(state, "honest", 4 * GIB)
+    report(state, "other", 4 * GIB, 2 * GIB)
+    eviction.Agent(state, "none", "libnvidia-ml.so").tick()
+    assert false.wait(5) == -signal.SIGKILL and honest.poll() is None
 
 
 def test_borrower_that_reports_no_use_is_found_by_the_driver(
@@ -432,7 +551,6 @@ def test_agent_holds_its_lock_after_the_state_directory_was_lost(state: str, tmp
 
 
 def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)
     start("borrower", 4 * GIB, 12 * GIB)
     eviction.Agent(state, "none").tick()
     report(state, "borrower", 11 * GIB)
@@ -448,7 +566,6 @@ def test_live_change_keeps_lending(state: str, start: Start, monkeypatch: pytest
 
 def test_limits_change_while_memory_is_taken_back(state: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process changes the limits of all containers, again and again, while the agent ends the borrowers."""
-    monkeypatch.setattr(limit_update, "_refuse_unheld", lambda *_: None)
     borrowers = {f"b{n}": start(f"b{n}", GIB, 12 * GIB) for n in range(4)}
     waiting = start("waiting", 6 * GIB)
     for name in borrowers:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,3 +293,20 @@ def test_old_refusals_are_removed(state_dir: Path) -> None:
         os.utime(state_dir / "errors" / f"c{number}", ns=(number, number))
     kept = log.known(str(state_dir))
     assert 200 < len(kept) <= 257 and "c299" in kept and "c0" not in kept
+
+
+def test_missing_nri_plugin_frees_no_container_with_another_gpu(
+    bundle: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other software has added a device; without the plugin there is no share that limits it."""
+    start = SimpleNamespace(request=None, host=SimpleNamespace(inventory=None))
+    monkeypatch.setattr(hook.session, "resolve", lambda *_: start)
+    monkeypatch.setattr(request, "refuse_conflicts", lambda *_: None)
+    words = ("--nri", str(tmp_path / "lock"), "prestart")
+    assert call(bundle(), *words) == 0 and "does not run, so this container has no GPU" in capfd.readouterr().err
+
+    def conflict(*_: Any) -> None:
+        raise RequestError("it already has an NVIDIA device")
+
+    monkeypatch.setattr(request, "refuse_conflicts", conflict)
+    assert call(bundle(), *words) == RequestError.exit_code

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.core import constants
 from gpushare.core.errors import KernelError
 from gpushare.core.ops import Cover, DeviceNode, Link, Mount, Op, Plan
 from gpushare.inject import apply
@@ -85,6 +86,24 @@ def _in_own_namespace(scratch: Path, ops: tuple[Op, ...], look: Any) -> Any:
         return look()
 
     return ns_util.in_child(body)
+
+
+@pytest.mark.parametrize("kind", ["file", "dir", "socket"])
+def test_no_mount_point_is_created_in_a_directory_of_the_host(lib: Path, kind: str) -> None:
+    """Links of an image can lead below a directory that is mounted, such as /run/udev."""
+    before = ns_util.snapshot(lib)
+    inside, outside = mount(lib, "/shown", "dir"), mount(lib.parent / "shim", "/shown/libx.so.535")
+    kept: list[int] = []
+    for op in (mount(lib.parent / "shim", "/shown/data/b8:16", kind), mount(lib.parent / "shim", "/shown/new", kind)):
+        with pytest.raises(KernelError, match='below "/shown", where gpushare mounts a directory of the host'):
+            apply.copies(Plan("c", (inside, op), ()), kept)
+    assert len(apply.copies(Plan("c", (inside, outside), ()), kept)) == 2
+    own, deep = mount(lib, constants.PRIVATE_DIR, "dir"), f"{constants.PRIVATE_DIR}/a/a/libcuda.so.1"
+    with pytest.raises(KernelError, match="where gpushare mounts"):
+        apply.copies(Plan("c", (own, mount(lib.parent / "shim", deep, kind)), ()), kept)
+    for fd in kept:
+        os.close(fd)
+    assert ns_util.snapshot(lib) == before
 
 
 def test_host_with_driver_needs_only_mounts(lib: Path) -> None:

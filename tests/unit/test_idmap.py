@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from gpushare.core.errors import DeviceError
 from gpushare.core.ops import Mount
 from gpushare.state import storage
 from gpushare.system import idmap, mountns, syscalls
@@ -33,6 +34,14 @@ def share(state: str, name: str = "c1") -> Mount:
     limits.write_bytes(b"limits")
     limits.chmod(0o666)
     return Mount(path, "/usr/lib/gpushare", "dir", FLAGS, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("libcuda.so", "set shim_dir"), ("libcuda.so.535.1", "is the driver loaded")]
+)
+def test_missing_source_is_reported_in_one_line(state: str, tmp_path: Path, name: str, hint: str) -> None:
+    with pytest.raises(DeviceError, match=f'{name}": No such file or directory; .*{hint}'):
+        idmap.shown(idmap.Hider(state))(Mount(str(tmp_path / name), "/x", "file", FLAGS, ""))
 
 
 def below(state: str) -> list[str]:

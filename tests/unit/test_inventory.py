@@ -15,6 +15,7 @@ from gpushare.gpu import contexts, inventory
 from gpushare.gpu.nvml import Answer, ask
 
 from simulator import models, simhost
+from tests.support.driverhost import elf_header
 
 # The programs fork with one thread; a test runner may have more, which Python 3.12 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -84,8 +85,92 @@ def test_driver_version_is_read(tmp_path: Path) -> None:
 
 
 def test_missing_driver_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"no NVIDIA driver is loaded .*; load it, or set driver.root"):
+    with pytest.raises(
+        DeviceError, match=r"no NVIDIA driver is loaded .*; load it, or set driver.libraries in place of driver.root$"
+    ):
         inventory.read_inventory(str(tmp_path))
+
+
+WSL = ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")
+JETSON = ("dev/nvmap", "etc/nv_tegra_release")
+MODULE = "sys/module/nvidia/version"
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (WSL, "WSL2 is not supported: .*; use a Linux host"),
+        (JETSON, "Jetson .Tegra. is not supported: .*; use a Linux host"),
+        ((*JETSON, MODULE), "Jetson .Tegra. is not supported"),  # since JetPack 6 with a module of that name
+        ((JETSON[0], MODULE), "Jetson .Tegra. is not supported"),
+        (("sys/module/nvidia_vgpu_vfio/version",), "a vGPU host is not supported: .*; install gpushare in the virtual"),
+        ((), "no NVIDIA driver is loaded"),
+    ],
+)
+def test_unsupported_kind_of_host_is_named(tmp_path: Path, files: tuple[str, ...], why: str) -> None:
+    """shared/cases/engines/13, and vGPU hosts."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{V}\n")
+    with pytest.raises(DeviceError, match=f"^{why}") as caught:
+        inventory.read_inventory(str(tmp_path))
+    assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
+
+
+def test_supported_gpu_beside_files_of_another_kind_of_host_is_used(tmp_path: Path) -> None:
+    """Such as a discrete GPU in a machine with Tegra."""
+    root = host(tmp_path)
+    for name in (*JETSON, *WSL):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert len(inventory.read_inventory(root).devices) == 2
+
+
+@pytest.mark.parametrize(("version", "refused"), [("450.248.02", True), ("469.99", True), ("470.57.02", False)])
+def test_driver_that_is_too_old_is_refused(tmp_path: Path, version: str, refused: bool) -> None:
+    root = host(tmp_path)
+    (tmp_path / MODULE).write_text(version)
+    if refused:
+        with pytest.raises(DeviceError, match=f"^driver {version} is not supported; install driver 470 or newer$"):
+            inventory.read_inventory(root)
+    else:
+        assert inventory.read_inventory(root).driver_version == version
+
+
+def put(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(elf_header())
+
+
+LIBCUDA = f"usr/lib64/libcuda.so.{V}"
+DRIVER = "run/nvidia/driver"  # the root file system of the GPU Operator's driver container
+
+
+@pytest.mark.parametrize(
+    ("files", "libraries", "dev"),
+    [
+        ((LIBCUDA, "dev/nvidiactl"), "", ""),
+        ((f"{DRIVER}/{LIBCUDA}", "dev/nvidiactl"), DRIVER, ""),
+        ((f"{DRIVER}/{LIBCUDA}", f"{DRIVER}/dev/nvidiactl"), DRIVER, DRIVER),
+        ((LIBCUDA, f"{DRIVER}/{LIBCUDA}", f"{DRIVER}/dev/nvidiactl"), "", ""),  # a driver of the host comes first
+        ((f"{DRIVER}/{LIBCUDA}", "dev/nvidiactl", f"{DRIVER}/dev/nvidiactl"), DRIVER, ""),
+        ((), "", ""),
+    ],
+)
+def test_driver_container_is_used_for_missing_parts(
+    tmp_path: Path, files: tuple[str, ...], libraries: str, dev: str
+) -> None:
+    root = host(tmp_path)
+    put(tmp_path, *files)
+    found = inventory.read_inventory(root)
+    assert (found.root, found.libraries, found.dev) == (
+        root,
+        *(f"{root}/{one}" if one else "" for one in (libraries, dev)),
+    )
+    assert (found.files_root, found.dev_root) == (found.libraries or root, found.dev or root)
+    configured = inventory.read_inventory(root, libraries="/a", dev="/b")
+    assert (configured.files_root, configured.dev_root) == ("/a", "/b")
 
 
 def test_devices_are_in_pci_order_without_nvml(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from gpushare.core.errors import KernelError
 from gpushare.core.model import Config, Lease
+from gpushare.core.ops import Plan
+from gpushare.programs import deadline, session
+from gpushare.request import request
 from gpushare.state import accounts, journal, leaseend, leases, storage
 from gpushare.system import procs
 
@@ -131,6 +135,21 @@ def test_journal_stays_within_its_size_and_keeps_running_containers(
     assert unreadable == 0 and "first" not in ids and ids[-1] == "c399" and "runs" in ids
 
 
+def test_file_that_another_process_has_replaced_is_not_replaced_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found it full. A second replacement would remove the file before it from the host."""
+    config = config._replace(usage_journal_size="4Ki")
+    begin(config, lease("before"))
+    while os.path.getsize(journal.path_of(config)) < 2 << 10:
+        begin(config, lease("before"))
+    late = journal.opened(config)
+    end(config, lease("first"))
+    monkeypatch.setattr(journal, "opened", lambda _: late)
+    end(config, lease("second"))
+    assert {"before", "first", "second"} <= {one.id for one in read(config)[0]}
+
+
 def test_concurrent_writers_rotate_once_and_lose_nothing(config: Config) -> None:
     config = config._replace(usage_journal_size="1Mi")
     children = []
@@ -226,6 +245,24 @@ def test_failed_start_is_no_container(config: Config) -> None:
     journal.started(fd, lease())
     journal.undone(fd, lease())
     os.close(fd)
+    assert [one.what for one in read(config)[0]] == [journal.START, journal.END]
+
+
+def test_start_that_fails_at_its_last_step_has_an_end(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the journal would count the container as running until the next boot."""
+
+    def fails() -> None:
+        raise KernelError("no runc")
+
+    host = pure.node()._replace(config=config)
+    bundle = pure.bundle("GPUSHARE_MEMORY=4Gi", container_id="web")
+    asked = request.resolve(bundle, host)
+    assert asked is not None
+    monkeypatch.setattr(session, "place", lambda *_: session.Placed(lease(), Plan("web", (), ())))
+    monkeypatch.setattr(deadline, "ignore_signals", lambda: None)
+    monkeypatch.setattr(deadline, "undo", lambda *_: None)
+    with pytest.raises(KernelError, match="no runc"):
+        session.give(session.Start(bundle, asked, host), session.Way(), fails)
     assert [one.what for one in read(config)[0]] == [journal.START, journal.END]
 
 

@@ -19,6 +19,7 @@ import pytest
 from gpushare.cli import facts, k8s_plugin, main
 from gpushare.core.errors import ConfigError
 from gpushare.gpu import inventory
+from gpushare.integrations import devicestate
 from gpushare.integrations.kubelet import offers, plugin, protocol, service
 from gpushare.integrations.kubelet.offers import MEMORY
 
@@ -160,8 +161,24 @@ def test_malformed_messages_are_refused_and_the_next_is_answered() -> None:
             assert dict(found.envs) == {offers.VARIABLES[MEMORY]: f"{pure.UUIDS[0]}=2Mi"}
 
 
+def test_probe_wants_an_answer_on_every_socket(folder: Path, tmp_path: Path, capfd: Any) -> None:
+    def probed() -> str:
+        words = ["--state", str(tmp_path), "k8s-plugin", "--check", "--kubelet", str(folder)]
+        code, said = main(words), capfd.readouterr().err
+        assert code == (1 if said else 0)
+        return str(said)
+
+    assert "has no socket of the plugin" in probed()
+    with service.Service(MEMORY, "a.io/memory", lambda _: None) as one:
+        one.serve(str(folder / "gpushare-memory-mib-00000000.sock"))
+        assert probed() == ""
+        with socket.socket(socket.AF_UNIX) as hung:  # accepts, and does not answer
+            hung.bind(str(folder / "gpushare-compute-00000000.sock"))
+            assert 'gpushare-compute-00000000.sock" does not answer' in probed()
+
+
 def test_options_name_every_kind() -> None:
-    assert tuple(offers.VARIABLES) == k8s_plugin.KINDS
+    assert (*k8s_plugin.KINDS, offers.SHARED) == tuple(offers.VARIABLES)  # whose name the configuration sets
 
 
 def test_proto_matches_kubelet() -> None:
@@ -187,7 +204,7 @@ def test_removed_devices_and_driver_are_found(tmp_path: Path) -> None:
         path.write_text("535.1\n")
 
     def gone() -> dict[str, str]:
-        return plugin._gone(str(tmp_path), [whole, part])
+        return devicestate.gone(str(tmp_path), [whole, part])
 
     assert gone() == {}
     shutil.rmtree(instance.parent)
@@ -205,7 +222,7 @@ def test_numa_node_is_read_from_sysfs(tmp_path: Path) -> None:
         file = tmp_path / "sys/bus/pci/devices" / device.bus_id / "numa_node"
         file.parent.mkdir(parents=True)
         file.write_text(text)
-    assert list(plugin._numa_nodes(str(tmp_path), devices).items()) == [
+    assert list(devicestate.numa_nodes(str(tmp_path), devices).items()) == [
         (device.bus_id, node) for device, node in zip(devices, (1, -1, -1, -1))
     ]
 
@@ -221,8 +238,8 @@ def test_missing_driver_root_in_pod_uses_own_proc(tmp_path: Path, monkeypatch: p
 
     for name in ("driver_version", "bus_ids", "mig_instances"):
         monkeypatch.setattr(inventory, name, ask)
-    plugin._gone(str(tmp_path / "run/nvidia/driver"), ())
+    devicestate.gone(str(tmp_path / "run/nvidia/driver"), ())
     assert asked == {"/"}
     asked.clear()
-    plugin._gone(str(tmp_path), ())
+    devicestate.gone(str(tmp_path), ())
     assert asked == {str(tmp_path)}

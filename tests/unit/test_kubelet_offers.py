@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -10,7 +12,7 @@ from gpushare.allocation import placement
 from gpushare.core import constants
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Node, SharingRule
-from gpushare.integrations.kubelet import offers
+from gpushare.integrations.kubelet import checkpoint, offers
 from gpushare.integrations.kubelet.offers import COMPUTE, DEVICES, GPU, MEMORY, Offered
 from gpushare.integrations.kubelet.pairing import Pairing
 from gpushare.request import request
@@ -54,6 +56,41 @@ def test_every_device_is_in_one_resource_only(node: Node, words: Any, memory: An
     assert summary(node, **words) == {MEMORY: memory, GPU: gpu}
 
 
+@pytest.mark.parametrize(
+    ("resource", "name"), [("", ""), (".shared", "gpushare.io/gpu.shared"), ("site.io/part", "site.io/part")]
+)
+def test_equal_shares_can_have_a_name_of_their_own(resource: str, name: str) -> None:
+    """Not whole devices."""
+    node = shared(pure.node(), SharingRule(10, resource=resource))
+    assert offers.name_of_shares(node, offers.resources(1, {})) == name
+    found = offers.offered(node, 1, ("1",))
+    shares = [(one.key, one.count) for one in found[offers.SHARED if resource else GPU] if not one.mib]
+    assert shares == [(A, 10)] and [one.key for one in found[GPU] if one.mib] == [B]
+    assert offers.allocate(offers.SHARED, found[offers.SHARED], BOTH, [f"{A}-3"]) if resource else True
+
+
+def test_init_container_s_units_bind_the_next_container_to_its_device() -> None:
+    """shared/cases/engines/07: kubelet gives the second container all units of the first. The message names the
+    remedy."""
+    some = offers.offered(pure.node(), 1024)[MEMORY]
+    free = [*(f"{A}-{number}" for number in range(4, 16)), *(f"{B}-{number}" for number in range(16))]
+    must = [f"{A}-{number}" for number in range(4, 6)]
+    assert offers.preferred(MEMORY, some, "binpack", free, must, 14) == []
+    chosen = [*free[:12], f"{B}-0", f"{B}-1"]
+    with pytest.raises(RequestError, match="An init container must request as much as the container after it"):
+        offers.allocate(MEMORY, some, BOTH, chosen)
+
+
+def test_more_than_one_share_can_be_refused() -> None:
+    node = shared(pure.node(), SharingRule(10, alone=True))
+    some = offers.offered(node, 1)[GPU]
+    assert offers.allocate(GPU, some, BOTH, [f"{A}-0"]) == {constants.ENV_ALLOCATED_GPU: FIRST}
+    with pytest.raises(RequestError, match="2 shares are requested, and .*failRequestsGreaterThanOne allows 1"):
+        offers.allocate(GPU, some, BOTH, [f"{A}-0", f"{B}-0"])
+    whole = offers.offered(node, 1, ("0", "1"))[GPU]
+    assert offers.allocate(GPU, whole, BOTH, [f"{A}-0", f"{B}-0"])
+
+
 def test_device_ids_are_stable_and_short() -> None:
     """An id does not depend on other devices. Two similar UUIDs give two whole ids, within kubelet's 63 characters."""
     node = pure.node()
@@ -80,6 +117,11 @@ def test_resource_name_contains_unit(unit_mib: int, name: str) -> None:
         MEMORY: "a.b/c",
         DEVICES: "a.b/d",
     }
+
+
+@pytest.mark.parametrize(("count", "text"), [(4096, ""), (32768, "warning: 32768 units of x/y can stop kubelet 1.36")])
+def test_many_units_are_named(count: int, text: str) -> None:
+    assert offers.warning("x/y", count).startswith(text) and bool(text) == bool(offers.warning("x/y", count))
 
 
 def numa(node: Node, nodes: dict[str, int]) -> set[tuple[tuple[str, int], ...]]:
@@ -211,6 +253,25 @@ def test_preferred_ids_follow_placement(
         assert offers.allocate(kind, of(kind), BOTH, found)
 
 
+@pytest.mark.parametrize(
+    ("reused", "why"),
+    [
+        (
+            ("0", "1"),
+            r"in no single device with the 2 that kubelet reuses from an init container \(kubelet chose 3 of .*",
+        ),
+        (("9",), r"in no single device \(kubelet chose 3 of GPU 0, 2 of GPU 1\); request less"),
+    ],
+)
+def test_refusal_names_the_units_of_an_init_container(reused: tuple[str, ...], why: str) -> None:
+    """`reused`: ids that kubelet had to include. Those of an earlier container do not count."""
+    with pytest.raises(RequestError, match=f"5 units are free {why}") as caught:
+        offers.allocate(
+            MEMORY, of(MEMORY), BOTH, ids_of((A, 0, 3), (B, 0, 2)), (), [f"{A}-{number}" for number in reused]
+        )
+    assert ("request 5 units for the init container too" in str(caught.value)) == (len(reused) == 2)
+
+
 @pytest.mark.parametrize("kind", [COMPUTE, DEVICES, MEMORY])
 def test_unit_that_is_named_twice_counts_once(kind: str) -> None:
     """Or is refused, but never gives more than what was allocated."""
@@ -250,6 +311,30 @@ def test_units_are_of_as_few_devices_as_have_them(
             offers.allocate(kind, of(kind), BOTH, found, beside)
 
 
+@pytest.mark.parametrize(
+    ("kind", "rules", "size", "sizes"),
+    [
+        (MEMORY, {"max_memory": "50%"}, 8192, [8192]),
+        (MEMORY, {"max_memory": "50%"}, 16384, [8192, 8192]),
+        (MEMORY, {"max_memory": "50%"}, 16386, []),
+        (COMPUTE, {"max_compute_percent": 40}, 60, [30, 30]),
+        (COMPUTE, {"max_compute_percent": 40}, 81, []),
+    ],
+)
+def test_no_device_gives_more_than_policy_allows(kind: str, rules: Any, size: int, sizes: list[int]) -> None:
+    """Otherwise the container never starts: kubelet admits it, and the hook always refuses it. The pod fails instead,
+    with the reason."""
+    some = offers.offered(pure.node(**rules), 1)[kind]
+    units = [unit for one in some for unit in one.ids()]
+    found = offers.preferred(kind, some, "binpack", units, [], size)
+    parts = [sum(unit.startswith(key) for unit in found) for key in (A, B)]
+    assert [part for part in parts if part] == sizes
+    if not sizes:
+        match = rf"a container can have \d+ units of each of 2 devices, and {size} are requested; .*raise policy.max_"
+        with pytest.raises(RequestError, match=match):
+            offers.allocate(kind, some, BOTH, units[:size])
+
+
 def _uuids(wanted: dict[str, int]) -> list[str]:
     return [uuid for uuid in pure.UUIDS if uuid[4:12] in wanted]
 
@@ -275,7 +360,7 @@ class Admission:
                 taken[kind] = chosen
                 self.pairing.chosen(kind, {unit.rpartition("-")[0] for unit in chosen}, chosen)
         except RequestError:
-            self.now += 9
+            self.pairing.refused()
             raise
         for kind, chosen in taken.items():
             self.free[kind] -= set(chosen)
@@ -309,6 +394,33 @@ def test_refused_pair_is_placed_elsewhere_next_time(order: Any) -> None:
         ):
             kubelet.container(*((kind, size[kind]) for kind in order))
     assert kubelet.container(*((kind, size[kind]) for kind in order)) == wanted
+
+
+def record(*entries: tuple[str, str, str, Any]) -> str:
+    """kubelet_internal_checkpoint as kubelet 1.36 writes it."""
+    fields = ("PodUID", "ContainerName", "ResourceName")
+    found = [{**dict(zip(fields, one)), "DeviceIDs": {"-1": list(one[3])}, "AllocResp": ""} for one in entries]
+    return json.dumps({"Data": {"PodDeviceEntries": found, "RegisteredDevices": {}}, "Checksum": 1})
+
+
+def test_containers_with_one_resource_each_are_no_pair(tmp_path: Path) -> None:
+    """kubelet writes its record between two containers, and not between two resources of one."""
+    file = tmp_path / checkpoint.FILE
+    pairing = Pairing(lambda: 0.0, checkpoint.Checkpoint(str(tmp_path), offers.resources(1, {})).holders)
+    memory, init = [f"{A}-0"], ("p0", "init", "gpushare.io/memory-mib", [f"{A}-0"])
+    file.write_text(record(init))  # an init container had the same units
+    pairing.chosen(MEMORY, {A}, memory)
+    assert pairing.beside(COMPUTE) == {A}
+    file.write_text(record(init, ("p1", "main", "gpushare.io/compute", memory)))  # of another resource
+    assert pairing.beside(COMPUTE) == {A}
+    file.write_text(record(init, ("p1", "main", "gpushare.io/memory-mib", memory)))
+    assert pairing.beside(COMPUTE) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"Data": {"PodDeviceEntries": [{"ResourceName": 1}]}}', "{"])
+def test_unknown_record_of_kubelet_counts_as_empty(tmp_path: Path, text: str) -> None:
+    (tmp_path / checkpoint.FILE).write_text(text)
+    assert checkpoint.Checkpoint(str(tmp_path), {MEMORY: "a"}).holders(MEMORY, "x") == frozenset()
 
 
 def test_old_choice_has_no_partner() -> None:

@@ -17,8 +17,10 @@ import pytest
 import yaml
 from celpy import celtypes
 from gpushare.core import constants
+from gpushare.core.model import SharingRule
 from gpushare.engines.base import RUNTIME
-from gpushare.integrations import labels
+from gpushare.integrations import cdi, dra, labels
+from gpushare.integrations.dra import claims, service
 from gpushare.integrations.kubelet import offers
 
 from tests.support.host import TREE
@@ -29,6 +31,7 @@ SCHEMAS = TREE / "tests" / "schemas"
 MANIFESTS = [
     str(path.relative_to(FOLDER)) for glob in ("*.yaml", "optional/*.yaml") for path in sorted(FOLDER.glob(glob))
 ]
+MONITORS = [f"exporter/{name}.yaml" for name in ("podmonitor", "servicemonitor", "prometheusrule")]
 RESOURCE = "gpushare.io/memory-mib"
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
@@ -41,11 +44,24 @@ def by_kind(kind: str) -> Any:
     return next(one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)  # of two, the first file's
 
 
-@pytest.mark.parametrize("name", [*MANIFESTS, "exporter/podmonitor.yaml"])
+@pytest.mark.parametrize("name", [*MANIFESTS, *MONITORS])
 def test_manifests_match_their_api(name: str) -> None:
     for document in documents(name):
         schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.json").read_text())
         jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_monitors_find_the_exporter_and_keep_its_labels() -> None:
+    """Prometheus renames `namespace` and `pod` of a metric to exported_namespace and so on without honorLabels."""
+    (pods,), (services,), (rules,) = map(documents, MONITORS)
+    (service,) = documents("exporter/service.yaml")
+    (exporter,) = documents("exporter/daemonset.yaml")
+    labels = pods["spec"]["selector"]["matchLabels"]
+    assert labels == services["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert labels == exporter["spec"]["template"]["metadata"]["labels"]
+    (of_pods,), (of_services,) = pods["spec"]["podMetricsEndpoints"], services["spec"]["endpoints"]
+    assert of_pods == of_services and of_pods["honorLabels"] and of_pods["relabelings"][0]["targetLabel"] == "instance"
+    assert rules["spec"] == yaml.safe_load((TREE / "packaging/metrics/alerts.yaml").read_text())
 
 
 def test_schemas_are_strict() -> None:
@@ -64,12 +80,20 @@ def test_names_match_across_manifests() -> None:
     assert runtime_class["scheduling"]["nodeSelector"].items() <= features.items()
     (rule,) = by_kind("NodeFeatureRule")["spec"]["rules"]
     assert rule["extendedResources"] == {RESOURCE: f"@local.feature.{RESOURCE}"} and RESOURCE in features
-    assert list(rule["matchFeatures"][0]["matchExpressions"]) == [RESOURCE]
+    (several,) = documents("one-sum/nodefeaturerule.yaml")[0]["spec"]["rules"]
+    assert several["extendedResources"] == rule["extendedResources"]
+    one, more = (each["matchFeatures"][0]["matchExpressions"] for each in (rule, several))
+    assert list(one) == [RESOURCE, "gpushare.io/devices"] and set(one) <= features.keys()
+    # each node has one of the two rules
+    assert [each.pop("gpushare.io/devices") for each in (one, more)] == [
+        {"op": "Lt", "value": ["2"]},
+        {"op": "Gt", "value": ["1"]},
+    ]
     assert list(by_kind("ResourceQuota")["spec"]["hard"]) == [f"requests.{RESOURCE}"]
     (tainting,) = documents("optional/taint.yaml")[0]["spec"]["rules"]
     ((taint,), (toleration,)) = tainting["taints"], runtime_class["scheduling"]["tolerations"]
     assert (taint["key"], taint["effect"]) == (toleration["key"], toleration["effect"])
-    assert tainting["matchFeatures"] == rule["matchFeatures"]  # exactly the nodes that have the resource
+    assert tainting["matchFeatures"] == rule["matchFeatures"] == several["matchFeatures"]  # and any number of devices
     policy, binding = by_kind("ValidatingAdmissionPolicy"), by_kind("ValidatingAdmissionPolicyBinding")
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"] and policy["spec"]["failurePolicy"] == "Fail"
@@ -83,21 +107,49 @@ def quantity(text: celtypes.StringType) -> celtypes.IntType:
     return celtypes.IntType(int(match[1]) * UNITS[match[2] or ""])
 
 
+def plain(expression: str) -> str:
+    """The expression with maps in place of the API server's own type, and its function without a name space."""
+    words = re.sub(r"\b(op|path|value):", r'"\1":', expression.replace("JSONPatch{", "{"))
+    return words.replace("jsonpatch.escapeKey", "escapeKey")
+
+
 class Policy:
     """The policy, evaluated like the API server: variables in their order, then the validations."""
 
     def __init__(self, name: str = "admissionpolicy.yaml") -> None:
-        spec = next(one for one in documents(name) if one["kind"] == "ValidatingAdmissionPolicy")["spec"]
+        spec = next(one for one in documents(name) if one["kind"].endswith("AdmissionPolicy"))["spec"]
         self.environment = celpy.Environment()
         self.functions: Any = {
             "quantity": quantity,
             "asInteger": lambda value: value,
             "contains": self.contains,
             "split": self.split,
+            "escapeKey": self.escape_key,
         }
-        self.conditions = [self.compiled(one["expression"]) for one in spec["matchConditions"]]
+        self.conditions = [self.compiled(one["expression"]) for one in spec.get("matchConditions", [])]
         self.variables = [(one["name"], self.compiled(one["expression"])) for one in spec.get("variables", [])]
-        self.validations = [(one["message"], self.compiled(one["expression"])) for one in spec["validations"]]
+        self.validations = [(one["message"], self.compiled(one["expression"])) for one in spec.get("validations", [])]
+        self.mutations = [self.compiled(plain(one["jsonPatch"]["expression"])) for one in spec.get("mutations", [])]
+
+    @staticmethod
+    def escape_key(text: celtypes.StringType) -> celtypes.StringType:
+        return celtypes.StringType(str(text).replace("~", "~0").replace("/", "~1"))
+
+    def mutated(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The pod after the patches, which only add."""
+        found: dict[str, Any] = json.loads(json.dumps(value))
+        context = {"object": celpy.json_to_cel(value), "variables": celtypes.MapType({})}
+        for name, program in self.variables:
+            context["variables"][celtypes.StringType(name)] = program.evaluate(context)
+        for program in self.mutations:
+            for patch in json.loads(json.dumps(program.evaluate(context), cls=celpy.CELJSONEncoder)):
+                *above, last = (part.replace("~1", "/").replace("~0", "~") for part in patch["path"].split("/")[1:])
+                at = found
+                for part in above:
+                    at = at[part]
+                assert patch["op"] == "add" and last not in at
+                at[last] = patch["value"]
+        return found
 
     @staticmethod
     def contains(text: celtypes.StringType, part: celtypes.StringType) -> celtypes.BoolType:
@@ -110,10 +162,12 @@ class Policy:
     def compiled(self, expression: str) -> celpy.Runner:
         return self.environment.program(self.environment.compile(expression), functions=self.functions)
 
-    def refusals(self, value: dict[str, Any], request: Any = None) -> list[str]:
-        """Messages of the validations that are false or fail (failurePolicy). `request`: the AdmissionRequest."""
+    def refusals(self, value: dict[str, Any], request: Any = None, old: Any = None) -> list[str]:
+        """Messages of the validations that are false or fail (failurePolicy). `request`: the AdmissionRequest; `old`:
+        the object that an update changes."""
         context: dict[str, Any] = {"object": celpy.json_to_cel(value), "variables": celtypes.MapType({})}
-        context["request"] = celpy.json_to_cel(request or {})
+        request = {"operation": "UPDATE" if old else "CREATE", **(request or {})}
+        context["request"], context["oldObject"] = celpy.json_to_cel(request), celpy.json_to_cel(old)
         if not all(program.evaluate(context) for program in self.conditions):
             return []
         for name, program in self.variables:
@@ -179,7 +233,7 @@ ALLOWED = {
     "one of two": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), container("side")),
     "two of two": pod(container("a", "4096", GPUSHARE_MEMORY="4Gi"), container("b", "1024", GPUSHARE_MEMORY="1Gi")),
     "init container": pod(container(), initContainers=[container("i", "1024", GPUSHARE_MEMORY="1Gi")]),
-    "no request but ours": pod(container(GPUSHARE_LOG="debug"), runtime=None),
+    "no request but ours": pod(container(GPUSHARE_LOG="debug", GPUSHARE_TRACE="x"), runtime=None),
     "being deleted": {"metadata": {"name": "p", "deletionTimestamp": "x"}, "spec": pod(container(mib="1"))["spec"]},
     "debugger": pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), ephemeralContainers=[container("d", X="1")]),
 }
@@ -270,10 +324,13 @@ REFUSED = {
     ),
     "device of CDI": (
         pod(container(), runtime=None, annotations={"cdi.k8s.io/x": "nvidia.com/gpu=0,gpushare.io/share=any"}),
-        "cannot use the CDI device",
+        "cannot name CDI devices",
     ),
-    "all devices, as CDI would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_CDI_A="all")), "cannot use"),
-    "as kubelet would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_ALLOCATED_GPU="x")), "ALLOCATED_"),
+    "claim of CDI": (
+        pod(container(), runtime=None, annotations={"cdi.k8s.io/x": "gpushare.io/claim=u-0"}),
+        "cannot name CDI devices",
+    ),
+    "as the system would": (pod(container(mib="1", GPUSHARE_MEMORY="1Mi", GPUSHARE_CLAIM_1="x")), "a pod can set only"),
     "for every container": (
         pod(container(mib="4096", GPUSHARE_MEMORY="4Gi"), annotations={"gpushare.io/memory": "4Gi"}),
         "names no container",
@@ -307,6 +364,72 @@ def test_every_validation_refuses_one_pod_alone(policy: Policy) -> None:
     assert alone == {message for message, _ in policy.validations}
 
 
+# Updates
+
+
+def changed(value: dict[str, Any], path: str, to: Any) -> dict[str, Any]:
+    """A copy with another value; None removes it."""
+    new = json.loads(json.dumps(value))
+    at, (*parents, last) = new, path.split(".")
+    for name in parents:
+        at = at.setdefault(name, {})
+    if to is None:
+        at.pop(last, None)
+    else:
+        at[last] = to
+    return dict(new)
+
+
+BAD = pod(container(GPUSHARE_MEMORY="4Gi"), runtime=None, annotations={SCOPED: "4Gi", "a.io/b": "c"})
+DEBUGGED = changed(BAD, "spec.ephemeralContainers", [container("d", GPUSHARE_MEMORY="1Gi")])
+NOTES = {SCOPED: "4Gi", "a.io/b": "c"}
+HARMLESS = {
+    "nothing": BAD,
+    "label": changed(BAD, "metadata.labels", {"a": "b"}),
+    "finalizer": changed(BAD, "metadata.finalizers", ["batch.kubernetes.io/job-tracking"]),
+    "status": changed(BAD, "status", {"phase": "Succeeded"}),
+    "other annotation": changed(BAD, "metadata.annotations", {**NOTES, "k8s.v1.cni.cncf.io/status": "up"}),
+    "no other annotation": changed(BAD, "metadata.annotations", {SCOPED: "4Gi"}),
+    "image": changed(BAD, "spec.containers", [{**BAD["spec"]["containers"][0], "image": "j"}]),
+    "toleration": changed(BAD, "spec.tolerations", [{"operator": "Exists"}]),
+    "scheduling gate": changed(BAD, "spec.schedulingGates", []),
+    "debugger": changed(BAD, "spec.ephemeralContainers", [container("d", X="1")]),
+}
+HARMFUL = {
+    "amount": changed(BAD, "metadata.annotations", {**NOTES, SCOPED: "8Gi"}),
+    "no amount": changed(BAD, "metadata.annotations", {"a.io/b": "c"}),
+    "new annotation": changed(BAD, "metadata.annotations", {**NOTES, "gpushare.io/devices": "all"}),
+    "device of CDI": changed(BAD, "metadata.annotations", {**NOTES, "cdi.k8s.io/x": "gpushare.io/share=any"}),
+    "debugger with a share": changed(BAD, "spec.ephemeralContainers", [container("d", GPUSHARE_MEMORY="1Gi")]),
+}
+POLICIES = ("admissionpolicy.yaml", "plugin/admissionpolicy.yaml")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("case", [*HARMLESS, *HARMFUL])
+def test_update_of_an_older_pod_is_judged_for_what_it_changes(name: str, case: str) -> None:
+    """A pod that the policy would refuse was there before the policy. It must be able to run and to end."""
+    policy = Policy(name)
+    assert policy.refusals(BAD)
+    assert bool(policy.refusals({**HARMLESS, **HARMFUL}[case], old=BAD)) is (case in HARMFUL)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_debugger_beside_an_older_one_is_admitted(name: str) -> None:
+    two = changed(DEBUGGED, "spec.ephemeralContainers", [*DEBUGGED["spec"]["ephemeralContainers"], container("e")])
+    assert Policy(name).refusals(two, old=DEBUGGED) == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_pods_of_gpushare_and_of_the_system_are_left_out(name: str) -> None:
+    """The installer's pod has GPUSHARE_ variables, so the policy would refuse it."""
+    (selector,) = documents(name)[0]["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+    (installer,) = documents("installer/daemonset.yaml")
+    values = ["kube-system", installer["metadata"]["namespace"]]
+    assert selector == {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": values}
+    assert Policy(name).refusals({"metadata": {"name": "p"}, "spec": installer["spec"]["template"]["spec"]})
+
+
 # With the device plugin
 
 GPUS = {"gpushare.io/gpu": 1}
@@ -319,7 +442,7 @@ def limited(name: str = "app", limits: Any = None, **env: Optional[str]) -> dict
 
 WITH_PLUGIN = {
     "asks for nothing": (pod(container(), runtime=None), ""),
-    "no request but ours": (pod(container(GPUSHARE_LOG="debug"), runtime=None), ""),
+    "no request but ours": (pod(container(GPUSHARE_LOG="debug", GPUSHARE_TRACE="x"), runtime=None), ""),
     "memory": (pod(limited()), ""),
     "memory in another unit": (pod(limited(limits={"gpushare.io/memory-64mib": 2})), ""),
     "a GPU": (pod(limited(limits=GPUS)), ""),
@@ -331,7 +454,10 @@ WITH_PLUGIN = {
     "limit of another container": (pod(limited("a"), container("b", GPUSHARE_COMPUTE="30")), "with GPUSHARE_"),
     "annotation without a limit": (pod(container(), annotations={"app.gpushare.io/compute": "30"}), "with GPUSHARE_"),
     "annotation for all": (pod(limited(), annotations={"gpushare.io/compute": "30"}), "with GPUSHARE_"),
-    "both": (pod(limited(limits={**GPUS, RESOURCE: 1})), "not both"),
+    "both": (pod(limited(limits={**GPUS, RESOURCE: 1})), "not more than one"),
+    "a share under the other name": (pod(limited(limits={"gpushare.io/gpu.shared": 1})), ""),
+    "both names": (pod(limited(limits={**GPUS, "gpushare.io/gpu.shared": 1})), "not more than one"),
+    "memory and the other name": (pod(limited(limits={"gpushare.io/gpu.shared": 1, RESOURCE: 1})), "not more than one"),
     "compute": (pod(limited(limits=PERCENT)), ""),
     "compute, no runtime class": (pod(limited(limits=PERCENT), runtime=None), "needs runtimeClassName"),
     "compute without memory": (pod(limited(limits={"gpushare.io/compute": 30})), "needs the limit gpushare.io/memory"),
@@ -356,8 +482,7 @@ WITH_PLUGIN = {
     "an amount from elsewhere": (pod(limited(GPUSHARE_MEMORY=None)), "kubelet sets the memory"),
     "an annotation of its own": (pod(limited(), annotations={SCOPED: "4Gi"}), "leave out GPUSHARE_DEVICES"),
     "a device of its own": (pod(limited(GPUSHARE_DEVICES="0")), "leave out GPUSHARE_DEVICES"),
-    "as kubelet would": (pod(limited(GPUSHARE_ALLOCATED_MEMORY="x=80Gi")), "leave out GPUSHARE_DEVICES"),
-    "as CDI would": (pod(limited(GPUSHARE_CDI_A="all")), "leave out GPUSHARE_DEVICES"),
+    "as the system would": (pod(limited(GPUSHARE_CLAIM_1="x")), "a pod can set only"),
     "cannot use the CDI device": (
         pod(limited(), annotations={"cdi.k8s.io/x": "gpushare.io/share=any"}),
         "leave out GPUSHARE_DEVICES",
@@ -388,6 +513,46 @@ def test_every_rule_of_plugin_policy_refuses_a_pod(plugin_policy: Policy) -> Non
     assert both[0][0]["spec"]["matchConstraints"] == both[1][0]["spec"]["matchConstraints"]
     (example,) = documents("plugin/example-plugin.yaml")
     assert plugin_policy.refusals(example) == []
+
+
+# Variables that only the system may write
+
+ALL_POLICIES = (*POLICIES, "dra/admissionpolicy.yaml")
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+def test_policies_allow_only_what_a_pod_may_write(name: str) -> None:
+    """Also in an init container. A name that a later version gives a meaning is refused until it is classified."""
+    policy = Policy(name)
+    for variable in (*constants.WRITERS, "GPUSHARE_LATER"):
+        one = container("i", **{variable: "x"})
+        for made in (pod(one), pod(container(), initContainers=[one])):
+            refused = any("a pod can set only the GPUSHARE_" in line for line in policy.refusals(made))
+            assert refused is (constants.WRITERS.get(variable) != constants.POD), variable
+
+
+CLAIMING = {
+    "asks for nothing": (pod(container(X="1"), runtime=None, annotations={"a.io/b": "gpushare.io/x"}), ""),
+    "more for a claim": (pod(container(GPUSHARE_PRIORITY="high"), runtime=None), ""),
+    "another device of CDI": (pod(container(), annotations={"cdi.k8s.io/x": "nvidia.com/gpu=0"}), ""),
+    "claim of CDI": (pod(container(), annotations={"cdi.k8s.io/x": "gpushare.io/claim=u-0"}), "cannot name CDI"),
+    "invented claim": (pod(container(GPUSHARE_CLAIM_1="x")), "a pod can set only"),
+    "debugger": (pod(container(), ephemeralContainers=[container("d", GPUSHARE_CLAIM_1="x")]), "ephemeral"),
+}
+
+
+def test_dra_policy_admits_or_refuses_pod() -> None:
+    policy = Policy("dra/admissionpolicy.yaml")
+    refusals = {case: policy.refusals(made) for case, (made, _) in CLAIMING.items()}
+    for case, (_, message) in CLAIMING.items():
+        assert len(refusals[case]) == bool(message) and all(message in one for one in refusals[case]), case
+    assert {one for found in refusals.values() for one in found} == {message for message, _ in policy.validations}
+
+
+@pytest.mark.parametrize("case", ["invented claim", "claim of CDI", "debugger"])
+def test_dra_policy_lets_an_older_pod_run_and_end(case: str) -> None:
+    older, _ = CLAIMING[case]
+    assert Policy("dra/admissionpolicy.yaml").refusals(changed(older, "metadata.labels", {"a": "b"}), old=older) == []
 
 
 # With the DRA driver
@@ -436,6 +601,37 @@ def test_device_class_selects_devices_of_gpushare() -> None:
         assert bool(program.evaluate({"device": celpy.json_to_cel({"driver": driver})})) is selected
 
 
+@pytest.mark.parametrize("folder", ["", "plugin/"])
+def test_pod_with_the_limit_only_is_completed(policy: Policy, plugin_policy: Policy, folder: str) -> None:
+    """Into a pod that the other policy admits. A pod without a limit stays as it is, and so does what a pod sets."""
+    mutating = Policy(f"{folder}one-line/mutatingadmissionpolicy.yaml")
+    wanted, other = (plugin_policy, policy) if folder else (policy, plugin_policy)
+    bare = pod(container(mib=4096), container("b"), runtime=None, initContainers=[container("i", mib="1k")])
+    done = mutating.mutated(bare)
+    assert wanted.refusals(bare) != [] and wanted.refusals(done) == [] and other is not wanted
+    assert done["spec"]["runtimeClassName"] == RUNTIME
+    amounts = {"app.gpushare.io/memory": "4096Mi", "i.gpushare.io/memory": "1000Mi"}
+    assert done["metadata"].get("annotations") == (None if folder else amounts)
+    for same in (
+        pod(container(), runtime=None),
+        pod(container(mib=4096, GPUSHARE_MEMORY="4Gi")),
+        pod(container(mib=4096), annotations={"app.gpushare.io/memory": "4Gi", "x": "y"}),
+        pod(container(mib=4096, GPUSHARE_MEMORY="4Gi"), runtime="nvidia"),
+    ):
+        assert mutating.mutated(same) == same
+    noted = mutating.mutated(pod(container(mib=1), annotations={"x": "y"}))
+    assert noted["metadata"]["annotations"] == {"x": "y", **({} if folder else {"app.gpushare.io/memory": "1Mi"})}
+
+
+@pytest.mark.parametrize("folder", ["", "plugin/"])
+def test_policies_complete_and_judge_the_same_pods(folder: str) -> None:
+    """The same namespaces; and the binding names the policy."""
+    mutating, binding = documents(f"{folder}one-line/mutatingadmissionpolicy.yaml")
+    judging = documents(f"{folder}admissionpolicy.yaml")[0]
+    selectors = [one["spec"]["matchConstraints"]["namespaceSelector"] for one in (mutating, judging)]
+    assert selectors[0] == selectors[1] and binding["spec"] == {"policyName": mutating["metadata"]["name"]}
+
+
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
 def test_examples_are_admitted_and_grant_their_limits(policy: Policy, name: str) -> None:
     (example,) = documents(name)
@@ -445,6 +641,23 @@ def test_examples_are_admitted_and_grant_their_limits(policy: Policy, name: str)
     assert (
         f'"{constants.ENV_MEMORY}"' in text or f"{first['name']}.{constants.ANNOTATIONS[constants.ENV_MEMORY]}" in text
     )
+
+
+def test_no_name_is_one_of_nvidias() -> None:
+    """The two can then run on one node. `dra/nvidia` is for nodes without NVIDIA's plugin."""
+    page = (TREE / "docs" / "kubernetes.md").read_text().partition("## Beside NVIDIA's programs")[2]
+    rows = [line.split("|")[2:4] for line in page.splitlines() if line.startswith("| ")]
+    cells = [
+        [set(re.findall(r"`([^`]+)`", part)) for part in (ours.partition(";")[0], theirs)] for ours, theirs in rows
+    ]
+    assert len(cells) == 8 and all(not ours & theirs for ours, theirs in cells)
+    named = set().union(*(ours for ours, _ in cells))
+    assert {RUNTIME, cdi.KIND, claims.KIND, dra.DRIVER, service.REGISTRATION_SOCKET} <= named
+    assert f"features.d/{labels.FILE.rpartition('/')[2]}" in named
+    for path in FOLDER.rglob("*.yaml"):
+        if path.parent.name != "nvidia":
+            used = re.findall(r"[a-z0-9.-]*nvidia[.]com/[a-z0-9.-]+", re.sub("#.*", "", path.read_text()))
+            assert used == [], path
 
 
 def test_readme_names_every_manifest() -> None:
@@ -462,6 +675,8 @@ def test_docs_list_every_label_and_an_admitted_pod(policy: Policy, plugin_policy
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) == []
     spec["containers"][0]["env"][0]["value"] = "8Gi"
     assert policy.refusals({"metadata": {"name": "p"}, "spec": spec}) != []
-    resources = set(re.findall(r"^\| `(gpushare\.io/[a-z-]+)`", plugin, re.MULTILINE))
-    assert resources == set(offers.resources(1, {}).values())
+    resources = set(re.findall(r"^\| `(gpushare\.io/[a-z.-]+)`", plugin, re.MULTILINE))
+    names = offers.resources(1, {})
+    renamed = pure.node()._replace(config=pure.node().config._replace(sharing=(SharingRule(2, resource=".shared"),)))
+    assert resources == {*names.values(), offers.name_of_shares(renamed, names)}
     assert plugin_policy.refusals({"metadata": {"name": "p"}, "spec": yaml.safe_load(with_plugin)["spec"]}) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gpushare.core.model import Config, Policy
 from gpushare.programs import commandline
 from gpushare.request import oci, request
 from gpushare.request.dialects import cdi_devices
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import launcher
@@ -289,6 +290,16 @@ def test_large_state_is_passed_to_python(installed: Installed) -> None:
     assert installed.run("gpushare-hook", "createRuntime", stdin=state) == (PYTHON_RAN, state)
 
 
+def test_file_size_limit_of_the_container_is_lifted(tmp_path: Path) -> None:
+    """crun runs hooks with the container's limits. A line that is not written keeps the start out of the log."""
+    one = launcher.install(tmp_path / "installed")
+    script(one.directory / "libexec" / "gpushare-hook", "ulimit -f")
+    words = ["prlimit", "--fsize=0:unlimited", str(one.directory / "bin" / "gpushare-hook"), "createRuntime"]
+    state = one.bundle(b'{"annotations": {"gpushare.io/memory": "1Gi"}}')
+    done = subprocess.run(words, input=state, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"unlimited\n", b"")
+
+
 @pytest.mark.parametrize("words", [[], ["adopt"], ["prestart", "more"], ["--config"], ["--new", "/x", "prestart"]])
 def test_unusual_hook_arguments_start_python(installed: Installed, words: list[str]) -> None:
     assert installed.run("gpushare-hook", *words, stdin=installed.bundle(PLAIN))[0] == PYTHON_RAN
@@ -316,6 +327,7 @@ line_words = st.one_of(
 
 @MANY
 @given(words=st.lists(line_words, max_size=6))
+@example(words=["create", "--bundle=plain", "--bundle=asking", "c"])
 def test_launcher_and_python_parse_same_command_line(installed: Installed, words: list[str]) -> None:
     """The launcher executes the low-level runtime directly only where Python would change nothing."""
     here = installed.directory / "lines"

@@ -45,6 +45,7 @@ REACHING_RULES = (
     b'{"allow":true,"type":"c","major":510,"minor":0,"access":"r"}',
     b'{"allow":true,"type":"c","major":-1,"access":"rwm"}',
     b'{"type":"c","access":"wm","allow":true}',
+    b'{"allow":true,"type":"c","access":"mr"}',
     b'{"type":"c","major":null,"access":"rw","allow":true}',
     b'{"allow":true,"type":"c","major":1950,"access":"rwm"}',
     b'{"allow":true,"type":"c","major":4294967491,"access":"rwm"}',

@@ -14,7 +14,7 @@ from gpushare.allocation import reservation
 from gpushare.core.errors import CapacityError, GpushareError, KernelError
 from gpushare.core.model import Amount, Bundle, Lease, Node, Request, Selection
 from gpushare.core.ops import WriteLimits
-from gpushare.state import leaseend, leasefile, leases, storage
+from gpushare.state import activity_files, leaseend, leasefile, leases, storage
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -98,27 +98,6 @@ def test_lease_is_reserved_held_and_released(state: str, init: subprocess.Popen[
     assert leases.view(state) == leases.View((), (), (), ())
 
 
-def test_held_file_of_earlier_version_is_read(state: str, init: subprocess.Popen[bytes]) -> None:
-    reserved = reserve(state, "c1", 4 * GIB)
-    who = process(init.pid)
-    path = lease_file(state, "c1").with_name(storage.HELD)
-    text = f"{leasefile.HELD_VERSION}\n{reserved.creator_pid} {reserved.creator_start}\n{who.pid} {who.start}\n/a b\n"
-    path.write_text(text)
-    held = reserved._replace(state="held", init_pid=who.pid, init_start=who.start, cgroup="/a b", first=True)
-    assert leases.view(state).live == (held,) and leases.find(state, "c1") == held
-    assert leases.is_held_by(state, "c1", who)
-    assert not leaseend.release_reserved_by(state, "c1", reserved.bundle, reserved.creator_pid)
-    for damaged in ("", text[:-1], text + "\n", text.replace(f"{reserved.creator_pid} ", "1 "), text.replace(" ", "")):
-        path.write_text(damaged)
-        assert [damage.id for damage in leases.view(state).damaged] == ["c1"], damaged
-    path.write_text(text.replace(leasefile.HELD_VERSION, "gpushare-held-1"))  # written by 0.1.0
-    assert leases.view(state).live == (held._replace(first=False),)
-    path.write_text(text)
-    init.kill()
-    init.wait()
-    assert leaseend.release(state, "c1") == "" and leases.view(state) == leases.View((), (), (), ())
-
-
 def test_lease_survives_a_round_trip_through_its_file() -> None:
     shares = (pure.share(0, 0, 4 * GIB), pure.share(1, 1, None)._replace(compute_percent=30, soft=True))
     lease = pure.lease(*shares)._replace(created=1.5, cgroup="/a b", bundle="/ü")
@@ -172,11 +151,42 @@ def test_reused_pid_is_not_owner(state: str, init: subprocess.Popen[bytes]) -> N
     assert [lease.id for lease, _ in leases.view(state).dead] == ["c1"]
 
 
-def test_lease_of_earlier_boot_is_dead(state: str) -> None:
-    reserve(state, "c1", 16 * GIB)
+@pytest.mark.parametrize("held", [False, True])
+def test_lease_of_earlier_boot_is_dead(state: str, init: subprocess.Popen[bytes], held: bool) -> None:
+    """Even if a process has the pid and start time of its owner."""
+    lease = reserve(state, "c1", 16 * GIB)
+    if held:
+        leases.hold(state, lease, process(init.pid), "")
     edit(state, "c1", boot_id="00000000-0000-0000-0000-000000000000")
     assert [reason for _, reason in leases.view(state).dead] == ["of another boot"]
     assert reserve(state, "c1", 16 * GIB).boot_id == procs.boot_id()
+
+
+def test_full_state_directory_keeps_the_earlier_lease(
+    state: str, init: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full tmpfs writes less than it was given."""
+    lease = reserve(state, "c1")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
+    with pytest.raises(KernelError, match="No space left"):
+        leases.hold(state, lease, process(init.pid), "")
+    assert leases.view(state).live == (lease,)
+
+
+def test_release_frees_the_activity_file_before_the_lease(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a release that is killed in between leaves a dead lease that names the number."""
+    uuid = reserve(state, "c1").shares[0].device.uuid
+    at_discard: list[frozenset[int]] = []
+    discard = storage.discard
+
+    def watched(*words: str) -> bool:
+        at_discard.append(activity_files.numbers(state, uuid))
+        return discard(*words)
+
+    monkeypatch.setattr(storage, "discard", watched)
+    leases.undo(state, "c1")
+    assert at_discard == [frozenset()]
 
 
 def test_hold_fails_after_lease_was_removed(state: str, init: subprocess.Popen[bytes]) -> None:

@@ -57,7 +57,7 @@ def test_no_limit_raises_the_grant(request_gib: int, more_gib: int) -> None:
 
 def test_note_has_the_limit_that_is_not_granted() -> None:
     found = resolved("GPUSHARE_DEVICES=0,1", "GPUSHARE_MEMORY=0=4Gi..8Gi,1=2Gi")
-    line = "memory 4Gi..8Gi: policy.lending is off, so the limit is the request (4Gi, not 8Gi)"
+    line = "memory 4 GiB..8 GiB: policy.lending is off, so the limit is the request (4 GiB, not 8 GiB)"
     assert found.ignored == lending.notes(found, node().config) == (line,)
     assert lending.notes(resolved(DEVICE, "GPUSHARE_MEMORY=4Gi"), node().config) == ()
 
@@ -106,7 +106,7 @@ def test_requests_and_not_limits_fill_a_device() -> None:
     for number in range(4):
         _, shares = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
         others = (*others, lease(*shares, container_id=f"c{number + 2}"))
-    with pytest.raises(CapacityError, match=r"4Gi\.\.12Gi requested, 0 B free of 16 GiB"):
+    with pytest.raises(CapacityError, match=r"4 GiB\.\.12 GiB requested, 0 B free of 16 GiB"):
         shares_of("GPUSHARE_MEMORY=4Gi..12Gi", host=host, others=others)
 
 
@@ -126,7 +126,7 @@ def test_limit_is_the_request_where_memory_cannot_be_taken_back(host: Node, env:
     asked, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..12Gi", *env, host=host)
     assert (share.memory_limit_bytes, share.lending) == (4 * GIB, "")
     (line,) = (*asked.ignored, *plan.lending_notes(asked, (share,), host.config))
-    assert why in line and line.endswith("so the limit is the request (4Gi, not 12Gi)")
+    assert why in line and line.endswith("so the limit is the request (4 GiB, not 12 GiB)")
 
 
 def test_limit_is_reduced_to_what_policy_and_device_allow() -> None:
@@ -134,7 +134,7 @@ def test_limit_is_reduced_to_what_policy_and_device_allow() -> None:
         asked, (share,) = shares_of("GPUSHARE_MEMORY=4Gi..32Gi", host=host)
         assert share.virtual_bytes == most * GIB
         (line,) = plan.lending_notes(asked, (share,), host.config)
-        assert line == f"memory 4Gi..32Gi: the limit is {most} GiB, all that device and policy.max_memory allow"
+        assert line == f"memory 4 GiB..32 GiB: the limit is {most} GiB, all that device and policy.max_memory allow"
 
 
 def test_agent_that_runs_lets_memory_be_lent(state_dir: Path) -> None:
@@ -164,12 +164,11 @@ def test_agent_starts_while_a_start_looks_for_it(state_dir: Path) -> None:
 
 
 def test_lent_share_survives_its_files() -> None:
-    """lease.json and the limits file have request and limit. A lease that borrows nothing has no new field."""
+    """lease.json and the limits file have request and limit."""
     for way in ("movable", "evict", ""):
         before = share(0, 0, 4 * GIB)._replace(lending=way, virtual_bytes=12 * GIB if way else 0)
         data = leasefile.to_json(lease(before))
         assert leasefile.from_json(data, "c1").shares[0].lending == way
-        assert (b"lending" in data) == bool(way)
         (limit,) = shm_abi.read_limits(shm_abi.pack_limits([before], 1)).devices
         assert (limit.memory_limit_bytes, limit.virtual_bytes, limit.lending) == (
             before.memory_limit_bytes,
@@ -201,12 +200,14 @@ def test_request_and_limit_change_together() -> None:
     ):
         with pytest.raises(RequestError, match=match):
             after(text, lent)
-    with pytest.raises(PolicyError, match=r"4Gi\.\.12Gi: policy.lending is off, so no memory is lent"):
+    with pytest.raises(PolicyError, match=r"4 GiB\.\.12 GiB: policy.lending is off, so no memory is lent"):
         after("4Gi..12Gi", node=lending_node("off"))
     little = lending_node("movable", "8Gi")
     with pytest.raises(PolicyError, match="oversubscription.host_memory has 8 GiB free"):
         after("4Gi..12Gi", node=little)
-    with pytest.raises(PolicyError, match="10Gi: the container can borrow, and oversubscription.host_memory has 8 GiB"):
+    with pytest.raises(
+        PolicyError, match="10 GiB: the container can borrow, and oversubscription.host_memory has 8 GiB"
+    ):
         after("10Gi", lent._replace(virtual_bytes=6 * GIB), little)
     assert after("10Gi", lent, little).ceiling_bytes == 10 * GIB, "less than before is always allowed"
 
@@ -221,6 +222,15 @@ def test_slots_share_the_budget_of_host_memory() -> None:
         except PolicyError:
             found = ()
         assert bool(found) is fits, text
+
+
+@pytest.mark.parametrize(("budget", "lent"), [("16Gi", [8 * GIB, 8 * GIB]), ("15Gi", [8 * GIB, 0])])
+def test_slots_of_a_start_share_the_budget_of_host_memory(budget: str, lent: list[int]) -> None:
+    host = lending_node("movable", budget)
+    found = request.resolve(bundle("GPUSHARE_DEVICES=0,1", "GPUSHARE_MEMORY=2Gi..8Gi"), host)
+    assert found is not None
+    shares = placement.grant(found, host, placement.ledger_of((), host.config.policy))
+    assert [one.virtual_bytes for one in shares] == lent
 
 
 _STEPS = st.lists(
@@ -277,7 +287,7 @@ def test_variable_with_larger_limit_widens() -> None:
 
 def test_policy_compares_the_request() -> None:
     assert granted(DEVICE, "GPUSHARE_MEMORY=4Gi..12Gi", rules={"max_memory": "4Gi"}) == [4 * GIB]
-    with pytest.raises(PolicyError, match=r"5Gi\.\.12Gi of device 0 is 5 GiB, more than policy.max_memory"):
+    with pytest.raises(PolicyError, match=r"5 GiB\.\.12 GiB of device 0 is more than policy.max_memory"):
         granted(DEVICE, "GPUSHARE_MEMORY=5Gi..12Gi", rules={"max_memory": "4Gi"})
 
 

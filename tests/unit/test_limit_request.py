@@ -29,9 +29,9 @@ OTHER = pure.lease(share(10 * GIB, 50), container_id="other")
 
 def test_increase_is_checked_against_other_leases() -> None:
     assert regrant(share(4 * GIB, 30), limit_request.parse("6Gi", "50"), OTHER)[2:4] == (6 * GIB, 50)
-    with pytest.raises(CapacityError, match=r"7Gi requested, 6 GiB free of 16 GiB \(its own 4 GiB included\), held"):
+    with pytest.raises(CapacityError, match=r"7 GiB requested, 6 GiB free of 16 GiB \(its own 4 GiB included\), held"):
         regrant(share(4 * GIB, 30), limit_request.parse("7Gi"), OTHER)
-    with pytest.raises(CapacityError, match=r"11Gi requested, 6 GiB free of 16 GiB \(its own 6 GiB included\), held"):
+    with pytest.raises(CapacityError, match=r"11 GiB requested, 6 GiB free of 16 GiB \(its own 6 GiB included\), held"):
         regrant(share(10 * GIB), limit_request.parse("11Gi"), OTHER)  # the device has shrunk since
     with pytest.raises(CapacityError, match="51% of compute requested, 50% free"):
         regrant(share(4 * GIB, 30), limit_request.parse(compute="51"), OTHER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import signal
@@ -15,10 +16,10 @@ from gpushare.allocation import limit_request, limit_update
 from gpushare.core.errors import CapacityError, DeviceError, KernelError, RequestError
 from gpushare.core.model import Lease
 from gpushare.state import activity_files, leases, rebuild, shm_abi, storage
-from gpushare.system import syscalls
+from gpushare.system import mountns, syscalls
 
 from tests.unit import limithost, pure
-from tests.unit.limithost import GIB, REFUSE_UNHELD, UUID, change, fd_of, limits, reserve, share, use
+from tests.unit.limithost import GIB, UUID, change, fd_of, limits, reserve, share, use
 
 state, init, held = limithost.state, limithost.init, limithost.held
 
@@ -109,14 +110,13 @@ def test_constant_fields_are_not_written(tmp_path: Path) -> None:
     limit_update.store(fd, (share(2 * GIB, 40, page=9, paused=True, priority=1, soft=True),))
     after = (tmp_path / "limits").read_bytes()
     found = shm_abi.read_limits(after)
-    assert (found.generation, found.nonce) == (3, 1)
+    assert (found.generation, found.nonce) == (2, 1)
     flags = shm_abi.DEVICE_COMPUTE_SOFT | shm_abi.DEVICE_PAUSED
     assert found.devices[0][1:] == (2 * GIB, 16 * GIB, 40, 1, flags, 9, 0, 0)
-    for prefix in ("", "next_"):
-        for at, word in shm_abi.stores((share(2 * GIB, 40, paused=True, priority=1, soft=True),), prefix):
-            before[at : at + 8] = struct.pack("<Q", word)
+    for at, word in shm_abi.stores((share(2 * GIB, 40, paused=True, priority=1, soft=True),), "next_"):
+        before[at : at + 8] = struct.pack("<Q", word)
     at = shm_abi.offset("gs_limits", "generation")
-    before[at : at + 8] = struct.pack("<Q", 3)
+    before[at : at + 8] = struct.pack("<Q", 2)
     assert bytes(before) == after
     limit_update.store(fd, (share(2 * GIB, 40, paused=True, priority=1, soft=True),))
     assert (tmp_path / "limits").read_bytes() == after  # nothing changed, so no process is woken
@@ -201,13 +201,26 @@ def test_only_running_container_can_be_changed(held: Callable[..., Lease], state
         change(state, limit_request.LimitRequest("2Gi"))
 
 
-def test_compute_limit_without_activity_files_is_refused(state: str, held: Callable[..., Lease], init: int) -> None:
-    lease = held(share(GIB, 50))
-    for after in (share(GIB, 60), share(GIB, 50, soft=True), share(GIB, None, soft=True)):
-        with pytest.raises(DeviceError, match="/usr/lib/gpushare/pages/GPU-.*it can have no compute limit"):
-            REFUSE_UNHELD(init, lease, lease._replace(shares=(after,)))
-    for after in (share(2 * GIB, 50), share(GIB, None), share(GIB, 100), share(GIB, 50, paused=True)):
-        REFUSE_UNHELD(init, lease, lease._replace(shares=(after,)))
+def test_no_mount_table_is_read_under_the_lock(
+    held: Callable[..., Lease], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant can make mount tables long. Those of a container without a limits file are searched before."""
+    searched = []
+
+    def search(directory: str, container_id: str) -> int:
+        with open(f"{directory}/lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        searched.append(container_id)
+        return -1
+
+    monkeypatch.setattr(rebuild, "open_limits", search)
+    held(share(GIB, 50))
+    monkeypatch.setattr(mountns, "read_mounts", lambda *of: pytest.fail(f"the mount table of {of} is read"))
+    assert change(state, limit_request.LimitRequest(compute=60)).after.shares[0].compute_percent == 60
+    Path(storage.container_dir(state, "c1"), "share", "limits").unlink()
+    with pytest.raises(DeviceError, match="no glibc"):
+        change(state, limit_request.LimitRequest("2Gi"))
+    assert searched == ["c1"]
 
 
 def test_wake_without_system_call_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gpushare.cli.export import Watched
 from gpushare.cli.options import Paths
 from gpushare.core import constants
 from gpushare.core.errors import GpushareError
-from gpushare.state import leases
+from gpushare.state import leases, log
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
@@ -86,6 +86,34 @@ def test_alerts_use_existing_labels() -> None:
             assert used <= have | {"instance"}, rule["alert"]
 
 
+def test_each_alert_has_a_runbook() -> None:
+    page = (TREE / "docs/operate.md").read_text()
+    for group in yaml.safe_load((PACKAGED / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"]["runbook"] == f"docs/operate.md#{rule['alert'].lower()}"
+            assert f"\n### {rule['alert']}\n" in page
+
+
+def test_refused_starts_are_counted(tmp_path: Path) -> None:
+    """Also of a container that is refused again under its id; gpushare forgets the oldest."""
+    (tmp_path / "errors").mkdir()
+    paths = Paths(str(tmp_path / "config.yaml"), str(tmp_path))
+    metric, at = metrics.Metrics(paths, "1"), 0
+
+    def refused(name: str) -> int:
+        nonlocal at
+        at += 1
+        log.record(str(tmp_path), name, "gpushare: no", GpushareError("no"))
+        os.utime(tmp_path / "errors" / name, ns=(at, at))
+        return metric._count_refusals()
+
+    assert [refused(name) for name in ("a", "b", "b")] == [1, 2, 3] and metric._count_refusals() == 3
+    (tmp_path / "errors/a").unlink()
+    assert metric._count_refusals() == 3
+    metric = metrics.Metrics(paths, "1")  # the exporter starts again
+    assert metric._count_refusals() == 0 and refused("c") == 1
+
+
 def panels() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((PACKAGED / "dashboard.json").read_text())["panels"]
     return found
@@ -104,17 +132,26 @@ def test_legends_use_existing_labels() -> None:
                 assert used == ({"name", "slot", "instance"} if "name" in labels else {"device", "instance"})
 
 
-def test_dashboard_has_a_host_variable_that_every_series_obeys() -> None:
+HOST = '{cluster=~"$cluster", instance=~"$instance"'
+POD = ', namespace=~"$namespace", pod=~"$pod"'
+
+
+def test_dashboard_has_variables_that_every_series_obeys() -> None:
+    """Cluster and host, and for series of a container its namespace and pod. `.*` matches a missing label too."""
     variables = {
         one["name"]: one for one in json.loads((PACKAGED / "dashboard.json").read_text())["templating"]["list"]
     }
     assert variables["datasource"]["query"] == "prometheus"
-    host = variables["instance"]
-    assert host["query"] == "label_values(gpushare_build_info, instance)" and host["multi"] and host["includeAll"]
+    assert list(variables) == ["datasource", "cluster", "instance", "namespace", "pod"]
+    for name in list(variables)[1:]:
+        one = variables[name]
+        assert one["multi"] and one["includeAll"] and one["allValue"] == ".*" and one["query"].endswith(f", {name})")
     for panel in panels():
         for target in panel["targets"]:
-            series = re.findall(r"gpushare_\w+(.{0,24})", target["expr"])
-            assert series and all(one.startswith('{instance=~"$instance"}') for one in series), panel["title"]
+            series = re.findall(r"(gpushare_\w+)({[^}]*})", target["expr"])
+            assert len(series) == len(re.findall("gpushare_", target["expr"])) > 0
+            for name, selector in series:
+                assert selector == HOST + (POD if "pod" in NAMES[name].labels else "") + "}", panel["title"]
 
 
 # End of a metric's name -> the unit of its panel, unless the expression divides two of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import configparser
 import fcntl
 import json
@@ -365,3 +366,15 @@ def test_stop_without_daemon_needs_no_driver(tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr() == ("MPS was not running\n", "")
     assert main([*where, "mps", "stop", "--device", "0"]) != 0
     assert "driver" in capfd.readouterr().err
+
+
+def test_variables_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can be in memory that makes the reader wait, such as a file of a FUSE server of a tenant."""
+    read = []
+    opened = builtins.open
+    monkeypatch.setattr(
+        builtins, "open", lambda path, *more, **options: read.append(path) or opened(path, *more, **options)
+    )
+    mps_daemon._end_orphans("/nowhere")
+    monkeypatch.undo()
+    assert [path for path in read if "environ" in path or "cmdline" in path] == []

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.cli import facts, names
+from gpushare.allocation import placement
+from gpushare.cli import facts
 from gpushare.cli.ids import complete_ids
 from gpushare.cli.main import group
-from gpushare.cli.names import Name, Names
 from gpushare.core import constants
 from gpushare.core.errors import CapacityError
-from gpushare.state import leases, log
+from gpushare.request import request
+from gpushare.state import leases, log, names
+from gpushare.state.names import Name, Names
 
 from tests.unit import pure
 from tests.unit.clihost import GIB, LONG, cli, init, start, state
@@ -117,7 +119,6 @@ def test_every_command_takes_names(
         value = json.loads(out)
         assert (code, error) == (0, "")
         assert (value[0] if isinstance(value, list) else value)["id"] == want, command
-    monkeypatch.setattr("gpushare.allocation.limit_update._refuse_unheld", lambda *_: None)  # it has no mounts
     assert json.loads(cli("pause", text, "-o", "json")[1])["id"] == want
 
 
@@ -132,6 +133,17 @@ def test_whole_name_comes_before_parts_and_prefixes(
     assert json.loads(cli("inspect", "web", "-o", "json")[1])["id"] == "a"
     assert json.loads(cli("inspect", "shop/web", "-o", "json")[1])["id"] == "b"
     assert json.loads(cli("inspect", "web0", "-o", "json")[1])["id"] == "web0"
+
+
+def test_name_that_is_another_container_s_id_does_not_stand_for_it(
+    cli: Callable[..., Any], start: Any, state: Path, tmp_path: Path
+) -> None:
+    """A pod's owner chooses the names of its containers, and would get what the administrator gives to the other."""
+    for one in (LONG, "b"):
+        start(one, pure.share(0, 0, GIB))
+    docker(state, tmp_path, "b", LONG[:12])
+    assert json.loads(cli("inspect", LONG[:12], "-o", "json")[1])["id"] == LONG
+    assert json.loads(cli("limit", "set", LONG[:12], "--memory", "2Gi", "-o", "json")[1])["id"] == LONG
 
 
 def test_ambiguous_name_lists_candidates(cli: Callable[..., Any], start: Any, state: Path, tmp_path: Path) -> None:
@@ -296,3 +308,68 @@ def test_filters_combine(cli: Callable[..., Any], start: Any, state: Path, tmp_p
     assert ids("name=name-a1", "name=b1") == ["a1", "b1"]
     assert ids("id=a", "device=1") == ["a2"]
     assert ids("status=running") == ["a1", "a2", "b1"] and ids("status=dead") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("serv", "serve"), ("sreve", "serve"), (LONG[:11] + "x", LONG[:12]), ("serve-2x", "serve"), ("zebra", "")],
+)
+def test_unknown_container_gets_the_most_similar_one(
+    cli: Callable[..., Any], start: Any, state: Path, tmp_path: Path, text: str, meant: str
+) -> None:
+    start(LONG, pure.share(0, 0, GIB))
+    docker(state, tmp_path, LONG, "serve")
+    for command in ("inspect", "pause"):
+        code, _, error = cli(command, text)
+        assert code == 64 and f'no container "{text}"' in error
+        assert ("did you mean" in error) == bool(meant) and (not meant or f'did you mean "{meant}"; `gpu' in error)
+
+
+def test_refusal_names_holders_as_list_does(no_engines: Path) -> None:
+    """Those of a CRI by their id alone: users of another namespace see a refusal."""
+    file = no_engines / "docker/containers" / LONG / "config.v2.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"Name": "/serve"}))
+    held = [pure.lease(pure.share(0, 0, 4 * GIB), container_id=one) for one in (LONG, OTHER, "sleep-1")]
+    with pytest.raises(CapacityError) as refused:
+        placement.grant(
+            request.resolve(pure.bundle("GPUSHARE_MEMORY=8Gi"), pure.node(devices=1)),
+            pure.node(devices=1),
+            pure.ledger(*held),
+        )
+    holders = f"held by {LONG[:12]} (serve, 4 GiB), {OTHER[:12]} (4 GiB), sleep-1 (4 GiB); "
+    assert f"device 0: 8 GiB requested, 4 GiB free of 16 GiB, {holders}" in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_refusal_hides_names_of_pods_in_files_of_engines(engine: str, no_engines: Path) -> None:
+    """cri-dockerd and CRI-O write pods' containers there, too."""
+    name = "k8s_box_train-0_ml_0123_0"
+    file, value = {
+        "docker": (no_engines / "docker/containers" / LONG / "config.v2.json", {"Name": f"/{name}"}),
+        "podman": (no_engines / "storage/overlay-containers/containers.json", [{"id": LONG, "names": [name]}]),
+    }[engine]
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(value))
+    node, held = pure.node(devices=1), pure.lease(pure.share(0, 0, 16 * GIB), container_id=LONG)
+    with pytest.raises(CapacityError) as refused:
+        placement.grant(request.resolve(pure.bundle("GPUSHARE_MEMORY=8Gi"), node), node, pure.ledger(held))
+    assert f"held by {LONG[:12]} (16 GiB)" in str(refused.value) and "train-0" not in str(refused.value)
+
+
+def test_names_are_looked_up_only_when_a_refusal_is_read(no_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease lock is held before that, and a start that finds another device needs none. One lookup for all."""
+    file = no_engines / "docker/containers" / LONG / "config.v2.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"Name": "/serve"}))
+    made: list[Names] = []
+    monkeypatch.setattr(names, "Names", lambda: made.append(Names()) or made[-1])
+    node = pure.node(devices=2)
+    held = [pure.lease(pure.share(0, at, None), container_id=one) for at, one in ((0, LONG), (1, OTHER))]
+    asked = request.resolve(pure.bundle("GPUSHARE_DEVICES=any", "GPUSHARE_MEMORY=8Gi"), node)
+    assert placement.grant(asked, node, pure.ledger(held[0])) and not made
+    with pytest.raises(CapacityError) as refused:
+        placement.grant(asked, node, pure.ledger(*held))
+    assert not made
+    assert f"GPU 0: held whole by {LONG[:12]} (serve); GPU 1: held whole by {OTHER[:12]};" in str(refused.value)
+    assert refused.value.message and len(made) == 1

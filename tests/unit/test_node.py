@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpushare.cli import main
 from gpushare.config import node
 from gpushare.core import constants
 from gpushare.core.errors import ConfigError, DeviceError
@@ -87,6 +88,28 @@ def test_all_values_survive_round_trip(host: Host) -> None:
     assert node.node_of(json.loads(json.dumps(node.node_json(host.load(), [], [])))) == host.load()
 
 
+def test_last_node_of_the_previous_schema_is_known(host: Host) -> None:
+    """A pod that is upgraded before its node's installer cannot compile. The file of schema 7 has shorter records."""
+    host.write_config("sharing: {split_count: 3}")
+    first, value = host.load(), json.loads(host.file.read_text())
+    value["config"]["sharing"] = [rule[:5] for rule in value["config"]["sharing"]]
+    for fields, names in (
+        (value["config"], ("driver_libraries", "driver_dev")),
+        (value["inventory"], ("libraries", "dev")),
+    ):
+        for name in names:
+            del fields[name]
+    value["schema"] = 7
+    host.file.write_text(json.dumps(value))
+    probe = ["--state", str(host.state), "dra", "--check"]
+    assert main(probe) == 0
+    known = node.last(str(host.state))
+    assert known is not None and known.config.sharing == first.config.sharing
+    assert known.inventory.devices == first.inventory.devices and host.fresh() is None
+    host.file.write_text(json.dumps({**value, "schema": 6}))
+    assert node.last(str(host.state)) is None and main(probe) == 1
+
+
 def replaced(host: Host) -> None:
     """Same size and time, another inode, as after an editor's rename."""
     status = host.config.stat()
@@ -116,6 +139,7 @@ STALE: list[Callable[[Host], Any]] = [
     lambda host: host.file.write_text(host.file.read_text().replace('"uuid"', '"other"')),
     lambda host: host.file.chmod(0o666),
     lambda host: host.file.chmod(0o664),
+    lambda host: host.file.chmod(0o646),
     lambda host: os.chown(host.file, 1000, 0),
     lambda host: os.utime(host.file, ns=(1, 1)),  # without memory sizes, because NVML did not answer
     lambda host: os.utime(host.file, (1 << 32, 1 << 32)),  # the same, and the clock was set back since

@@ -75,6 +75,7 @@ def test_killed_removal_leaves_no_programs_that_look_complete(
     monkeypatch.setattr(install, "BUNDLE", str(bundle))
     monkeypatch.setattr(install, "gpushare", lambda *words: {"items": [], "steps": []})
     monkeypatch.setattr(install, "restart", lambda done: None)
+    monkeypatch.setattr(install, "PROC", str(tmp_path))
     remove, calls = shutil.rmtree, []
 
     def killed(path: str, ignore_errors: bool = False) -> None:
@@ -85,19 +86,19 @@ def test_killed_removal_leaves_no_programs_that_look_complete(
             one.unlink()
         raise KeyboardInterrupt
 
-    install.copy()
+    install.point(install.copy())
     with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
         now.setattr(shutil, "rmtree", killed)
-        install.remove(force=False)
+        install.remove()
         raise KeyboardInterrupt  # fewer calls
-    install.copy()
+    install.point(install.copy())
     assert install.digest(str(folder / "current")) == install.digest(str(bundle))
     with monkeypatch.context() as now, pytest.raises(KeyboardInterrupt):
         calls.clear()
         now.setattr(shutil, "rmtree", killed)
-        install.remove(force=False)
+        install.remove()
         raise KeyboardInterrupt
-    install.remove(force=False)
+    install.remove()
     assert not folder.exists()
 
 
@@ -127,6 +128,23 @@ def test_label_chooses_and_changes_the_profile(install: ModuleType, follow: Foll
     (tmp_path / "profiles/large.yaml").write_text(SMALL)
     assert follow("large") == (SMALL, "profile large is applied\n")
     assert install.is_ours(install.checksum(install.CONFIG))  # the installer may replace or remove it
+
+
+@pytest.mark.parametrize(
+    ("labels", "applied"),
+    [
+        ({"nvidia.com/device-plugin.config": "small"}, SMALL),
+        ({"nvidia.com/device-plugin.config": "small", "gpushare.io/profile": "large"}, LARGE),
+        ({"nvidia.com/device-plugin.config": "a100-40gb"}, ""),  # of NVIDIA's plugin only
+        ({"nvidia.com/device-plugin.config": ""}, ""),
+    ],
+)
+def test_label_of_nvidia_s_plugin_chooses_a_profile(
+    install: ModuleType, api: NodeServer, labels: dict[str, str], applied: str
+) -> None:
+    api.labels = labels
+    assert install.Profile().follow() is bool(applied)
+    assert install.contents(install.CONFIG).decode() == applied
 
 
 def test_certificates_without_key_identifiers_are_accepted(follow: Follow, monkeypatch: pytest.MonkeyPatch) -> None:

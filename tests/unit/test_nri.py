@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpushare.core.errors import RequestError
+from gpushare.cli import main
+from gpushare.core.errors import KernelError, RequestError
 from gpushare.engines.base import Settings as HookSettings
 from gpushare.integrations.nri import plugin, protocol
 from gpushare.integrations.nri.wire import PLUGIN, REQUEST, RESPONSE, RUNTIME, Message, ProtocolError, Reader, encode
 from gpushare.programs import hook
+from gpushare.state import agentlock
 
 from tests.support.nriengine import NriEngine, Refused
 
-HOOK = "/usr/bin/gpushare-hook"
+HOOK = "/usr/bin/env"  # a program that exists
 SETTINGS = plugin.Settings("/run/nri.sock", "10", HookSettings("/usr/bin/gpushare-runtime", HOOK, cri=True))
 CALLS = [
     Message(PLUGIN, 1, REQUEST, b"a" * 5000),
@@ -33,18 +35,27 @@ CALLS = [
 ]
 
 
-def answer(method: str, request: Any, name: str) -> Any:
-    text = plugin.answer(SETTINGS, lambda _: None, method, request.SerializeToString())
+def answer(method: str, request: Any, name: str, settings: plugin.Settings = SETTINGS, report: Any = len) -> Any:
+    text = plugin.answer(settings, report, method, request.SerializeToString())
     return protocol.message(name).FromString(text)
 
 
-def create(pod: dict[str, str], container: dict[str, str], *hooks: str, stage: str = "prestart") -> Any:
+def create(
+    pod: dict[str, str],
+    container: dict[str, str],
+    *hooks: str,
+    stage: str = "prestart",
+    namespace: str = "",
+    ignore_namespace: str = "",
+) -> Any:
     request = protocol.message("CreateContainerRequest")()
+    request.pod.namespace = namespace
     request.pod.annotations.update(pod)
     request.container.annotations.update(container)
     for path in hooks:
         getattr(request.container.hooks, stage).add(path=path)
-    return answer("CreateContainer", request, "CreateContainerResponse").adjust
+    settings = SETTINGS._replace(ignore_namespace=ignore_namespace)
+    return answer("CreateContainer", request, "CreateContainerResponse", settings).adjust
 
 
 # Framing
@@ -132,6 +143,81 @@ def test_only_requests_among_the_pod_s_annotations_are_passed() -> None:
     }
     passed = create(pod, {"gpushare.io/compute": "30%"}).annotations
     assert set(passed) == set(list(pod)[:4])
+
+
+def test_missing_program_is_added_to_no_container(tmp_path: Path) -> None:
+    """Otherwise no container of the node would start, also not the installer that brings the program back."""
+    settings, lines = SETTINGS._replace(hook=SETTINGS.hook._replace(hook=str(tmp_path / "hook"))), list[str]()
+    request = protocol.message("CreateContainerRequest")()
+    request.pod.annotations["gpushare.io/memory"] = "4Gi"
+
+    def created() -> Any:
+        return answer("CreateContainer", request, "CreateContainerResponse", settings, lines.append)
+
+    assert not created().ByteSize()
+    assert lines == [f'"{tmp_path}/hook" does not exist, so a container starts without gpushare\'s hook']
+    (tmp_path / "hook").touch(0o755)
+    assert created().adjust.hooks.prestart and len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "namespace", "named", "ignored"),
+    [
+        ("true", "gpushare", "gpushare", True),
+        ("false", "gpushare", "gpushare", False),
+        ("true", "tenant", "gpushare", False),
+        ("true", "gpushare", "", False),
+        ("true", "", "", False),
+    ],
+)
+def test_pod_can_ask_for_no_hook(value: str, namespace: str, named: str, ignored: bool) -> None:
+    """The installer's pod does. A user's pod must not escape the hook."""
+    made = create({plugin.IGNORED: value}, {}, namespace=namespace, ignore_namespace=named)
+    assert bool(made.hooks.prestart) is not ignored
+
+
+@pytest.mark.parametrize(
+    ("content", "held", "registered"),
+    [("registered cri-o\n", True, True), ("", True, False), ("registered", False, False)],
+)
+def test_check_finds_a_plugin_that_an_engine_has_accepted(
+    tmp_path: Path, content: str, held: bool, registered: bool
+) -> None:
+    lock = agentlock.take(str(tmp_path), plugin.LOCK)
+    (tmp_path / plugin.LOCK).write_text(content)
+    if not held:
+        os.close(lock)
+    done = main(["--state", str(tmp_path), "nri", "--check"])
+    assert plugin.is_registered(str(tmp_path)) is registered and done == (0 if registered else 1)
+    if held:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("place", ["state", "programs"])
+def test_plugin_ends_when_a_directory_of_its_pod_was_deleted(tmp_path: Path, place: str) -> None:
+    """A removal and the next installation replace them on the node; the pod keeps the deleted ones."""
+    folders = {name: tmp_path / name for name in ("state", "programs")}
+    for path in folders.values():
+        path.mkdir()
+    with contextlib.ExitStack() as stack:
+        opened = {name: os.open(path, os.O_RDONLY) for name, path in folders.items()}
+        for file in opened.values():
+            stack.callback(os.close, file)
+        state, programs = (f"/proc/self/fd/{opened[name]}" for name in ("state", "programs"))
+        settings = SETTINGS._replace(socket=str(tmp_path / "none"))
+        settings = settings._replace(hook=settings.hook._replace(state_dir=state, hook=f"{programs}/current/bin/hook"))
+        plugin.check_places(settings.hook)
+        lock = plugin.Lock(state)
+        stack.callback(os.close, lock._fd)
+        (folders["state"] / "nri").unlink()
+        folders[place].rmdir()
+        assert main(["--state", state, "nri", "--check"]) == 1
+        ours, engine = map(stack.enter_context, socket.socketpair())
+        engine.sendall(b"\0")  # wakes the plugin
+        end, _ = map(stack.enter_context, socket.socketpair())
+        deleted = state if place == "state" else programs
+        with pytest.raises(KernelError, match=f'"{deleted}" was deleted'):
+            plugin.Connection(ours, settings, len, lock).serve(end.fileno())
 
 
 @pytest.mark.parametrize("stage", ["prestart", "create_runtime"])

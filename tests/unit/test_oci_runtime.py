@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpushare.config import oci_runtime
+from gpushare.config.config import load_config
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config
 
@@ -51,6 +52,25 @@ def test_gpushare_runtime_is_never_its_own_low_level_runtime(put: Callable[..., 
     (tmp_path / "first/runc").symlink_to(ours)
     crun = put("second/crun")
     assert oci_runtime.find(Config()) == crun
+
+
+def test_runtime_path_that_is_gpushare_is_refused(put: Callable[..., str], tmp_path: Path) -> None:
+    """It would execute itself for ever (shared/cases/engines/08): refused by `config check`, by each start, and when an
+    earlier version has already remembered it."""
+    ours, config, state = put("elsewhere/gpushare-runtime"), tmp_path / "config.yaml", tmp_path / "state"
+    (tmp_path / "runc").symlink_to(ours)
+    state.mkdir()
+    for path in (ours, str(tmp_path / "runc")):
+        with pytest.raises(ConfigError, match="runtime.path .* is gpushare itself; set it to runc or crun"):
+            oci_runtime.find(Config(runtime=path))
+        config.write_text(f"version: 1\nruntime: {{path: {path}}}\n")
+        wrong = f"{config}:2: runtime.path: .* is gpushare itself; set it to runc or crun, or leave it empty"
+        with pytest.raises(ConfigError, match=wrong):
+            load_config(str(config))
+        former = {"version": "2", "config": str(config), "identity": oci_runtime.identity(str(config)), "runtime": path}
+        (state / oci_runtime.FILE).write_text("".join(f"{key} {value}\n" for key, value in former.items()))
+        with pytest.raises(ConfigError, match=wrong):
+            oci_runtime.runtime_of(str(config), str(state))
 
 
 def test_runtime_is_searched_once(put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

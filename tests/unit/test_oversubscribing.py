@@ -100,7 +100,7 @@ def test_scaled_limits_fill_device_exactly(scaling: float) -> None:
         assert one.virtual_bytes == size // 2 * 2 << 20
         assert 0 <= one.virtual_bytes / scaling - (one.memory_limit_bytes or 0) < 2 << 20
         leases.append(lease(one, container_id=f"c{number}"))
-    with pytest.raises(CapacityError, match=r"2000Mi \(.* of it on the device\) requested, .* free of 16 GiB"):
+    with pytest.raises(CapacityError, match=r"2000 MiB \(.* of it on the device\) requested, .* free of 16 GiB"):
         grant(host, env[0], "CUDA_DEVICE_MEMORY_LIMIT_0=2000m", env[2], held=ledger(*leases))
 
 
@@ -108,7 +108,7 @@ def test_memory_reserved_for_migration_is_not_granted() -> None:
     host = host_of()
     host = host._replace(config=host.config._replace(turn_ms=500, turn_memory="25%"))
     assert grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12Gi", ON)[0].virtual_bytes == 24 * GI
-    with pytest.raises(CapacityError, match="12.5Gi requested, 12 GiB free of 12 GiB"):
+    with pytest.raises(CapacityError, match="12.50 GiB requested, 12 GiB free of 12 GiB"):
         grant(host, "GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=12.5Gi")
     host = host._replace(config=host.config._replace(sharing=(SharingRule(4, 1.5),)))
     (one,) = grant(host, "GPUSHARE_DEVICES=0")

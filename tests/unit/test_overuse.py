@@ -128,17 +128,40 @@ def test_stop_also_kills_processes_over_limit(sleeper: Any, bystander: Any) -> N
     assert (sleeper.wait(10), bystander.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
+def test_stop_kills_no_process_that_got_the_number_meanwhile(
+    sleeper: Any, bystander: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container's process ends directly after its owner was found."""
+    asked, find = [], procs.find
+
+    def owner(pid: int) -> str:
+        asked.append(pid)
+        return "c1"
+
+    def before(pid: int) -> Optional[procs.Process]:
+        found = find(pid)
+        return found._replace(start=1) if found and pid == bystander.pid and not asked else found
+
+    monkeypatch.setattr(procs, "find", before)
+    overuse.stop(running(sleeper), (bystander.pid,), owner)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert (asked, bystander.poll()) == ([bystander.pid], None)
+
+
 def test_owner_is_found_by_unshared_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = {10: "/k/a", 11: "/k/a/sub/x", 12: "/k/ab", 13: "/user", 14: "/", os.getpid(): "/user/me", 20: "/user"}
     spaces = {13: "pid:[2]", 20: "pid:[2]", 14: "pid:[1]", os.getpid(): "pid:[1]"}
     monkeypatch.setattr(procs, "cgroup_of", lambda pid: groups.get(pid, ""))
     monkeypatch.setattr(overuse, "_pid_namespace", lambda pid: spaces.get(pid, ""))
+    monkeypatch.setattr(procs, "alive", lambda pid, start: start == 7)
 
-    def lease(name: str, cgroup: str, init: int = 0) -> Lease:
-        return pure.lease(container_id=name)._replace(cgroup=cgroup, init_pid=init)
+    def lease(name: str, cgroup: str, init: int = 0, start: int = 7) -> Lease:
+        return pure.lease(container_id=name)._replace(cgroup=cgroup, init_pid=init, init_start=start)
 
     owner = overuse.Owners([lease("a", "/k/a"), lease("b", "/k/a/sub"), lease("u", "/user", 20), lease("r", "/")])
     assert [owner(pid) for pid in (10, 11, 12, 13, 14, 20, 99)] == ["a", "b", None, "u", None, "u", None]
+    reused = overuse.Owners([lease("u", "/gone", 20, start=6)])
+    assert [reused(pid) for pid in (13, 20)] == [None, None], "its first process has ended, and this is another one"
     both = overuse.Owners([lease("x", "/k/a"), lease("y", "/k/a")])
     assert both(10) is None
     mine = overuse.Owners([lease("x", "/user", os.getpid())])

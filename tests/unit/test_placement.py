@@ -68,7 +68,7 @@ def test_refusal_with_one_container_names_it() -> None:
             "GPUSHARE_MEMORY=8Gi", host=node(devices=1), held=ledger(lease(share(0, 0, 12 * GI), container_id="train"))
         )
     assert str(caught.value) == (
-        "device 0: 8Gi requested, 4 GiB free of 16 GiB, held by train (12 GiB); stop it, or ask for less"
+        "device 0: 8 GiB requested, 4 GiB free of 16 GiB, held by train (12 GiB); stop it, or ask for less"
     )
 
 
@@ -80,7 +80,7 @@ def test_request_above_device_size_has_no_hint_to_stop_containers() -> None:
 def test_overcommit_does_not_raise_limit_of_one_container() -> None:
     """A container shown a GPU of 20 GiB could never fill it."""
     host = node(devices=1, overcommit=2.0)
-    with pytest.raises(CapacityError, match="^device 0: 20Gi requested, and it has 16 GiB; ask for at most 16 GiB$"):
+    with pytest.raises(CapacityError, match="^device 0: 20 GiB requested, and it has 16 GiB; ask for at most 16 GiB$"):
         grant("GPUSHARE_MEMORY=20Gi", host=host)
     full = ledger(lease(share(0, 0, 16 * GI)))
     assert got(grant("GPUSHARE_MEMORY=16Gi", host=host, held=full)) == [(0, 0, 16 * GI)]
@@ -94,14 +94,12 @@ def test_maximum_above_device_is_clamped_to_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"),
-    [("4", "; a number without a unit means bytes"), ("2047Ki", ""), ("0.01%", "")],
+    ("asked", "shown", "hint"),
+    [("4", "4 B", "did you mean 4Gi."), ("2047Ki", "2047 KiB", "ask for more"), ("0.01%", "0.01%", "ask for more")],
 )
-def test_limit_below_one_block_is_refused_with_hint(asked: str, hint: str) -> None:
+def test_limit_below_one_block_is_refused_with_hint(asked: str, shown: str, hint: str) -> None:
     """GPUSHARE_MEMORY=4 probably means 4Gi; no program could start with 4 bytes."""
-    with pytest.raises(
-        RequestError, match=f"^{asked} of device 0 is less than one block of 2 MiB; ask for more{hint}$"
-    ):
+    with pytest.raises(RequestError, match=f"^{shown} of device 0 is less than one block of 2 MiB; {hint}$"):
         grant(f"GPUSHARE_MEMORY={asked}", host=node(devices=1))
     assert got(grant("GPUSHARE_MEMORY=2Mi", host=node(devices=1))) == [(0, 0, 2 << 20)]
 
@@ -123,7 +121,7 @@ def test_refusal_of_any_gives_reason_for_each_device() -> None:
     held = ledger(lease(share(0, 0, 15 * GI)), lease(share(0, 1, None), container_id="b"))
     with pytest.raises(
         CapacityError,
-        match=r'^no device fits GPUSHARE_MEMORY="2Gi": GPU 0: 1 GiB of 16 GiB free; GPU 1: held whole by b; ask for l',
+        match=r"^no device fits 2 GiB of memory: GPU 0: 1 GiB of 16 GiB free; GPU 1: held whole by b; ask for l",
     ):
         grant("GPUSHARE_MEMORY=2Gi", held=held)
 
@@ -224,9 +222,13 @@ def test_host_without_device_is_refused() -> None:
         (
             {"max_memory": "4Gi"},
             ("GPUSHARE_DEVICES=0", "GPUSHARE_MEMORY=5Gi"),
-            r"5Gi of device 0 is 5 .* \(4Gi = 4 GiB\)",
+            r"5 GiB of device 0 is more than policy.max_memory allows: 4 GiB",
         ),
-        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), r"5Gi.: GPU 0: policy.max_memory is 4 GiB; .* at most 4 GiB"),
+        (
+            {"max_memory": "4Gi"},
+            ("GPUSHARE_MEMORY=5Gi",),
+            r"5 GiB of memory: GPU 0: policy.max_memory is 4 GiB; .* at most 4 GiB",
+        ),
         ({"max_memory": "25%"}, ("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=26%"), "more than policy.max_memory allows"),
         ({"max_compute_percent": 50}, ("GPUSHARE_MEMORY=1Gi",), r"no compute limit was requested, .*\(50%\)"),
         (
@@ -259,7 +261,7 @@ def test_request_within_policy_is_granted() -> None:
 @pytest.mark.parametrize(
     ("policy", "env", "got_bytes", "asked"),
     [
-        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), 4 * GI, "5Gi of memory"),
+        ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=5Gi",), 4 * GI, "5 GiB of memory"),
         ({"max_memory": "25%"}, ("GPUSHARE_MEMORY=50%",), 4 * GI, "50% of memory"),
         ({"max_memory": "4Gi"}, ("NVIDIA_VISIBLE_DEVICES=0",), 4 * GI, "no memory limit"),
         ({"max_memory": "4Gi"}, ("GPUSHARE_MEMORY=4Gi",), 4 * GI, ""),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,9 @@ from gpushare.core.ops import (
 from gpushare.inject import plan
 from gpushare.programs import explain
 from gpushare.request import request
-from gpushare.state import shm_abi, storage
+from gpushare.state import shm_abi
 
-from tests.unit.pure import UUIDS, VERSION, bundle, files, image, lease, node, share
+from tests.unit.pure import UUIDS, VERSION, bundle, device, files, image, lease, node, share
 
 LIBDIR = "/usr/lib/x86_64-linux-gnu"
 SHIM = "/usr/lib/gpushare"
@@ -93,11 +92,6 @@ def test_limits_have_a_round_only_with_turns(sharing: str, round_ms: int) -> Non
     assert first.describe().endswith("; round of turns 30000 us") == (sharing == "turns")
 
 
-def test_usage_size_matches_header() -> None:
-    header = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
-    assert f"sizeof(struct gs_usage) == {storage.TENANT_BYTES // 4096} * 4096" in header.read_text()
-
-
 def test_shim_is_mounted_in_library_directory() -> None:
     made = make()
     found = mounts(made)
@@ -117,6 +111,12 @@ def test_real_driver_is_only_in_private_directory() -> None:
         constants.REAL_CUDA,
         constants.REAL_NVML,
     }
+
+
+def test_mig_devices_of_one_gpu_share_its_node() -> None:
+    shares = tuple(Share(slot, device(slot, minor=3), 1 << 30) for slot in (0, 1))
+    nodes = [op.target for op in make(shares=shares).ops if isinstance(op, DeviceNode)]
+    assert nodes.count("/dev/nvidia3") == 1
 
 
 def test_driver_files_are_read_only() -> None:
@@ -219,8 +219,9 @@ def test_none_gets_driver_files_without_gpu() -> None:
 
 
 def test_limit_without_glibc_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"no glibc .*cannot enforce the limit"):
-        make(libdir="")
+    for limited in (LIMITED[0], share(0, 0, None)._replace(compute_percent=30)):
+        with pytest.raises(RequestError, match=r"no glibc .*cannot enforce the limit"):
+            make(shares=(limited,), libdir="")
     made = make("NVIDIA_VISIBLE_DEVICES=0", shares=(share(0, 0, None),), libdir="")
     assert kinds(made) == ["ProcMask", "DeviceNode", "DeviceRule"]
     assert any("no glibc" in note for note in made.notes)

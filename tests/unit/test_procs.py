@@ -65,6 +65,16 @@ def test_one_running_thread_keeps_a_process_from_exiting() -> None:
         assert not procs.is_exiting(found.pid)
 
 
+def test_process_with_openshift_s_hidden_mounts_sees_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRI-O has a mount namespace of its own there, which root pins at a path."""
+    command = ["unshare", "--mount", "sh", "-c", "echo; read x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert not procs.sees_same_files(process.pid)
+        monkeypatch.setattr(procs, "_SAME_FILES", ("/no/such", f"/proc/{process.pid}/ns/mnt"))
+        assert procs.sees_same_files(process.pid)
+
+
 def test_cgroup_name_cannot_forge_another_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cgroup's name may have any character but a newline, and a tenant that may create cgroups chooses it."""
     monkeypatch.setattr(procs, "_read", lambda path: "0::/mine/a\r0::\x850::\u20280::/other\n".encode())

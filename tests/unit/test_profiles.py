@@ -34,6 +34,7 @@ def test_workstation_equals_defaults() -> None:
 def test_cluster_requires_limits() -> None:
     assert config.parse_config(profiles.text("cluster"), "c").policy == Policy(
         accept_widening="never",
+        amounts="container",
         require_limits=True,
         max_memory="50%",
         unlimited="deny",

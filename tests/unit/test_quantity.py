@@ -23,9 +23,13 @@ GI = 1 << 30
         ("4G", 4 * 10**9),
         ("4GB", 4 * 10**9),
         ("512Mi", 512 << 20),
+        ("512M", 512 * 10**6),
         ("1.5Gi", 3 * GI // 2),
         ("0.1Gi", GI // 10),
         ("1Ti", 1 << 40),
+        ("1T", 10**12),
+        ("1Pi", 1 << 50),
+        ("1P", 10**15),
         ("2k", 2000),
         ("2K", 2000),
         ("2Ki", 2048),
@@ -123,7 +127,7 @@ def test_amounts_by_slot_are_parsed() -> None:
         ("4Gi...8Gi", 'in ".8Gi": not an amount of memory'),
         ("4Gi..8Gi..12Gi", "not an amount of memory"),
         ("0..4Gi", "zero is not a limit"),
-        ("-1Gi..4Gi", "not an amount of memory"),
+        ("-1Gi..4Gi", "below zero"),
         ("4Gi..9999999Pi", "larger than any device"),
         ("4Gi..8Gi\0", 'unknown unit "Gi\\x00"'),
         (",".join(f"{i}=1Gi" for i in range(17)), "more than 16 slots"),
@@ -203,3 +207,62 @@ def test_size_is_shown_in_binary_units(size: int, text: str) -> None:
 
 def test_long_values_are_shortened() -> None:
     assert len(str(quantity.wrong("N", "x" * (1 << 20), "bad", ""))) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("4gb", "did you mean 4GB?"),
+        ("4 gb", "did you mean 4GB?"),
+        ("4gib", "did you mean 4GiB?"),
+        ("4g", "did you mean 4G?"),
+        ("512mi", "did you mean 512Mi?"),
+        ("512m", "did you mean 512M?"),
+        ("1.5Gib", "did you mean 1.5GiB?"),
+        ("4 gigs", "use k, K, M, G, T, P, Ki, Mi, Gi, Ti, Pi"),
+    ],
+)
+def test_unit_in_wrong_case_gets_the_right_one(text: str, hint: str) -> None:
+    with pytest.raises(RequestError, match="unknown unit") as caught:
+        quantity.size_bytes("GPUSHARE_MEMORY", text)
+    assert caught.value.hint == hint
+    if "mean" in hint:
+        assert quantity.size_bytes("X", hint[len("did you mean ") : -1])
+
+
+@pytest.mark.parametrize("parse", [quantity.size_bytes, quantity.percent, quantity.whole_percent])
+@pytest.mark.parametrize("text", ["-5%", "-5", " -5% "])
+def test_negative_amount_is_named(parse: Any, text: str) -> None:
+    with pytest.raises(RequestError, match="below zero"):
+        parse("GPUSHARE_COMPUTE", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "for_containers"),
+    [("GPUSHARE_MEMORY", True), ("main.gpushare.io/memory", True), ("oversubscription.host_memory", False)],
+)
+def test_zero_names_the_two_meanings_that_it_could_have(name: str, for_containers: bool) -> None:
+    with pytest.raises(RequestError, match="zero is not a limit") as caught:
+        quantity.size_bytes(name, "0")
+    no_gpu = ", GPUSHARE_DEVICES=none for no GPU" if for_containers else ""
+    assert caught.value.hint.startswith(f"leave it out for no limit{no_gpu}, or write a size")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "shown"),
+    [
+        ("8Gi", 8 * GI, "8 GiB"),
+        ("8192Mi", 8 * GI, "8 GiB"),
+        ("12.5Gi", 25 * GI // 2, "12.50 GiB"),
+        ("4G", 4 * 10**9, "4 GB (3.73 GiB)"),
+        ("2047Ki", 2047 << 10, "2047 KiB"),
+        (" 3000 MiB ", 3000 << 20, "3000 MiB"),
+        ("3000Mi..8Gi", 3000 << 20, "3000 MiB..8 GiB"),
+        ("25%", 4 * GI, "25% (4 GiB)"),
+        ("4Gi..12Gi", 4 * GI, "4 GiB..12 GiB"),
+        ("8 GiB (4 GiB of it on the device)", 4 * GI, "8 GiB (4 GiB of it on the device)"),
+    ],
+)
+def test_amount_is_described_in_one_kind_of_units(text: str, size: int, shown: str) -> None:
+    wanted = quantity.amount_or_range("X", text) if "(" not in text else Amount(size, None, text)
+    assert quantity.described(wanted, size) == shown

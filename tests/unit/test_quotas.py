@@ -93,13 +93,13 @@ def test_refusal_lists_few_containers() -> None:
 
 def test_changed_limits_are_within_the_quota_and_lower_ones_always_granted() -> None:
     host = pure.node()
-    host = host._replace(config=host.config._replace(policy=Policy(quotas=(Quota("*", "", memory="10Gi"),))))
+    host = host._replace(config=host.config._replace(policy=Policy(quotas=(Quota("*", "", memory="9Gi"),))))
 
     def change(text: str) -> int | None:
         return limit_request.shares(B, limit_request.parse(memory=text), host, LIVE)[0].memory_limit_bytes
 
-    assert change("2Gi") == 2 * GIB  # 8 and 4 GiB exceed the quota already
-    with pytest.raises(CapacityError, match=r"5 GiB of memory requested, 8 GiB of 10 GiB used, held by a \(8 GiB\)"):
+    assert change("2Gi") == 2 * GIB  # 8 and 2 GiB still exceed the quota
+    with pytest.raises(CapacityError, match=r"5 GiB of memory requested, 8 GiB of 9 GiB used, held by a \(8 GiB\)"):
         change("+1Gi")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpushare.state import place, rebuild
-from gpushare.system import mountns
+from gpushare.state import mounttables, place, rebuild
+from gpushare.system import mountns, procs
 
 STATE = "/run/gpu share"
 ROOT = "22 1 0:20 / / rw - overlay overlay rw"
@@ -40,6 +40,16 @@ def share(root: str = "/containers/a1/share", point: str = "/usr/lib/gpushare", 
 )
 def test_allocation_mounts_are_found_in_mount_table(lines: list[str], found: tuple[tuple[str, str], ...]) -> None:
     assert rebuild.shared_mounts("\n".join(lines).encode(), STATE) == found
+
+
+def test_container_belongs_to_its_oldest_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a container can have a mount namespace with the share; only the init lives as long as it."""
+    mountinfo = f"{ROOT}\n{share()}\n".encode()
+    ages = ((300, 7), (100, 9), (200, 5))  # start, pid
+    tables = [mounttables.Table(procs.Process(pid, start, "S", 1), 0, mountinfo) for start, pid in ages]
+    monkeypatch.setattr(mounttables, "read", lambda last: mounttables.Found(tuple(tables), ""))
+    (found,) = rebuild.containers(STATE)
+    assert (found.id, found.init.pid) == ("a1", 9)
 
 
 HOME = "31 22 0:31 / /run/gpu\\040share rw - tmpfs /run/gpu\\040share rw"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
+from gpushare.core import constants
 from gpushare.core.errors import DeviceError, PolicyError, RequestError
 from gpushare.core.model import Request, Selection
+from gpushare.programs import session
 from gpushare.request import request
 
+from tests.unit import pure
 from tests.unit.pure import bundle, node
 
 SANDBOX = {"io.kubernetes.cri.container-type": "sandbox"}
@@ -92,12 +95,18 @@ def test_sandbox_request_is_ignored() -> None:
         (("PATH=/bin",), {}, False),
         (("NVIDIA_VISIBLE_DEVICES=all",), {}, True),
         (("gpushare_memory=4Gi",), {}, True),
+        (("GPU\u017fHARE_MEMORY=4Gi",), {}, False),  # the launcher compares bytes
         ((), {"gpushare.io/memory": "4Gi"}, True),
         ((), {"train.gpushare.io/memory": "4Gi"}, True),
     ],
 )
 def test_mentions_finds_requests(env: tuple[str, ...], annotations: dict[str, str], expected: bool) -> None:
     assert request.mentions(bundle(*env, annotations=annotations)) is expected
+
+
+def test_mentions_finds_devices_of_a_sandbox() -> None:
+    device = {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}
+    assert request.mentions(bundle(annotations=SANDBOX, linux={"devices": [device]}))
 
 
 def test_mentions_finds_volume_requests() -> None:
@@ -155,9 +164,25 @@ def test_scoped_limit_without_container_name_is_refused() -> None:
     assert selection("NVIDIA_VISIBLE_DEVICES=all", annotations=other) == Selection("all")
 
 
-@pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "X_PORT_80_TCP"])
-def test_service_link_variable_is_ignored(name: str) -> None:
-    assert resolve("NVIDIA_VISIBLE_DEVICES=all", f"GPUSHARE_{name}=10.0.0.1")
+@pytest.mark.parametrize("service", ["", *(name[len("GPUSHARE_") :].rstrip("_") + "_" for name in constants.WRITERS)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SERVICE_HOST", "10.0.0.1"),
+        ("SERVICE_PORT", "80"),
+        ("SERVICE_PORT_HTTP", "80"),
+        ("PORT", "tcp://10.0.0.1:80"),
+        ("PORT_80_TCP", "tcp://10.0.0.1:80"),
+        ("PORT_80_TCP_ADDR", "10.0.0.1"),
+        ("X_PORT_80_TCP", f"{pure.UUIDS[0]};memory=4Gi"),
+    ],
+)
+def test_service_link_variable_is_ignored(service: str, name: str, value: str) -> None:
+    """Kubernetes adds these to all pods of the namespace, whatever the service is called. None is a claim."""
+    link = f"GPUSHARE_{service}{name}={value}"
+    assert resolve("NVIDIA_VISIBLE_DEVICES=0", link) == resolve("NVIDIA_VISIBLE_DEVICES=0")
+    assert resolve(link) is None
+    assert session.resolve(pure.bundle(link), pure.node) is None
 
 
 def test_dialect_errors_pass_through() -> None:

@@ -173,6 +173,38 @@ def test_loader_tokens_are_expanded(debian: Tree) -> None:
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "/opt/conda/lib/libcuda.so.1",
+        "/opt/conda/cuda-compat/libcuda.so.1",
+        "/opt/miniforge3/envs/train/lib/libcuda.so.1",
+        "/root/miniconda3/envs/train/cuda-compat/libcuda.so.1",
+        "/opt/vendor/lib64/libcuda.so",
+        "/opt/nvidia/hpc_sdk/Linux_x86_64/24.5/cuda/12.4/compat/libcuda.so.1",
+    ],
+)
+def test_driver_that_a_later_library_path_names_is_found(debian: Tree, path: str) -> None:
+    """conda's activate scripts and entry scripts set LD_LIBRARY_PATH after the start."""
+    debian.library(path, "libcuda.so.1")
+    assert drivers(debian.probe()) == {path: "libcuda.so.1"}
+
+
+def test_libraries_below_our_own_directory_are_not_covered(debian: Tree) -> None:
+    """A mount would need mount points there, in a directory that all containers of a device see."""
+    for number in range(3):
+        deep = f"/usr/lib/gpushare/peers/GPU-1/{number}/a/a/libcuda.so.1"
+        debian.library(deep)
+        debian.link(f"{MULTIARCH}/libcuda.so.{number}", deep)
+    assert drivers(debian.probe()) == {}
+
+
+def test_many_packages_in_opt_are_searched_in_bounded_time(debian: Tree) -> None:
+    for number in range(rootfs._MAX_LATER + 9):
+        debian.library(f"/opt/{number:02}/lib/libcuda.so.1")
+    assert len(drivers(debian.probe())) == rootfs._MAX_LATER
+
+
+@pytest.mark.parametrize(
     "value", ["", ":::;;", "relative:../up", "$ORIGIN/../lib", "/" + "a" * 5000, ":".join(f"/d{i}" for i in
     range(20000)), "/\0x",
      "/proc/self/root:/proc/self/fd/0", "/etc/passwd:/fifo:/loop", "/\ud800:/x", "/../../../../..", "\n/x:/%s%n{}"],

@@ -13,6 +13,7 @@ from gpushare.config import oci_runtime
 from gpushare.core import constants
 from gpushare.core.errors import CapacityError, GpushareError, KernelError, RequestError
 from gpushare.programs import run
+from gpushare.programs.runtime import Paths
 from gpushare.request import request
 from gpushare.request.dialects import gpushare_env
 from gpushare.state import storage
@@ -76,6 +77,26 @@ def test_program_is_found_like_execvp(tmp_path: Path, monkeypatch: pytest.Monkey
         assert caught.value.exit_code == code, name
     monkeypatch.setattr(oci_runtime, "environment", dict)
     assert run.find("sh") in ("/bin/sh", "/usr/bin/sh")
+
+
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [
+        ("docker", "GPUSHARE_MEMORY, docs/docker.md"),
+        ("/usr/bin/podman", "GPUSHARE_MEMORY, docs/podman.md"),
+        ("nerdctl", "GPUSHARE_MEMORY, docs/engines.md"),
+        ("enroot", "Enroot and Pyxis are not supported; docs/recipes.md has"),
+    ],
+)
+def test_launcher_of_containers_is_refused(program: str, hint: str) -> None:
+    """Its containers would get whole GPUs, or none. The rule comes before the search for the program."""
+    with pytest.raises(RequestError, match=f"^the containers of {os.path.basename(program)} do not get the share"):
+        run.start(job(command=(program, "run", "IMAGE")), Paths("/none", "/none"))
+    with pytest.raises(RequestError) as refused:
+        run.refuse_launcher(program)
+    assert hint in refused.value.hint
+    run.refuse_launcher("apptainer")
+    run.refuse_launcher("bwrap")
 
 
 def test_errors_name_flags() -> None:

@@ -5,138 +5,18 @@ from __future__ import annotations
 import os
 import random
 import struct
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 from gpushare.core.model import Device, Share
 from gpushare.state import shm_abi, usage_reader
 
-HEADER = Path(__file__).resolve().parents[2] / "shim" / "include" / "gpushare_abi.h"
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
-CONSTANTS = {
-    "GS_ABI_VERSION": shm_abi.ABI_VERSION,
-    "GS_LIMITS_MAGIC": shm_abi.LIMITS_MAGIC,
-    "GS_USAGE_MAGIC": shm_abi.USAGE_MAGIC,
-    "GS_PAGES_MAGIC": shm_abi.PAGES_MAGIC,
-    "GS_PEERS_MAGIC": shm_abi.PEERS_MAGIC,
-    "GS_MAX_DEVICES": shm_abi.MAX_DEVICES,
-    "GS_MAX_PAGES": shm_abi.MAX_PAGES,
-    "GS_MAX_PEERS": shm_abi.MAX_PEERS,
-    "GS_MAX_SLOTS": shm_abi.MAX_SLOTS,
-    "GS_UNLIMITED": shm_abi.UNLIMITED,
-    "GS_NO_PERCENT": shm_abi.NO_PERCENT,
-    "GS_RECENT": usage_reader.RECENT,
-    "GS_RECENT_NS": usage_reader.RECENT_NS,
-    "GS_MAX_SHARES": shm_abi.MAX_SHARES,
-    "GS_SHARE_ANY": usage_reader.SHARE_ANY,
-    "GS_SHARE_IMPORT": usage_reader.SHARE_IMPORT,
-    "GS_SHARE_ORPHAN": usage_reader.SHARE_ORPHAN,
-    "GS_SHARE_SLOT": usage_reader.SHARE_SLOT,
-    "GS_SHARES_LOST": usage_reader.SHARES_LOST,
-    "GS_TID_MASK": usage_reader.TID_MASK,
-    "GS_OWNER_DIED": usage_reader.OWNER_DIED,
-    "GS_DEVICE_COMPUTE_SOFT": shm_abi.DEVICE_COMPUTE_SOFT,
-    "GS_DEVICE_OVERSUBSCRIBE": shm_abi.DEVICE_OVERSUBSCRIBE,
-    "GS_DEVICE_PAUSED": shm_abi.DEVICE_PAUSED,
-    "GS_WARN_UNKNOWN_PROC": usage_reader.WARNINGS[0][0],
-    "GS_WARN_NO_SLOT": usage_reader.WARNINGS[1][0],
-    "GS_WARN_UNGRANTED": usage_reader.WARNINGS[2][0],
-    "GS_WARN_PASSED_PROC": usage_reader.WARNINGS[3][0],
-}
 
 
 def device(index: int = 0, **changes: Any) -> Device:
     uuid = UUID[:-2] + f"{index:02x}"
     return Device(index, uuid, index, f"0000:0{index}:00.0", "Test GPU", 16 << 30, 300 << 20)._replace(**changes)
-
-
-def c_fields() -> dict[str, list[str]]:
-    """Field names of each struct, parsed from the header, so that a new field cannot be missed."""
-    fields: dict[str, list[str]] = {}
-    current = None
-    for line in HEADER.read_text().splitlines():
-        words = line.strip().split()
-        if line.startswith("struct ") and line.endswith("{"):
-            current = words[1]
-            fields[current] = []
-        elif line.startswith("}"):
-            current = None
-        elif current and words and words[0] != "/*":
-            declared = line.split(";")[0].split("[")[0].split()
-            fields[current].append(declared[-1])
-    return fields
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """The C compiler's values of every offsetof, sizeof and constant."""
-    folder = tmp_path_factory.mktemp("abi")
-    lines = []
-    for struct_name, fields in c_fields().items():
-        lines.append(f'P("sizeof {struct_name}", sizeof(struct {struct_name}));')
-        lines += [f'P("{struct_name}.{f}", offsetof(struct {struct_name}, {f}));' for f in fields]
-    lines += [f'P("{name}", {name});' for name in CONSTANTS]
-    source = folder / "abi.c"
-    source.write_text(
-        '#include <stdio.h>\n#include "gpushare_abi.h"\n'
-        '#define P(n, v) printf("%s=%llu\\n", n, (unsigned long long)(v))\n'
-        "int main(void) {\n" + "\n".join(lines) + "\nreturn 0; }\n"
-    )
-    program = folder / "abi"
-    subprocess.run(["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", program, source], check=True)
-    output = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-    return {name: int(value) for name, value in (line.split("=") for line in output.splitlines())}
-
-
-def test_python_and_c_agree_on_layout(compiled: dict[str, int]) -> None:
-    ours: dict[str, int] = dict(CONSTANTS)
-    for name, fields in shm_abi.LAYOUTS.items():
-        ours[f"sizeof {name}"] = shm_abi.packer(name).size
-        for field, _ in fields:
-            ours[f"{name}.{field}"] = shm_abi.offset(name, field)
-    assert ours == compiled
-
-
-def test_c_reads_limits_written_by_python(tmp_path: Path) -> None:
-    """Values, not only offsets: C reads every field of two different devices."""
-    shares = (
-        Share(0, device(0), 4 << 30, 30, soft=True, priority=1),
-        Share(1, device(1, memory_bytes=8 << 30), 2 << 30, None, virtual_bytes=8 << 30),
-    )
-    data = shm_abi.pack_limits(shares, nonce=0x1122334455667788, generation=7)
-    (tmp_path / "limits").write_bytes(data)
-    (tmp_path / "read.c").write_text(
-        """
-        #include <stdio.h>
-        #include <string.h>
-        #include "gpushare_abi.h"
-        int main(int c, char **v) {
-            static struct gs_limits l; FILE *f = fopen(v[1], "rb");
-            if (c != 2 || !f || fread(&l, sizeof l, 1, f) != 1 || fgetc(f) != EOF) return 1;
-            printf("%llx %u %llx %llu\\n", (unsigned long long)l.magic, l.n_devices,
-                   (unsigned long long)l.nonce, (unsigned long long)l.generation);
-            for (unsigned i = 0; i < l.n_devices; i++) { struct gs_device_limit *d = &l.device[i];
-                printf("%02x%02x %s %llu %llu %llu %llu %llu %u %u %u %u\\n", d->uuid[0], d->uuid[15], d->uuid_text,
-                (unsigned long long)d->memory_limit_bytes, (unsigned long long)d->memory_total_bytes,
-                (unsigned long long)d->context_bytes, (unsigned long long)d->granularity_bytes,
-                (unsigned long long)d->memory_virtual_bytes, d->compute_percent, d->priority, d->weight, d->flags);
-            }
-            return 0;
-        }"""
-    )
-    subprocess.run(["gcc", "-std=c11", f"-I{HEADER.parent}", "-o", tmp_path / "read", tmp_path / "read.c"], check=True)
-    output = subprocess.run([tmp_path / "read", tmp_path / "limits"], check=True, capture_output=True, text=True)
-    assert output.stdout.splitlines() == [
-        f"{shm_abi.LIMITS_MAGIC:x} 2 1122334455667788 7",
-        f"0000 {UUID[:-2]}00 {4 << 30} {16 << 30} {300 << 20} {2 << 20} 0 30 1 0 1",
-        f"0001 {UUID[:-2]}01 {2 << 30} {8 << 30} {300 << 20} {2 << 20} {8 << 30} 100 0 0 2",
-    ]
-    back = shm_abi.read_limits(data)
-    assert (back.nonce, back.generation) == (0x1122334455667788, 7)
-    assert [(d.memory_limit_bytes, d.virtual_bytes) for d in back.devices] == [(4 << 30, 0), (2 << 30, 8 << 30)]
-    assert [d.compute_percent for d in back.devices] == [30, None]
 
 
 def with_rows(*rows: tuple[int, int, int], used: int = 1) -> usage_reader.Usage:
@@ -170,15 +50,6 @@ def test_freed_memory_with_importers_counts_as_used() -> None:
         usage = with_rows((9, owner, bytes_), (9, opener, 0), used=used)
         assert (usage.used_bytes(0), usage.used_bytes(1)) == (20 << 20, counted), (owner, opener)
     assert with_rows((9, freed, 7 << 56 | 1), (9, opened, 0)).orphans == (0, 0)  # of a device that was not granted
-
-
-def test_file_without_second_copy_uses_first() -> None:
-    """Such a file was never changed: its first copy is in force."""
-    data = bytearray(shm_abi.pack_limits((Share(0, device(0), 4 << 30, 30),), nonce=1))
-    at = shm_abi.offset("gs_limits", "device") + shm_abi.offset("gs_device_limit", "turn_mib")
-    data[at : at + 44] = bytes(44)
-    (limit,) = shm_abi.read_limits(bytes(data)).devices
-    assert (limit.memory_limit_bytes, limit.compute_percent) == (4 << 30, 30)
 
 
 def test_unordered_slots_are_refused() -> None:

@@ -16,6 +16,7 @@ from gpushare.core.model import Bundle, LdEntry
 from gpushare.core.ops import DeviceNode, DeviceRule, InPlace, LdCache, Link, Mount, Plan, ProcMask
 from gpushare.inject import spec_record, specedit
 from gpushare.inject.spectree import SpecTree
+from gpushare.programs import runtime
 from gpushare.request import oci
 from gpushare.system import syscalls
 from hypothesis import HealthCheck, given, settings
@@ -285,6 +286,29 @@ def test_nvidia_hooks_and_mounts_are_removed() -> None:
 
 
 # The file
+
+
+def test_wide_rule_is_replaced_by_rules_for_other_majors(root: Path) -> None:
+    wide = {"allow": True, "type": "c", "access": "rwm"}
+    first, last = {"allow": False, "access": "rwm"}, {"allow": True, "type": "c", "major": 1, "minor": 3}
+    editor = specedit.Editor({"linux": {"resources": {"devices": [first, wide, last]}}}, leased=False)
+    editor.narrow(str(root))
+    found = editor.spec["linux"]["resources"]["devices"]
+    assert (found[0], found[-1]) == (first, last) and len(found) > 500
+    assert wide not in found and not any(rule.get("major") == 195 for rule in found)
+
+
+def test_undo_restores_only_its_own_edit(root: Path) -> None:
+    """Another start of the bundle may have written config.json since."""
+    edited, path = put(root, {}), root / "config.json"
+    path.write_text(json.dumps(edited))
+    record = spec_record.record_of(edited)
+    assert record is not None
+    way = runtime.IntoSpec(str(path), {"clean": True})
+    for nonce, left in (("0" * 32, edited), (record.nonce, {"clean": True})):
+        way._nonce = nonce
+        way.undo()
+        assert json.loads(path.read_text()) == left
 
 
 def test_write_replaces_atomically(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpushare.core.errors import KernelError
@@ -342,6 +343,30 @@ def test_removal_stops_at_foreign_mount(page: Path, state: str, tmp_path: Path) 
     (problem,) = storage.empty_trash(state)
     assert "is still a mount point" in problem
     assert (treasure / "file").read_text() == "keep"
+
+
+def test_removal_follows_no_link_that_replaces_a_directory(
+    page: Path, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rootless container that has the directory open can exchange it between two steps."""
+    (tmp_path / "treasure/inside").mkdir(parents=True)
+    (tmp_path / "treasure/file").write_text("keep")
+    folder = Path(state, "containers", "c1", "share", "mps", "swapped")
+    folder.mkdir()
+    storage.discard(state, "c1")
+    opened, folder = os.open, Path(state, "trash", storage.trash(state)[0], "share", "mps", "swapped")
+
+    def swap(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == "swapped":
+            folder.rename(folder.with_name("away"))
+            folder.symlink_to(tmp_path / "treasure")
+        return opened(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", swap)
+        (problem,) = storage.empty_trash(state)
+    assert "swapped" in problem and sorted(os.listdir(tmp_path / "treasure")) == ["file", "inside"]
+    assert storage.empty_trash(state) == [] and storage.trash(state) == []
 
 
 def test_stray_files_are_removed(state: str, tmp_path: Path) -> None:

@@ -172,6 +172,13 @@ def test_special_file_is_not_opened_for_reading(root: int, tmp_path: Path) -> No
     os.close(fd)
 
 
+def test_deleted_file_has_no_path(root: int, tmp_path: Path) -> None:
+    fd = inroot.open_in(root, "/etc/passwd")
+    os.unlink(tmp_path / "root/etc/passwd")
+    assert inroot.path_of(root, fd) == ""
+    os.close(fd)
+
+
 def test_file_moved_out_of_root_has_no_path(root: int, tmp_path: Path) -> None:
     fd = inroot.open_in(root, "/etc/passwd")
     os.rename(tmp_path / "root/etc/passwd", tmp_path / "moved")
@@ -249,3 +256,25 @@ def test_folder_in_place_of_a_file_is_reported_in_other_words() -> None:
     for error in (syscalls.SyscallError("open", "/x", errno.EISDIR), errors.of_file(failed, "/x")):
         assert str(error).endswith('"/x": it is a folder') and "is a directory" not in str(error).lower()
     assert str(errors.of_file(OSError(errno.ENOENT, "gone"), "/x")).endswith('"/x": gone')
+
+
+@pytest.mark.parametrize(
+    ("selinux", "policy", "contexts"),
+    [(False, True, [""]), (True, True, ["container_file_t"]), (True, False, ["container_file_t", ""])],
+)
+def test_tmpfs_has_the_label_of_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selinux: bool, policy: bool, contexts: list[str]
+) -> None:
+    """With SELinux, if its policy has the type."""
+    seen = []
+
+    def detached(kind: str, options: dict[str, str], attributes: int, what: str) -> int:
+        label = options.get("context", "")
+        seen.append(label.split(":")[2] if label else "")
+        if label and not policy:
+            raise OSError(errno.EINVAL, "fsconfig")
+        return 7
+
+    monkeypatch.setattr(syscalls, "_detached", detached)
+    monkeypatch.setattr(syscalls, "_SELINUX", str(tmp_path if selinux else tmp_path / "no"))
+    assert syscalls.detached_tmpfs({"mode": "755"}, 0, "x") == 7 and seen == contexts

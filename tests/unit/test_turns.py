@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -57,6 +60,24 @@ def test_exclusive_tests_run_first_then_timed_tests() -> None:
     assert len(groups) == len({group for group, _ in groups})
 
 
+def test_test_that_ends_its_worker_runs_once(tmp_path: Path) -> None:
+    """A test over its time limit ends its worker. The others of its group run in the next one."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests.support import turns\ndef pytest_xdist_make_scheduler(config, log):\n"
+        "    return turns.scheduler(config, log)\n"
+    )
+    body = "def test_before(): pass\ndef test_ends():\n    open('ran', 'a').write('x')\n    os._exit(1)\n"
+    (tmp_path / "test_a.py").write_text(f"import os\n{body}def test_after(): pass\n")
+    for name in "bcd":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadscope"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(TREE)
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert "1 failed, 8 passed" in done.stdout, done.stdout
+    assert (tmp_path / "ran").read_text() == "x"
+
+
 class Worker:
     """A worker with several tests: `began` lists the tests that started, and each runs until `end`."""
 
@@ -73,7 +94,7 @@ class Worker:
             self.began.append(kind)
             self._in.release()
             self._out.acquire()
-            self._seats.leave(kind, after)
+            self._seats.leave(after)
 
     def is_in(self) -> bool:
         """Wait until another test has started."""

@@ -80,6 +80,15 @@ def container(root: Path) -> Iterator[Path]:
         process.kill()
 
 
+@pytest.fixture
+def container_files(root: Path) -> Path:
+    """A tmpfs in the state that a container without a lease left."""
+    path = root / "run/gpushare/trash/c0/rw"
+    path.mkdir(parents=True)
+    rootfs.mount_tmpfs(path, "size=64k")
+    return path
+
+
 def mounts_below(root: Path) -> list[str]:
     return [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {root}/" in line]
 
@@ -174,6 +183,47 @@ def test_running_container_blocks_uninstall(cli: Callable[..., Any], root: Path,
         assert len(page.read()) > 0
 
 
+@pytest.fixture(params=["of the mount", "of the directory before"])
+def pod(root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The state directory as a pod sees it: a volume in its mount namespace, which follows the host's mounts."""
+    state, volume = root / "run/gpushare", tmp_path / "volume"
+    volume.mkdir()
+    run = rootfs.run
+    if request.param != "of the mount":
+        run("umount", state)
+    run("mount", "--bind", root / "run", root / "run")
+    run("mount", "--make-shared", root / "run")
+    script = 'mount --rbind "$0" "$1" && mount --make-rslave "$1" && echo && exec sleep inf'
+    words = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, str(state), str(volume)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"\n"
+        storage.prepare(str(state))
+        yield Path(f"/proc/{process.pid}/root") / str(volume)[1:]
+        process.kill()
+
+
+def test_state_that_pods_have_as_a_volume_is_emptied(
+    cli: Callable[..., Any], root: Path, pod: Path, container_files: Path
+) -> None:
+    """Another mount or directory at its place would never get into the pods."""
+    state = root / "run/gpushare"
+    (state / "node.json").write_text("{}")
+    assert f"empty {state}\n" in cli("--yes")[1]
+    assert list(state.iterdir()) == [] == list(pod.iterdir()) and not container_files.exists()
+    storage.prepare(str(state))  # gpushare is installed again
+    (state / "node.json").write_text("{}")
+    assert storage.is_ready(str(state)) and (pod / "node.json").exists()
+
+
+def test_state_of_running_containers_stays_for_pods(
+    cli: Callable[..., Any], root: Path, pod: Path, container: Path
+) -> None:
+    """Files of the state are mount points in a running container, which it would lose."""
+    code, text, _ = cli("--yes", "--force")
+    assert code == 0 and str(root / "run/gpushare") not in text
+    assert (container / "usage").exists() and (pod / "containers/c1/lease.json").exists()
+
+
 def test_damaged_lease_blocks_uninstall(cli: Callable[..., Any], root: Path, container: Path) -> None:
     (container.parent / "lease.json").write_text("{")
     assert cli("--yes")[0] == 75
@@ -215,6 +265,7 @@ def test_labels_count_grantable_memory(policy: Any, overcommit: float, mib: int)
     [
         (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (), ("2", "NVIDIA-H100-PCIe", "81559", "1")),
         (("NVIDIA H100 PCIe",) * 2, (81559, 81559), (SharingRule(4),), ("2", "NVIDIA-H100-PCIe-SHARED", "81559", "4")),
+        (("Tesla T4",) * 2, (1, 1), (SharingRule(4, resource=".shared"),), ("2", "Tesla-T4", "1", "4")),
         (("Tesla T4",) * 2, (1, 1), (SharingRule(1),), ("2", "Tesla-T4", "1", "1")),  # one replica means no sharing
         (("Tesla T4",) * 2, (1, 1), (SharingRule(4, devices=("0",)),), ("2", None, None, None)),
         (("Tesla T4", "Tesla V100"), (1, 1), (SharingRule(4),), ("2", None, None, None)),

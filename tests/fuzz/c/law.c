@@ -145,7 +145,8 @@ static void corrupt(struct input *in) {
     if (of == INDEX) /* only the host writes it */
         return;
     if (which & 64)
-        at = offsetof(struct gs_pages, compute_turn) / 8 + at % 5;
+        at =
+            offsetof(struct gs_pages, compute_turn) / 8 + at % (sizeof(struct gs_compute_turn) / 8);
     else if (which & 128)
         at = of == USAGE ? offsetof(struct gs_usage, bucket) / 8 + at % 16
                          : offsetof(struct gs_pages, page) / 8 + at % (sizeof(struct gs_page) / 8);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from ctypes import byref, c_int, c_uint, c_uint64
@@ -121,6 +122,27 @@ def work(library: str, kernel_us: int, rounds: int, blocks: int, graph: bool = F
         took, done = last.at - first.at, last.done - first.done
         device = (last.device_ns - first.device_ns) / 1e9 / took
         say(per_s=done / took, done=done, device=device, counted=counted, from_s=first.at, to_s=last.at)
+
+
+def requests(library: str, kernel_us: int, rounds: int, blocks: int, kernels: int) -> None:
+    """For each line {at, run_s, mean_s} do requests until then, with random pauses of `mean_s`.
+
+    A request is one millisecond or so of work in so many kernels, and waits for its end. `request_ms`: how long each
+    took; `from_s`, `to_s`: time.monotonic().
+    """
+    worker = Worker(library, kernel_us // kernels, max(1, rounds // kernels), blocks, False)
+    say(ready=True)
+    while True:
+        asked = listen()
+        begin, took = begin_at(asked), list[float]()
+        while time.monotonic() < begin + asked["run_s"]:
+            time.sleep(random.expovariate(1 / asked["mean_s"]))
+            start = time.monotonic()
+            for _ in range(kernels):
+                worker.launch()
+            worker.drain()
+            took.append(1000 * (time.monotonic() - start))
+        say(request_ms=took, from_s=begin, to_s=time.monotonic())
 
 
 def pair(library: str, kernel_us: int, rounds: int, blocks: int, turns: int) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +19,23 @@ from gpushare.engines import containerd
 from .. import host
 from ..host import Node
 from ..rootfs import OverlayRoot, run
-from .base import Refused, Result, Want
-from .containerd_daemon import CGROUP_PARENT, Daemon
-from .cri import CriError
+from .containerd_daemon import Daemon
 from .places import DefaultPlaces
-from .pods import NAME, Pod, PodContainer
+from .pods import CGROUP_PARENT, HANDLER, PodEngine
 
-HANDLER = "gpushare"
 NO_ANNOTATIONS = "gpushare-no-annotations"
 
 
-class Containerd:
+class Containerd(PodEngine):
     """`node` moves to the default paths, because BinaryName takes no arguments."""
 
-    annotates = True
-    shows_reason = True
-    restarts = True  # as kubelet does: the next attempt is a new container in the same pod
+    name = "containerd"
+    daemon: Daemon
 
     def __init__(self, node: Node, directory: Path, image_root: Path, way: str) -> None:
         self.node = node
         self.programs = Programs(directory / "programs")
         self.way = way
-        self.name = "containerd"
         self.directory = directory
         self._image_root = image_root
         self._places = DefaultPlaces(directory / "places")
@@ -92,32 +85,6 @@ class Containerd:
                 if done.returncode or done.stdout:
                     break
             return done
-
-    def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
-        return Pod(self.daemon, self.directory / "pods", dict(annotations), handler)
-
-    def start(self, want: Want) -> PodContainer:
-        """Scope the annotations to the one container, as a pod's author would."""
-        pod = self.pod({re.sub("^gpushare.io/", f"{NAME}.gpushare.io/", k): v for k, v in want.annotations.items()})
-        try:
-            one = pod.container(want)
-            one.ends_pod = True
-            one.start()
-        except CriError as error:
-            pod.remove()
-            raise Refused(Result(error.code, "", error.detail)) from None
-        except BaseException:
-            pod.remove()
-            raise
-        return one
-
-    def run(self, want: Want, timeout_s: float = 60) -> Result:
-        try:
-            one = self.start(want)
-        except Refused as refused:
-            return refused.result
-        with one:
-            return one.wait(timeout_s)
 
     def close(self) -> None:
         if hasattr(self, "daemon"):

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import itertools
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import processes
-from ..rootfs import run, unmount_below
-from .cri import Cri, CriError
-from .image import make_tar
+from . import pods
+from .cri import CriError
+from .image import IMAGE, make_archive
 
-IMAGE = "localhost/gpushare-test:1"
-CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # parallel test runs must not end each other's containers
 NAMESPACE = "k8s.io"  # containerd's namespace of CRI containers
 _READY_S = 60
+_numbers = itertools.count(1)
 
 # Plugins that this machine lacks or no test needs. `opt` would create a directory outside the test's directory.
 _DISABLED = ("internal.v1.opt", "snapshotter.v1.aufs", "snapshotter.v1.btrfs", "snapshotter.v1.devmapper")
@@ -43,18 +38,16 @@ imports = {imports}
 """
 
 
-class Daemon:
+class Daemon(pods.Daemon):
     """start() takes the path of a config.toml; text() returns the content of one. The caller mounts a private
     /run before."""
 
+    process_name = "containerd-shim"
+
     def __init__(self, directory: Path) -> None:
-        processes.become_subreaper()
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory)
         self.socket = directory / "sock"
-        self.pid = 0
         self.log = directory / "containerd.log"
-        self.cri = Cri(self.socket)
 
     def text(self, *imports: str) -> str:
         """Return a config.toml without gpushare's handler."""
@@ -124,53 +117,5 @@ class Daemon:
         command = ["ctr", "--address", str(self.socket), "--namespace", NAMESPACE, *words]
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the daemon; containers and their shims keep running."""
-        if self.pid:
-            os.kill(self.pid, number)
-            if processes.wait_exit(self.pid, 20) is None:
-                processes.kill_and_reap(self.pid)
-            self.pid = 0
-
-    def close(self) -> None:
-        """Remove daemon, shims, mounts, cgroups and files."""
-        with contextlib.suppress(CriError):
-            for pod in self.cri.call("ListPodSandbox", timeout_s=5).items if self.pid else ():
-                self.cri.call("StopPodSandbox", pod_sandbox_id=pod.id)
-                self.cri.call("RemovePodSandbox", pod_sandbox_id=pod.id)
-        self.cri.close()
-        self.kill(signal.SIGTERM)
-        for pid, command in processes.children().items():
-            if "containerd-shim" in command and str(self.socket) in command:
-                processes.kill_and_reap(pid)
-        unmount_below(self.directory)
-        for controller in Path("/sys/fs/cgroup").iterdir():
-            with contextlib.suppress(OSError):
-                (controller / CGROUP_PARENT[1:]).rmdir()
-        with contextlib.suppress(OSError):
-            Path("/sys/fs/cgroup", CGROUP_PARENT[1:]).rmdir()
-        run("rm", "-rf", self.directory)
-
-
-def make_archive(image_root: Path, directory: Path) -> Path:
-    """Write `image_root` as `docker save` would, for containerd to import. Its program sleeps: a sandbox
-    needs a process that stays."""
-    layer = make_tar(image_root, directory / "layer.tar")
-    config = directory / "image.json"
-    digest = hashlib.sha256(layer.read_bytes()).hexdigest()
-    path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    content = {
-        "architecture": "amd64",
-        "os": "linux",
-        "config": {"Entrypoint": ["sleep", "inf"], "Env": [path]},
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-    }
-    config.write_text(json.dumps(content))
-    manifest = directory / "manifest.json"
-    manifest.write_text(json.dumps([{"Config": config.name, "RepoTags": [IMAGE], "Layers": [layer.name]}]))
-    archive = directory / "image.tar"
-    with tarfile.open(archive, "w") as tar:
-        for file in (manifest, config, layer):
-            tar.add(file, file.name)
-    layer.unlink()
-    return archive
+    def exec_as(self, user: str, container: str, *args: str) -> subprocess.CompletedProcess[str]:
+        return self.try_ctr("tasks", "exec", "--user", user, "--exec-id", f"exec{next(_numbers)}", container, *args)

@@ -6,7 +6,8 @@ removed with it.
     daemon.docker("run", "--rm", "image", "true")         the client -> Result
     daemon.close()
 
-`directory`/bin comes first in its PATH. /etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs
+`directory`/bin comes first in its PATH, then the folder of dockerd, which this process finds in its own PATH
+(tools/engines.py). /etc/docker, /run/docker and /run/containerd of the host are not used: a tmpfs
 covers the last one, where docker's containerd-shim always puts its sockets. Needs a private mount namespace (host.py).
 """
 
@@ -27,7 +28,11 @@ from .. import processes
 from ..rootfs import run, unmount_below
 from .base import Result
 
-CLIENT = "/usr/bin/docker"  # from the daemon's package; a newer client in PATH may refuse the daemon
+PROGRAM = shutil.which("dockerd") or "dockerd"
+FOLDER = os.path.dirname(PROGRAM)
+# From the daemon's package: a client in PATH may be too new or too old for the daemon
+CLIENT = next(filter(os.path.exists, (f"{FOLDER}/docker", "/usr/bin/docker")), "docker")
+_BUILDX = f"{FOLDER}/docker-buildx"  # without it a newer client builds no images
 _SHIM_SOCKETS = Path("/run/containerd")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
@@ -46,6 +51,9 @@ class Dockerd:
         # docker 20.10 would write this one file to /etc/docker
         key = {"deprecated-key-path": str(directory / "key.json")}
         self.config_file.write_text(json.dumps({**key, **(config or {})}, indent=4) + "\n")
+        if os.path.exists(_BUILDX):
+            (directory / "client/cli-plugins").mkdir(parents=True)
+            (directory / "client/cli-plugins/docker-buildx").symlink_to(_BUILDX)
         self.cgroup = "-".join(directory.parts[-2:])  # unique if the directory is
         self._process: subprocess.Popen[bytes] | None = None
         self._covered = False
@@ -83,12 +91,12 @@ class Dockerd:
             self._wait_ready(ready)
 
     def environment(self) -> dict[str, str]:
-        return {"PATH": f"{self.directory}/bin:{_PATH}"}
+        return {"PATH": f"{self.directory}/bin:{FOLDER}:{_PATH}"}
 
     def command_line(self) -> list[str]:
         below = self.directory
         return [
-            shutil.which("dockerd", path="/usr/bin:/usr/sbin") or "dockerd",
+            PROGRAM,
             f"--config-file={self.config_file}",
             f"--data-root={below / 'data'}",
             f"--exec-root={below / 'exec'}",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+import tarfile
 from pathlib import Path
 
 from ..host import TREE
 from ..rootfs import run
 
+IMAGE = "localhost/gpushare-test:1"
 PROBE = "/usr/bin/probe"
 _SOURCE = TREE / "tests" / "integration" / "programs" / "probe.c"
 _TOOLS = ("sh", "cat", "env", "grep", "head", "id", "ls", "mknod", "sleep", "stat", "touch", "true")
@@ -46,6 +50,30 @@ def make_root(root: Path) -> Path:
 def make_tar(root: Path, archive: Path) -> Path:
     """Pack `root` in the format that engines import."""
     run("tar", "--numeric-owner", "-C", root, "-cf", archive, ".")
+    return archive
+
+
+def make_archive(image_root: Path, directory: Path) -> Path:
+    """Write `image_root` as `docker save` would, for containerd and podman to import. Its program sleeps: a sandbox
+    needs a process that stays."""
+    layer = make_tar(image_root, directory / "layer.tar")
+    config = directory / "image.json"
+    digest = hashlib.sha256(layer.read_bytes()).hexdigest()
+    path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    content = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Entrypoint": ["sleep", "inf"], "Env": [path]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+    }
+    config.write_text(json.dumps(content))
+    manifest = directory / "manifest.json"
+    manifest.write_text(json.dumps([{"Config": config.name, "RepoTags": [IMAGE], "Layers": [layer.name]}]))
+    archive = directory / "image.tar"
+    with tarfile.open(archive, "w") as tar:
+        for file in (manifest, config, layer):
+            tar.add(file, file.name)
+    layer.unlink()
     return archive
 
 

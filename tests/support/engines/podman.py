@@ -46,6 +46,7 @@ num_locks = 128
 hooks_dir = ["{hooks}"]
 infra_image = "{pause}"
 runtime = "{runtime}"
+runtime_supports_json = ["crun", "runc", "gpushare"]
 
 [engine.runtimes]
 runc = ["/usr/sbin/runc"]

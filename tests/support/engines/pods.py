@@ -1,4 +1,4 @@
-"""Pods and their containers, created and removed over CRI like kubelet does. Used by containerd.py."""
+"""Pods and their containers, created and removed over CRI like kubelet does. Used by containerd.py and crio.py."""
 
 from __future__ import annotations
 
@@ -6,20 +6,102 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import select
+import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import processes
 from ..rootfs import run, unmount_below
 from .base import Refused, Result, Want
-from .containerd_daemon import CGROUP_PARENT, IMAGE, Daemon
-from .cri import CriError
+from .cri import Cri, CriError
+from .image import IMAGE
 
+HANDLER = "gpushare"
 NAME = "main"  # of a pod's only container
 RUNNING = 1  # ContainerState in cri.proto
+CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # parallel test runs must not end each other's containers
 _numbers = itertools.count(1)
+
+
+class Daemon:
+    """containerd or CRI-O, with directories of its own. `process_name`: part of the command line of the processes that
+    it leaves."""
+
+    cri: Cri
+    process_name = ""
+
+    def __init__(self, directory: Path) -> None:
+        processes.become_subreaper()
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.pid = 0
+        self.cri = Cri(directory / "sock")
+
+    def exec_as(self, user: str, container: str, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run a program in a container as another user, which CRI cannot request."""
+        raise NotImplementedError
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End the daemon; containers and their monitors keep running."""
+        if self.pid:
+            os.kill(self.pid, number)
+            if processes.wait_exit(self.pid, 20) is None:
+                processes.kill_and_reap(self.pid)
+            self.pid = 0
+
+    def close(self) -> None:
+        """Remove daemon, monitors, mounts, cgroups and files."""
+        if self.pid:
+            remove_pods(self.cri)
+        self.cri.close()
+        self.kill(signal.SIGTERM)
+        for pid, command in processes.children().items():
+            if self.process_name in command and str(self.directory) in command:
+                processes.kill_and_reap(pid)
+        unmount_below(self.directory)
+        remove_cgroups()
+        run("rm", "-rf", self.directory)
+
+
+class PodEngine:
+    """The common part of containerd and CRI-O. See base.Engine."""
+
+    daemon: Daemon
+    directory: Path
+    annotates = True
+    shows_reason = True
+    restarts = True  # as kubelet does: the next attempt is a new container in the same pod
+
+    def pod(self, annotations: Mapping[str, str] = {}, handler: str = HANDLER) -> Pod:
+        return Pod(self.daemon, self.directory / "pods", dict(annotations), handler)
+
+    def start(self, want: Want) -> PodContainer:
+        """Scope the annotations to the one container, as a pod's author would."""
+        pod = self.pod({re.sub("^gpushare.io/", f"{NAME}.gpushare.io/", k): v for k, v in want.annotations.items()})
+        try:
+            one = pod.container(want)
+            one.ends_pod = True
+            one.start()
+        except CriError as error:
+            pod.remove()
+            raise Refused(Result(error.code, "", error.detail)) from None
+        except BaseException:
+            pod.remove()
+            raise
+        return one
+
+    def run(self, want: Want, timeout_s: float = 60) -> Result:
+        try:
+            one = self.start(want)
+        except Refused as refused:
+            return refused.result
+        with one:
+            return one.wait(timeout_s)
 
 
 class Pod:
@@ -34,9 +116,10 @@ class Pod:
             "metadata": {"name": name, "uid": f"uid-{name}", "namespace": "default"},
             "log_directory": str(self.directory / "log"),
             "annotations": annotations,
+            "labels": {"io.kubernetes.pod.name": name, "io.kubernetes.pod.namespace": "default"},
             "linux": {
                 "cgroup_parent": CGROUP_PARENT,
-                "security_context": {"namespace_options": {"network": "NODE"}},
+                "security_context": {"namespace_options": {"network": "NODE", "pid": "CONTAINER"}},
             },
         }
         self.id = ""
@@ -48,7 +131,7 @@ class Pod:
             raise
 
     def info(self) -> dict[str, Any]:
-        """containerd's facts about the sandbox: pid, runtimeSpec and more."""
+        """The engine's facts about the sandbox: pid, runtimeSpec and more. CRI-O has no process for most sandboxes."""
         status = self.daemon.cri.call("PodSandboxStatus", pod_sandbox_id=self.id, verbose=True)
         info: dict[str, Any] = json.loads(status.info["info"])
         return info
@@ -69,7 +152,7 @@ class Pod:
     def remove(self) -> None:
         """Remove the pod as kubelet does, and wait for its shim; a second call does nothing."""
         if self.id:
-            shim = _pidfd_of_parent(self.info()["pid"])
+            shim = _pidfd_of_parent(self.info().get("pid", 0))
             self.daemon.cri.call("StopPodSandbox", pod_sandbox_id=self.id)
             self.daemon.cri.call("RemovePodSandbox", pod_sandbox_id=self.id)
             self.id = ""
@@ -97,6 +180,7 @@ class PodContainer:
         uid, _, gid = want.user.partition(":")
         self._config: dict[str, Any] = {
             "image": {"image": IMAGE},
+            "labels": {**pod.config["labels"], "io.kubernetes.container.name": name},
             "command": list(want.args),
             "envs": [{"key": key, "value": value} for key, value in want.env.items()],
             "mounts": [*_mounts(want), *self._tmpfs(want.tmpfs)],
@@ -131,7 +215,7 @@ class PodContainer:
         return self.pod.directory / "log" / f"{self._name}-{self._attempt}"
 
     def info(self) -> dict[str, Any]:
-        """containerd's facts about the container: pid, runtimeSpec and more."""
+        """The engine's facts about the container: pid, runtimeSpec and more."""
         status = self._cri.call("ContainerStatus", container_id=self.id, verbose=True)
         info: dict[str, Any] = json.loads(status.info["info"])
         return info
@@ -160,7 +244,7 @@ class PodContainer:
         return Result(status.exit_code, streams["stdout"], streams["stderr"] + status.message)
 
     def _settled(self) -> None:
-        """Poll, like kubelet, until containerd knows that the program has ended and has deleted its task. A stop can
+        """Poll, like kubelet, until the engine knows that the program has ended and has deleted its task. A stop can
         return earlier, and then finds no shim if the shim is ending by itself."""
         try:
             self._cri.call("StopContainer", container_id=self.id, timeout=30)
@@ -172,13 +256,12 @@ class PodContainer:
     def _until_exited(self) -> None:
         deadline = time.monotonic() + 30
         while self._cri.call("ContainerStatus", container_id=self.id).status.state == RUNNING:
-            assert time.monotonic() < deadline, f"{self.id} still runs for containerd"
+            assert time.monotonic() < deadline, f"{self.id} still runs for the engine"
             time.sleep(0.02)
 
     def exec(self, *args: str, user: str = "") -> Result:
-        if user:  # CRI has no option for it
-            name = f"exec{next(_numbers)}"
-            done = self.pod.daemon.try_ctr("tasks", "exec", "--user", user, "--exec-id", name, self.id, *args)
+        if user:
+            done = self.pod.daemon.exec_as(user, self.id, *args)
             return Result(done.returncode, done.stdout, done.stderr)
         answer = self._cri.call("ExecSync", container_id=self.id, cmd=list(args), timeout=60)
         return Result(answer.exit_code, answer.stdout.decode(), answer.stderr.decode())
@@ -248,3 +331,20 @@ def wait_gone(pidfd: int, timeout_s: float = 20) -> None:
     came = poll.poll(timeout_s * 1000)
     os.close(pidfd)
     assert came, f"a process still runs after {timeout_s} s"
+
+
+def remove_pods(cri: Cri) -> None:
+    """Remove all pods that a failed test has left."""
+    with contextlib.suppress(CriError):
+        for pod in cri.call("ListPodSandbox", timeout_s=5).items:
+            cri.call("StopPodSandbox", pod_sandbox_id=pod.id)
+            cri.call("RemovePodSandbox", pod_sandbox_id=pod.id)
+
+
+def remove_cgroups() -> None:
+    top = Path("/sys/fs/cgroup")
+    for folder in (*top.iterdir(), top):
+        ours = folder / CGROUP_PARENT[1:]
+        for one in (*ours.glob("pod*"), ours):
+            with contextlib.suppress(OSError):
+                one.rmdir()

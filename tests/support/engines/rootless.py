@@ -154,5 +154,5 @@ def require_device_is_not_exceeded(engine: Engine) -> None:
     with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
         with pytest.raises(Refused) as refused:
             engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
-        assert "7Gi" in refused.value.result.err
+        assert "7 GiB" in refused.value.result.err
     assert engine.run(Want(env={"GPUSHARE_MEMORY": "16Gi"})).answer()["total_bytes"] == 16 << 30
