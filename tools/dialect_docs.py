@@ -1,5 +1,4 @@
-"""The text of docs/dialects.md and hook/gpushare/request/dialects/triggers.py, generated from the table of dialects:
-rows of generated.py."""
+"""The text of docs/dialects.md, generated from the table of dialects: a row of generated.py."""
 
 from __future__ import annotations
 
@@ -84,42 +83,3 @@ def section(row: registry.Row) -> str:
 
 def text() -> str:
     return HEAD + "\n".join(section(row) for row in registry.ROWS)
-
-
-TRIGGERS = '''"""The triggers of dialects/registry.py, which a start loads only if one of these occurs. `make docs`
-generates this file; a test fails if it is out of date. Runs on the start path."""
-
-from __future__ import annotations
-
-from collections.abc import Iterable
-
-# Prefixes of variables that request something
-BEGINNINGS = (
-{beginnings})
-# Prefixes of all variables
-VARIABLES = (
-{variables})
-# Annotations, and their prefixes
-KEYS = frozenset((
-{keys}))  # fmt: skip
-KEY_BEGINNINGS = (
-{key_beginnings})
-# Prefix of annotations that name their container
-SCOPE = "{scope}"
-
-
-def any_annotation(names: Iterable[str]) -> bool:
-    """Return whether one of these is an annotation of another scheduler."""
-    return any(name in KEYS or name.startswith(SCOPE) for name in names)
-'''
-
-
-def triggers() -> str:
-    lists = {
-        "beginnings": registry.BEGINNINGS,
-        "variables": registry.VARIABLES,
-        "keys": sorted(registry.KEYS),
-        "key_beginnings": registry.KEY_BEGINNINGS,
-    }
-    rows = {key: "".join(f'    "{name}",\n' for name in names) for key, names in lists.items()}
-    return TRIGGERS.format(**rows, scope=registry.SCOPE)

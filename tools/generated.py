@@ -43,7 +43,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/shim-symbols.md": lambda: gen_symbols.docs(gen_symbols.read()),
     "docs/troubleshooting.md": error_docs.text,
     "docs/versions.md": lambda: matrix_docs.page(*matrix_docs.recorded()),
-    "hook/gpushare/request/dialects/triggers.py": dialect_docs.triggers,
 }
 
 

@@ -204,9 +204,6 @@ static int hook(char **argv, int count) {
     bool adopts = strcmp(stage, "adopt") == 0;
     if (!clear)
         return python("gpushare-hook", argv);
-    int code = adopts && *state.id ? waiting_hook(state_dir, state.id, text, size) : -1;
-    if (code >= 0)
-        return code;
     snprintf(path, sizeof path, "%s/config.json", state.bundle);
     if (!adopts && !scan_may_ask(path, cri) &&
         (!known_config_exists(config) || known_runtime(state_dir, config, low)))

@@ -35,18 +35,12 @@ struct call {
 struct call args_parse(const char *const *words);
 bool args_listed(const char *const *list, const char *word, size_t length);
 
-/* state.c: parse an OCI state; false if anything is unclear. `id` is empty unless it is safe as a
- * directory name. */
+/* state.c: parse an OCI state; false if anything is unclear. */
 struct state {
     char bundle[PATH_MAX];
-    char id[256];
     bool redirects; /* annotations name a file for the output of hooks (hookoutput.py), or may */
 };
 bool state_read(const char *json, size_t size, struct state *state);
-bool state_is_id(const char *id);
-
-/* waiting.c: the exit code of the hook that waits for this container; -1 if none waits. */
-int waiting_hook(const char *state_dir, const char *id, const char *text, size_t size);
 
 /* cgroup_lock_warmup.c: warm up the kernel's cgroup lock while Python works. */
 void warm_up_cgroup_lock(const char *state_dir);

@@ -2,7 +2,7 @@
 # build/bin/gpushare-runtime-cri: another name of the first, for engines that are a CRI.
 
 LAUNCHERS := build/bin/gpushare-runtime build/bin/gpushare-hook
-LAUNCHER_SOURCES := $(addprefix hook/launcher/,args.c cgroup_lock_warmup.c runtime_cache.c launcher.c scan.c state.c waiting.c)
+LAUNCHER_SOURCES := $(addprefix hook/launcher/,args.c cgroup_lock_warmup.c runtime_cache.c launcher.c scan.c state.c)
 LAUNCHER_TABLES := build/launcher/launcher_tables.h
 LAUNCHER_CFLAGS := -std=gnu11 -O2 -g -Wall -Wextra -Wshadow -Werror -fstack-protector-strong -Ibuild/launcher -Wno-unused-variable -ffile-prefix-map=$(CURDIR)=.
 LAUNCHERS_ANALYZED := $(LAUNCHERS:build/bin/%=build/launcher/analyzed/%)

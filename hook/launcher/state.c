@@ -1,4 +1,4 @@
-/* Parse the bundle and the id of an OCI state. Only the top level counts, since an annotation may
+/* Parse the bundle of an OCI state. Only the top level counts, since an annotation may
  * be called "bundle". Everything unusual (a second bundle, an escape in a name, \u in the path,
  * invalid JSON) is left to Python. crun 1.28 escapes each slash. */
 
@@ -86,15 +86,6 @@ static bool text_of(struct text *t, char *field, size_t room) {
     return true;
 }
 
-/* The same as oci.check_id. */
-bool state_is_id(const char *id) {
-    static const char letters[] =
-        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+-.";
-    size_t length = strlen(id);
-    return length && length <= MAX_ID_LENGTH && strspn(id, letters) == length &&
-           strcmp(id, ".") != 0 && strcmp(id, "..") != 0;
-}
-
 /* Return whether an annotation sends the output of hooks to a file; like hookoutput.is_redirected.
  */
 static bool redirects(const char *name, size_t length, bool plain, struct text value) {
@@ -140,13 +131,6 @@ static bool take(struct text *t, const char *name, size_t length, struct state *
     if (is(name, length, "bundle") || is(name, length, "bundlePath"))
         return !*state->bundle && text_of(t, state->bundle, sizeof state->bundle) &&
                *state->bundle == '/';
-    if (is(name, length, "id")) {
-        const char *begin = t->at;
-        if (!text_of(t, state->id, sizeof state->id) || !state_is_id(state->id))
-            *state->id = '\0'; /* the last id counts, so a bad one erases an earlier one */
-        t->at = begin;
-        return skip(t);
-    }
     if (is(name, length, "annotations"))
         return annotations(t, state);
     return skip(t);

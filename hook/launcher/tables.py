@@ -12,7 +12,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from gpushare.config import oci_runtime
 from gpushare.core import constants
 from gpushare.engines import base
-from gpushare.programs import commandline, deadline, waiting
+from gpushare.programs import commandline
 from gpushare.request import hookoutput, oci, request
 
 
@@ -44,9 +44,6 @@ def defines() -> str:
         "HOOK_STDERR": c_text(constants.HOOK_OUTPUT_ANNOTATIONS[1]),
         "OWN_STDERR": c_text(hookoutput.OWN_STDERR),
         "MAX_STATE_BYTES": str(oci.MAX_STATE_BYTES),
-        "MAX_ID_LENGTH": str(oci.MAX_ID_LENGTH),
-        "WAITING": f'"{waiting.SOCKET}"',
-        "ANSWER_S": str(deadline.DEADLINE_S + deadline.UNDO_DEADLINE_S),
         "NVIDIA_MAJOR": f'"{constants.NVIDIA_MAJOR}"',
         "NVIDIA_MAJOR_NUMBER": str(constants.NVIDIA_MAJOR),
     }

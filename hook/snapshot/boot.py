@@ -110,11 +110,10 @@ def resume(words: list, environ: dict, ignored: list) -> int:
 for file in posix.read(0, 1 << 16).decode().split():
     importlib.import_module(file[len("hook/") : -len(".py")].replace("/", "."))
 from gpushare.core import constants, installed  # noqa: E402
-from gpushare.programs import hook, runtime, waiting  # noqa: E402
+from gpushare.programs import hook, runtime  # noqa: E402
 from gpushare.state import audit_log  # noqa: E402
 from gpushare.system import syscalls  # noqa: E402
 
-waiting.leave = lambda *_: None  # starting again takes no longer than being waited for
 sys.meta_path[:] = [others := Others()]
 posix.environ.clear()
 os.environ._data.clear()

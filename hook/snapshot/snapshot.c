@@ -279,7 +279,8 @@ int main(int count, char **argv) {
     start_python(argv[2]);
     FILE *boot = fopen(argv[1], "r");
     PyObject *main_module = PyImport_AddModule("__main__");
-    /* gpushare/system/syscalls.py calls these: a static program cannot look up symbols. */
+    /* gpushare/system/syscalls.py looks these up as it is imported, and fails if one is missing. A
+     * static program cannot look up symbols. */
     PyObject *functions =
         Py_BuildValue("{sKsKsKsKsKsKsKsK}", "connect", connect, "fallocate", fallocate, "fstatfs",
                       fstatfs, "setns", setns, "socket", socket, "syscall", syscall, "umount2",

@@ -38,7 +38,6 @@ class _State(ctypes.Structure):
 
     _fields_ = [
         ("bundle", ctypes.c_char * PATH_MAX),
-        ("id", ctypes.c_char * 256),
         ("redirects", ctypes.c_bool),
     ]
 
@@ -117,5 +116,4 @@ def oci_state(data: bytes) -> None:
     except GpushareError:
         return
     assert found.bundle.decode("utf-8", "surrogateescape") == seen.bundle
-    assert found.id.decode() in ("", seen.id)
     assert found.redirects or not hookoutput.is_redirected(seen.annotations)

@@ -271,6 +271,9 @@ def test_module_missing_from_the_snapshot_restarts_the_start(
     """The first attempt's changes are undone, so the second finds no lease of its own."""
     tree = copied(tmp_path / "tree")
     (tree / "hook/gpushare/inject/cachefile.py").unlink()
+    apply = tree / "hook/gpushare/inject/apply.py"
+    text = apply.read_text().replace("import cachefile, ", "import ")
+    apply.write_text(text.replace("cachefile.extend", "from . import cachefile; cachefile.extend"))
     programs = with_snapshot(write(tmp_path / "smaller", tree))
     for _ in range(2):  # the first compiles the configuration, in the ordinary program
         one = container(["true"], env=SHARE, hook=node.hook()._replace(program=programs / "gpushare-hook"))

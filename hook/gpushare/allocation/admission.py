@@ -15,9 +15,11 @@ from ..core.errors import CapacityError, DeviceError, PolicyError, RequestError
 from ..core.model import RESERVED, Amount, Config, Device, Node, Policy, Request, Share
 from ..core.quantity import amount, bytes_of, described, human
 from ..gpu.selectors import device_name
+from ..request import constraints, sharing
+from ..request.dialects import conditions
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, rule_of, turn_bytes
 from ..state.shm_abi import MAX_PEERS
-from . import backends
+from . import backends, oversubscribing
 from .backends.base import Site
 from .held import HeldError, held_by, ids
 
@@ -236,20 +238,14 @@ def _refuse_unnamed(device: Device) -> None:
 def _require(request: Request, device: Device, node: Node) -> None:
     """Refuse a device that does not meet the image's constraints or the conditions of `any`."""
     if request.requirements:
-        from ..request import constraints
-
         constraints.require(request.requirements, node.inventory, device)
     if request.selection.conditions:
-        from ..request.dialects import conditions
-
         conditions.require(request.selection.conditions, device)
 
 
 def _require_free(request: Request, device: Device, ledger: Ledger, config: Config) -> None:
     """Check `any,free>=20Gi`."""
     if request.selection.conditions:
-        from ..request.dialects import conditions
-
         total = capacity_bytes(device, config)
         free_bytes = max(0, total - ledger.used.get(device.uuid, 0))
         conditions.require_free(request.selection.conditions, device, free_bytes, total)
@@ -262,15 +258,11 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
     _require(request, device, node)
     rule = rule_of(device, config)
     if rule is not None and wanted.memory is None:
-        from ..request import sharing
-
         given = sharing.share_of(device, rule, turn_bytes(device, config))
         equal, scaling = given.text, given.scaling
         wanted = SlotRequest(given.memory, given.compute_percent if wanted.compute is None else wanted.compute)
     part, asked_bytes = None, 0
     if wanted.scaling > 1 and wanted.memory is not None:
-        from . import oversubscribing
-
         scaling = wanted.scaling
         part, asked_bytes = oversubscribing.divided(wanted.memory, scaling, device)
         wanted = wanted._replace(memory=part)
@@ -286,8 +278,6 @@ def admit(wanted: SlotRequest, request: Request, device: Device, node: Node, led
     enforcers = backends.choose(size is not None, wanted.compute is not None, site)
     page, whole = _page_of(device, ledger, config), 0
     if beyond:
-        from . import oversubscribing
-
         whole = oversubscribing.whole_bytes(
             size, max(scaling, config.oversubscribe_scaling * request.oversubscribe), device
         )

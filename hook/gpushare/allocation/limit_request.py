@@ -18,7 +18,7 @@ from ..core.model import Amount, Lease, Node, Share
 from ..core.quoting import shown
 from ..gpu.selectors import device_name
 from ..state import ledger as books
-from . import admission, backends, quotas
+from . import admission, backends, lending, quotas
 
 MEMORY, COMPUTE, DEVICE = "--memory", "--compute", "--device"
 NO_LIMIT = "unlimited"
@@ -87,8 +87,6 @@ def _changed(share: Share, wanted: LimitRequest, node: Node, ledger: books.Ledge
     memory = _memory(share, wanted.memory)
     before = share
     if wanted.memory and (share.lending or (memory is not None and memory.ceiling is not None)):
-        from . import lending
-
         before = lending.changed(share, memory, node, ledger)
     changed = admission.regrant(before, admission.SlotRequest(memory, compute), soft, node, ledger)
     changed = changed if wanted.priority is None else changed._replace(priority=wanted.priority)

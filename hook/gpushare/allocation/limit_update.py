@@ -21,7 +21,7 @@ from ..core import constants
 from ..core.errors import CapacityError, DeviceError, GpushareError, KernelError, RequestError, of_file
 from ..core.model import Lease, Share
 from ..core.quoting import shown
-from ..state import accounts, activity_files, leases, shm_abi, storage
+from ..state import accounts, activity_files, leases, rebuild, shm_abi, storage
 from ..system import syscalls
 from . import backends
 
@@ -58,8 +58,6 @@ def _with_lost(state_dir: str, container_id: str, work: Callable[[int], Result])
     The search for it reads mount tables, which tenants can make long: so it comes before the lock is taken."""
     if os.path.lexists(_path(state_dir, container_id)) or leases.find(state_dir, container_id) is None:
         return work(-1)
-    from ..state import rebuild
-
     lost = rebuild.open_limits(state_dir, container_id)
     try:
         return work(lost)

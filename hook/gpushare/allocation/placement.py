@@ -20,7 +20,7 @@ from ..core.quoting import setting
 from ..gpu.selectors import device_name
 from ..request import named_devices
 from ..state.ledger import Ledger, capacity_bytes, capacity_percent, counts, ledger_of
-from . import admission, backends
+from . import admission, backends, lending, oversubscribing
 from .admission import Allocation, SlotRequest
 from .held import HeldError
 
@@ -111,12 +111,8 @@ def grant(request: Request, node: Node, ledger: Ledger) -> tuple[Share, ...]:
         for slot, (device, allocation) in enumerate(chosen)
     )
     if any(share.virtual_bytes for share in shares):
-        from . import oversubscribing
-
         oversubscribing.require_budget(shares, node, ledger, request.sources)
     if any(memory.ceiling for _, memory in request.memory):
-        from . import lending
-
         shares = lending.lent(shares, [one.memory for one in _wanted(request, len(shares))], node, ledger)
     return shares
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from ..core import constants
 from ..core.errors import CapacityError, GpushareError, KernelError, what_to_do
 from ..core.model import Bundle, Lease, Node, Request, Share
 from ..core.quoting import shown
 from ..request import policy
-from ..state import accounts, activity_files, leases, shm_abi, storage
+from ..state import accounts, activity_files, agentlock, leases, rebuild, shm_abi, storage
 from ..state.accounts import Closed
 from ..system import idmap, procs
-from . import placement
-
-if TYPE_CHECKING:
-    from ..state import rebuild
+from . import limit_update, placement, quotas
 
 
 def reserve(
@@ -69,8 +66,6 @@ def _reserve(state_dir: str, bundle: Bundle, request: Request, node: Node, dead:
                 shares = waiting
             whose = accounts.labels(bundle, request.uid)
             if node.config.policy.quotas:
-                from . import quotas
-
                 quotas.require(whose["uid"], whose["namespace"], shares, live, node.config.policy)
             new = [share.device.uuid for share in shares if not activity_files.is_ready(state_dir, share.device.uuid)]
             if not new:
@@ -101,8 +96,7 @@ def _in_line(
 ) -> Optional[tuple[Share, ...]]:
     """Return shares for a container that starts suspended: there is room once idle containers are suspended for it.
     None if there is not, if no agent runs that would resume it, or if the driver could not suspend it."""
-    from ..state import agentlock
-    from . import suspension
+    from . import suspension  # not in the snapshot: it needs all of ctypes
 
     if not agentlock.is_held(state_dir) or suspension.unable(node):
         return None
@@ -167,8 +161,6 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
     unfinished = os.path.lexists(os.path.join(state_dir, storage.CHANGING))
     if not unfinished and not any(share.draining_bytes for lease in live for share in lease.shares):
         return live
-    from . import limit_update
-
     try:
         limit_update.finish(state_dir)
     except GpushareError:  # `prune` reports it
@@ -178,13 +170,9 @@ def _changed(state_dir: str, live: tuple[Lease, ...]) -> tuple[Lease, ...]:
 
 def _stop_lending_alone(state_dir: str, live: tuple[Lease, ...]) -> None:
     """Stop lending if the agent that could take the memory back was killed."""
-    if any(share.lending == constants.EVICT for lease in live for share in lease.shares):
-        from ..state import agentlock
-
-        if not agentlock.is_held(state_dir):
-            from . import limit_update
-
-            limit_update.lend_locked(state_dir, live, ())
+    evicted = any(share.lending == constants.EVICT for lease in live for share in lease.shares)
+    if evicted and not agentlock.is_held(state_dir):
+        limit_update.lend_locked(state_dir, live, ())
 
 
 def recover(state_dir: str, node: Node) -> tuple[str, ...]:
@@ -200,8 +188,6 @@ def recover(state_dir: str, node: Node) -> tuple[str, ...]:
 def _search(state_dir: str, node: Node) -> Optional[rebuild.SearchResult]:
     if not os.path.lexists(os.path.join(state_dir, storage.REBUILD)):
         return None
-    from ..state import rebuild
-
     return rebuild.search(state_dir, node)
 
 
@@ -211,6 +197,4 @@ def _rebuild(state_dir: str, node: Node, searched: Optional[rebuild.SearchResult
         return ()
     if searched is None:
         return None
-    from ..state import rebuild
-
     return rebuild.run(state_dir, node, searched)

@@ -22,7 +22,7 @@ from typing import Any, Optional
 from ..config import oci_runtime
 from ..core.errors import ConfigError
 from ..core.quoting import shown
-from ..request.dialects import triggers
+from ..request.dialects import registry
 from . import basespec, containerd_files, daemon, distributions, hookfiles, jsontext, tomltext, validator
 from .base import CRI_PROGRAM, RUNTIME, RUNTIME_PROGRAM, UNKNOWN, Change, Files, Proposal, Refusal, Settings
 from .containerd_files import PLUGINS, Place, Source
@@ -38,7 +38,7 @@ _RUNC_TYPES = (_RUNC, "io.containerd.runc.v1", "")
 _CRI = {"cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"}
 _NRI = "io.containerd.nri.v1.nri"  # without it, containerd's CRI starts containers and validates nothing
 # Annotations of gpushare and of other schedulers, as patterns for Go's path.Match: * matches no slash
-ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(triggers.KEYS), f"{triggers.SCOPE}*")
+ANNOTATIONS = ("gpushare.io/*", "*.gpushare.io/*", *sorted(registry.KEYS), f"{registry.SCOPE}*")
 _REQUIREMENT = validator.CONTAINERD.keys
 _BUILT_IN = {"runtimes": {"runc": {"runtime_type": _RUNC}}}  # containerd 2 adds it to what the files have
 _BASE = '{{ template "base" . }}\n'  # k3s's own template, which one of the administrator's can extend

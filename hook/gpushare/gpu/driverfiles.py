@@ -20,7 +20,8 @@ from typing import NamedTuple, Optional
 
 from ..core.errors import DeviceError
 from ..core.model import Inventory, Request, Share
-from . import driverchoice, drivernodes, mig
+from ..system import ldcache
+from . import driverchoice, drivernodes, mig, unsupported
 from .driverchoice import LIBRARY, LIBRARY_32, PROGRAM, Kind, Search, Skipped
 from .driverroot import HostNode, below, in_root, listing, node, short_read
 from .drivertable import (
@@ -121,8 +122,6 @@ def _groups(search: Search) -> Iterator[_Listed]:
 
 def _cached_directories(root: str) -> list[str]:
     """The directories of libcuda.so.1 in the loader's cache of this root."""
-    from ..system import ldcache
-
     try:
         with open(os.path.join(below(root, "etc"), "ld.so.cache"), "rb") as file:
             found = ldcache.parse(file.read(ldcache.MAX_BYTES + 1)).libraries()
@@ -162,8 +161,6 @@ def _refuse(search: Search, name: str, listed: _Listed) -> None:
             f"the loaded driver is {version}, the libraries below {root} are {', '.join(others)}",
             "finish the driver upgrade (reboot, or reload the modules)",
         )
-    from . import unsupported
-
     raise unsupported.of_kind(root) or DeviceError(
         f"no libcuda.so.{version} below {root}",
         "install the driver's libraries, or set driver.libraries to the directory that has them",

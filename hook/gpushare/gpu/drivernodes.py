@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from ..core.errors import DeviceError
 from ..core.model import Device, Inventory, Share
+from . import mig
 from .driverroot import HostNode, listing, node, numbered
 from .drivertable import CAPABILITIES, FEATURES, IMEX_DIR
 
@@ -67,8 +68,6 @@ def of_display(root: str, shares: tuple[Share, ...], capabilities: tuple[str, ..
 def of_cdi_device(inventory: Inventory, device: Device) -> tuple[HostNode, ...]:
     """Nodes of the device, and control nodes of CUDA programs. () if a node of the device is missing or simulated: then
     only the hook gives access to it."""
-    from . import mig
-
     root, dev = inventory.root, inventory.dev_root
     first = None if inventory.simulated else node(dev, f"nvidia{device.minor}", False)
     if first is None:

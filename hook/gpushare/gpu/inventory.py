@@ -20,8 +20,8 @@ from ..core import constants
 from ..core.errors import DeviceError
 from ..core.model import Device, Inventory
 from ..core.quoting import shown
-from . import mig
-from .driverroot import short_read
+from . import contexts, driverfiles, mig, nvml, unsupported
+from .driverroot import below, short_read
 
 if TYPE_CHECKING:  # not on the start path
     from . import nvml
@@ -47,8 +47,6 @@ def driver_version(root: str) -> str:
     for field in (text or "").partition("\n")[0].split():
         if field[0].isdigit() and "." in field and field.replace(".", "").isdigit():
             return field
-    from . import unsupported
-
     proc = os.path.join(root, _PROC)
     hint = "load it" if root == "/" else "load it, or set driver.libraries in place of driver.root"
     raise unsupported.of_kind(root) or DeviceError(f"no NVIDIA driver is loaded (no version in {proc})", hint)
@@ -86,8 +84,6 @@ def _device(index: int, bus_id: str, facts: dict[str, str], answer: nvml.Answer,
         raise DeviceError(
             f"the driver has not initialised the GPU at {bus_id} (uuid {shown(uuid)})", "run nvidia-smi once as root"
         )
-    from . import contexts
-
     model = facts.get("Model", "unknown")
     gpu = answer.gpus[uuid]
     return Device(
@@ -108,8 +104,6 @@ def mig_instances(root: str) -> tuple[str, ...]:
 def _mig_devices(root: str, devices: tuple[Device, ...], answer: nvml.Answer, context_bytes: int) -> tuple[Device, ...]:
     """The MIG devices of all GPUs: listed by the kernel, named by NVML. A device that NVML does not name gets a name in
     the format of drivers before 470, and cannot be granted."""
-    from . import contexts
-
     found = []
     for device in devices:
         reported = answer.gpus[device.uuid].mig
@@ -156,8 +150,6 @@ def is_simulated(root: str) -> bool:
 
 def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:
     """Add the values of the marker file to NVML's answer. `minors`: uuid of the GPU with that minor."""
-    from . import nvml
-
     gpus = dict(answer.gpus)
     for uuid, gpu in answer.gpus.items():
         gpus[uuid] = gpu._replace(brand=marker.get("brand", gpu.brand), arch=marker.get("arch", gpu.arch))
@@ -169,9 +161,6 @@ def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, 
 
 def _roots(root: str, version: str, libraries: str, dev: str) -> tuple[str, str]:
     """(root of the driver's files, root that has dev): as configured, else where they are."""
-    from . import driverfiles
-    from .driverroot import below
-
     files = libraries or driverfiles.root_of(root, version)
     having = (one for one in (root, files) if os.path.lexists(os.path.join(below(one, "dev"), "nvidiactl")))
     return files, dev or next(having, root)
@@ -179,8 +168,6 @@ def _roots(root: str, version: str, libraries: str, dev: str) -> tuple[str, str]
 
 def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float) -> nvml.Answer:
     """NVML's answer with an entry for each GPU; the entry is empty for a GPU that NVML did not report."""
-    from . import driverfiles, nvml
-
     answer = nvml.Answer({})
     if facts:
         libraries = driverfiles.nvml_library(root, version), driverfiles.cuda_library(root, version)
@@ -192,8 +179,6 @@ def _ask(root: str, version: str, facts: list[dict[str, str]], deadline_s: float
 def read_inventory(root: str, deadline_s: float = NVML_DEADLINE_S, libraries: str = "", dev: str = "") -> Inventory:
     """The whole inventory, in PCI order. Without an answer from NVML the sizes are 0 and percentages are refused.
     `libraries`, `dev`: the roots of the driver's files and of dev; "": they are looked for."""
-    from . import driverfiles, unsupported
-
     _refuse_share(root)
     version = driver_version(root)
     marker = _marker(root)

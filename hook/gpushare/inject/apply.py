@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable
 from typing import Union
 
+from ..allocation.backends.dmem import regions as dmem
 from ..core import constants
 from ..core.errors import DeviceError, GpushareError, KernelError, of_source
 from ..core.model import Bundle, LdEntry
@@ -24,15 +25,14 @@ from ..core.ops import (
     ImageFile,
     InPlace,
     KernelLimit,
-    LdCache,
     Mount,
     Plan,
-    ProcMask,
     call,
 )
 from ..core.quoting import shown
+from ..state import storage
 from ..system import cgroup, idmap, inroot, mountns, rootless, syscalls
-from . import mountpoint, mountrules, rootfs
+from . import cachefile, mountpoint, mountrules, proc_nvidia_mask, rootfs
 
 
 class Applied:
@@ -115,8 +115,6 @@ def _carry_out(
 def store(plan: Plan) -> None:
     """Write the limits file and the tenant's tmpfs. Both are in the container's state directory, which is removed with
     its lease, so nothing has to be undone here."""
-    from ..state import storage
-
     storage.store(plan.ops)
 
 
@@ -154,7 +152,6 @@ def _apply(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = ContainerRoot(root_fd, applied._namespace.owner)
     root.keep(root_fd)
-    _load_modules(plan)
     applied._namespace.require_alive()
     applied._namespace.inside(lambda: put(root, plan, trees))
     applied.notes.extend(root.notes)
@@ -181,8 +178,6 @@ def _tell_systemd(
 def _enforce_limits(plan: Plan, pid: int, applied: Applied) -> None:
     limits = Access(plan).limits
     if limits:
-        from ..allocation.backends.dmem import regions as dmem
-
         applied._access.append(dmem.enforce(pid, limits))
         applied._namespace.require_alive()
 
@@ -193,7 +188,6 @@ def _adopt(plan: Plan, bundle: Bundle, pid: int, applied: Applied) -> None:
     root_fd = rootfs.open_root(bundle, pid)
     root = applied._root = ContainerRoot(root_fd, applied._namespace.owner)
     root.keep(root_fd)
-    _load_modules(plan)
     applied._namespace.require_alive()
 
     def claim_and_put() -> None:
@@ -372,13 +366,9 @@ class ContainerRoot(mountpoint.Root):
         self.notes.append(f"{shown(target)} of the image is covered ({shown(inroot.path_of(self.fd, existing))})")
 
     def extend_ld_cache(self, entries: tuple[LdEntry, ...]) -> None:
-        from . import cachefile
-
         cachefile.extend(self, entries)
 
     def mask_proc(self, bus_ids: tuple[str, ...], capabilities: tuple[str, ...]) -> None:
-        from . import proc_nvidia_mask
-
         proc_nvidia_mask.cover(self, bus_ids, capabilities)
 
 
@@ -397,13 +387,3 @@ def _unlink_link(dir_fd: int, name: str, text: str) -> None:
             os.unlink(name, dir_fd=dir_fd)
     except FileNotFoundError:
         pass
-
-
-def _load_modules(plan: Plan) -> None:
-    """Import what the operations of this plan import. Nothing may be loaded in the container's mount namespace, where
-    the image chooses what is at a path."""
-    kinds = {type(op) for op in plan.ops}
-    if LdCache in kinds:
-        from . import cachefile  # noqa: F401
-    if ProcMask in kinds:
-        from . import proc_nvidia_mask  # noqa: F401

@@ -10,7 +10,7 @@ Raises RequestError if no limit can be enforced in the image. Runs on the start 
 
 from typing import NamedTuple, Optional
 
-from ..allocation import backends
+from ..allocation import backends, lending
 from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Bundle, Config, Image, LdEntry, Lease, Node, Request, Share
@@ -225,8 +225,6 @@ def lending_notes(request: Request, shares: tuple[Share, ...], config: Config) -
     """Return the notes of memory limits that the devices cannot grant."""
     if not any(memory.ceiling for _, memory in request.memory):
         return ()
-    from ..allocation import lending
-
     return lending.notes(request, shares, config)
 
 

@@ -30,7 +30,7 @@ from ..core.ops import (
     call,
 )
 from ..core.quoting import shown
-from ..request import oci
+from ..request import deny_devices, oci
 from ..request.dialects import cdi_devices, nvidia
 from ..system import syscalls
 from . import spec_record
@@ -75,8 +75,6 @@ class Editor:
         """Remove NVIDIA's devices from wider rules, after `take_out_foreign` and before `deny`; see deny_devices.py."""
         if not cdi_devices.rules_reach(self.spec):
             return
-        from ..request import deny_devices
-
         rules, majors = self.spec["linux"]["resources"]["devices"], deny_devices.majors(root)
         for index in range(len(rules) - 1, -1, -1):
             others = deny_devices.narrower(rules[index], majors)

@@ -9,13 +9,13 @@ container's init. This module runs while a container starts.
 from __future__ import annotations
 
 from ..config import oci_runtime
-from ..core.errors import RequestError
+from ..core.errors import KernelError, RequestError
 from ..core.ops import Plan
 from ..core.quoting import shown
 from ..inject import apply, spec_record
 from ..request import oci
 from ..state import leases, log, storage
-from ..system import inroot, procs, rootless
+from ..system import cgroup, inroot, procs, rootless
 from . import deadline
 
 
@@ -37,8 +37,6 @@ def adopt(config_path: str, state_dir: str, state: oci.State, spec: str = "") ->
             "run adopt as gpushare-runtime does, as a createRuntime hook",
         )
     if record.leased and not rootless.is_rootless():
-        from ..system import cgroup
-
         # Fail if the container has no cgroup of its own: the device rules of config.json would not apply to it.
         cgroup.own_cgroups(init.pid)
         if not oci_runtime.gives_rules(config_path, state_dir):
@@ -66,9 +64,6 @@ def _tell_systemd(pid: int, record: spec_record.Record, cgroups_path: str) -> No
     """runc 1.1.3 to 1.1.6 does not pass NVIDIA's devices on to systemd, so `systemctl daemon-reload` would take them
     away. Later runtimes do: where `gpushare refresh` knows that, this step is left out. Nothing has to be undone: the
     rules are those of config.json."""
-    from ..core.errors import KernelError
-    from ..system import cgroup
-
     try:
         cgroup.tell_systemd(pid, [(major, minor) for major, minor in record.rules], cgroups_path=cgroups_path)
     except KernelError:

@@ -14,22 +14,23 @@ The hook reads neither its environment nor its working directory: an image can s
 """
 
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
+from ..config import node, oci_runtime
 from ..core import constants
 from ..core.errors import KernelError, RequestError, reported
 from ..core.model import Bundle, Lease
+from ..core.ops import Mount
 from ..core.quoting import shown
-from ..request import hookoutput, oci
-from ..state import log
-from ..system import rootless
-from . import deadline, session
-
-if TYPE_CHECKING:
-    from ..inject import apply, rootfs
-    from ..system import procs
+from ..inject import apply, rootfs
+from ..request import deny_devices, hookoutput, oci, request
+from ..request.dialects import cdi_devices
+from ..state import agentlock, audit_log, journal, leaseend, leases, log, storage
+from ..system import procs, rootless, syscalls
+from . import create_runtime_hook, deadline, session
 
 POSTSTOP_WAIT_MS = 2000
 _SYNOPSIS = "gpushare-hook [--config FILE] [--state DIR] [--cri] [--nri LOCK] prestart|createRuntime|poststop|adopt"
@@ -120,15 +121,9 @@ def _start(options: Options, state: oci.State) -> int:
     bundle = oci.bundle_of(state, spec, options.cri)
     start = session.resolve(bundle, lambda: session.load(options.config, options.state_dir))
     if start is None:
-        from ..config import oci_runtime
-
         _refuse_rules(bundle, options)
         oci_runtime.remember_if_stale(options.config, options.state_dir)
         return 0
-    from ..request import request
-    from ..state import leases
-    from ..system import procs
-
     request.refuse_conflicts(bundle, start.request, start.host.inventory)
     if options.nri and _is_gone(options.nri):
         _refuse_rules(bundle, options)
@@ -151,19 +146,12 @@ def _start(options: Options, state: oci.State) -> int:
 
 def _is_gone(lock: str) -> bool:
     """Return whether no NRI plugin holds its lock."""
-    from ..state import agentlock
-
     return not agentlock.is_held(*os.path.split(lock))
 
 
 def _refuse_rules(bundle: Bundle, options: Options) -> None:
     """Raise PolicyError if a container without a request has device rules that open GPUs."""
-    from ..request.dialects import cdi_devices
-
     if cdi_devices.rules_reach(bundle.spec):
-        from ..config import node
-        from ..request import deny_devices
-
         deny_devices.refuse(bundle, node.load_config_only(options.config, options.state_dir))
 
 
@@ -172,20 +160,15 @@ class IntoNamespace(session.Way):
 
     name = "hook"
 
-    def __init__(self, init: "Optional[procs.Process]" = None) -> None:
+    def __init__(self, init: Optional[procs.Process] = None) -> None:
         self._init = init
         self._applied: Optional[apply.Applied] = None
 
-    def image(self, start: session.Start, lease: Optional[Lease]) -> "rootfs.Opened":
-        from ..inject import rootfs
-
+    def image(self, start: session.Start, lease: Optional[Lease]) -> rootfs.Opened:
         self._root = rootfs.Opened(start.bundle, self._init.pid if self._init else 0)
         return self._root
 
     def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
-        from ..core.ops import Mount
-        from ..inject import apply, rootfs
-
         assert self._init is not None
         mounts = [(op.source, op.target) for op in placed.plan.ops if isinstance(op, Mount)]
         if placed.lease is None and mounts and rootfs.shows(self._root.fd, mounts):
@@ -194,7 +177,7 @@ class IntoNamespace(session.Way):
         self.warnings = self._applied.warnings
         return True
 
-    def holder(self) -> "Optional[procs.Process]":
+    def holder(self) -> Optional[procs.Process]:
         return self._init
 
     def undo(self) -> None:
@@ -210,9 +193,6 @@ class IntoNamespace(session.Way):
 
 def _poststop(options: Options, state: oci.State) -> int:
     """Release the container's lease and its files."""
-    from ..config import node
-    from ..state import audit_log, journal, leaseend, leases, storage
-
     if not storage.is_ready(options.state_dir):
         return 0
     lease = leases.find(options.state_dir, state.id)
@@ -231,10 +211,6 @@ def _poststop(options: Options, state: oci.State) -> int:
 
 def _wait_gone(pid: int, start: int) -> None:
     """Wait a moment for the init that the runtime has just killed."""
-    import select
-
-    from ..system import procs, syscalls
-
     try:
         fd = syscalls.pidfd_open(pid)
     except KernelError:
@@ -249,8 +225,6 @@ def _wait_gone(pid: int, start: int) -> None:
 
 
 def _adopt(options: Options, state: oci.State) -> int:
-    from . import create_runtime_hook
-
     return create_runtime_hook.adopt(options.config, options.state_dir, state, options.spec)
 
 

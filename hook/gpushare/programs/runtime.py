@@ -15,22 +15,23 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
+from typing import NamedTuple, NoReturn, Optional
 
-from ..config import oci_runtime
+from ..config import node, oci_runtime
 from ..core import constants
 from ..core.errors import GpushareError, KernelError, RequestError, reported
 from ..core.model import Bundle, Lease, Node
+from ..core.ops import DeviceRule, Mount, Plan
 from ..core.quoting import shown, shown_name
-from ..request import hookoutput, oci
-from ..state import audit_log, log
-from ..system import rootless
+from ..inject import memory_hook, spec_record, specedit
+from ..inject.specedit import HOOK_PROGRAM
+from ..inject.spectree import SpecTree
+from ..request import deny_devices, hookoutput, oci, request
+from ..request.dialects import cdi_devices
+from ..state import audit_log, journal, leaseend, leases, log, storage
+from ..system import idmap, rootless
 from . import commandline, deadline, session
 from .commandline import Call
-
-if TYPE_CHECKING:
-    from ..core.ops import Plan
-    from ..inject.spectree import SpecTree
 
 MIN_DESCRIPTORS = 64
 
@@ -77,8 +78,6 @@ def _keep(call: Call, line: str, error: BaseException) -> None:
     try:
         session.keep_refusal(*paths, oci.check_id(call.container_id), "runtime", line, error)
     except RequestError:  # the id is not valid
-        from ..config import node
-
         audit_log.refused(node.log_target(*paths), call.container_id, "runtime", error)
 
 
@@ -101,10 +100,6 @@ def _refuse_unread(call: Call) -> None:
 
 def _concerns(call: Call) -> bool:
     """Return whether the config.json of this reading has a request, or anything that gpushare would take out."""
-    from ..inject import spec_record
-    from ..request import request
-    from ..request.dialects import cdi_devices
-
     if not os.path.exists(os.path.join(call.bundle, call.config_name)):
         return False  # the low-level runtime cannot start it
     directory, _, spec = _read(call)
@@ -159,8 +154,6 @@ def _resolve(bundle: Bundle, paths: Paths) -> Optional[session.Start]:
 
 
 def _create(call: Call, paths: Paths) -> int:
-    from ..inject import spec_record, specedit
-
     directory, path, spec = _read(call)
     watch = Watch()
     clean = hookoutput.without(spec_record.stripped(spec))
@@ -179,7 +172,7 @@ def _create(call: Call, paths: Paths) -> int:
     way = IntoSpec(path, clean, _hook_words(paths, bundle, path))
 
     def go() -> None:
-        way.leave_waiting(paths.state_dir, bundle.id)
+        way.say_cooperative()
         watch.end()
         oci_runtime.execute(program, call.rest)
 
@@ -201,20 +194,13 @@ def _require_descriptors() -> None:
 def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
     """Return the spec of a container without a request, less NVIDIA's devices. This applies if its rules reach them, or
     if it is privileged, has their nodes, and policy has no entry for it. None: the spec stays as it is."""
-    from ..request.dialects import cdi_devices
-
     if not oci.has_sys_admin(bundle.spec) and not cdi_devices.rules_reach(bundle.spec):
         return None
-    from ..config import node
-    from ..request import deny_devices
-
     if not deny_devices.may_apply(bundle):
         return None
     config = node.load_config_only(paths.config, paths.state_dir)
     if not deny_devices.applies(bundle, config):
         return None
-    from ..inject import specedit
-
     editor = specedit.Editor(bundle.spec, leased=False)
     taken = editor.take_out_foreign()
     editor.narrow(config.dev_root)
@@ -240,15 +226,11 @@ class IntoSpec(session.Way):
         self._leased = False
         self._nonce = ""  # of our edit, once there is one
 
-    def image(self, start: session.Start, lease: Optional[Lease]) -> "SpecTree":
+    def image(self, start: session.Start, lease: Optional[Lease]) -> SpecTree:
         """Return the root that the edited config.json will mount: without the mounts of other tools, which are
         `taken`."""
-        from ..inject import specedit
-        from ..inject.spectree import SpecTree
 
         def why(hook: object) -> str:
-            from ..inject import memory_hook
-
             return memory_hook.reason(hook, start.request, lease.shares if lease else (), start.host.inventory)
 
         self._editor = specedit.Editor(start.bundle.spec, leased=lease is not None)
@@ -258,20 +240,13 @@ class IntoSpec(session.Way):
         self._tree = SpecTree(start.bundle._replace(spec=self._editor.spec))
         return self._tree
 
-    def check(self, steps: "Plan") -> None:
+    def check(self, steps: Plan) -> None:
         """Check the targets, except those in our own directory, which does not exist yet."""
-        from ..core.ops import Mount
-
         for op in steps.ops:
             if isinstance(op, Mount) and not f"{op.target}/".startswith(f"{constants.PRIVATE_DIR}/"):
                 self._tree.place(op.target, op.kind)
 
     def carry_out(self, start: session.Start, placed: session.Placed) -> bool:
-        from ..inject import specedit
-        from ..request.dialects import cdi_devices
-        from ..state import storage
-        from ..system import idmap
-
         config, steps = start.host.config, placed.plan
         self._leased = placed.lease is not None
         storage.store(steps.ops)
@@ -283,30 +258,20 @@ class IntoSpec(session.Way):
         specedit.write(self._path, spec)
         return True
 
-    def leave_waiting(self, state_dir: str, container_id: str) -> None:
-        """Leave a process waiting for the hook, so that Python starts once."""
-        from . import waiting
-
+    def say_cooperative(self) -> None:
         if self._leased and rootless.is_rootless():  # to the container's log
             log.to_stderr(f"gpushare: {rootless.COOPERATIVE}")
-        if self._leased:
-            waiting.leave(state_dir, container_id, self._words[1:])
 
     def undo(self) -> None:
         """Restore config.json if it has our edit. Another start of this bundle may have written it meanwhile; without
         that edit its container would have the engine's devices without a limit."""
-        from ..inject import spec_record, specedit
-
         record = spec_record.record_of(oci.read_json(self._path, oci.MAX_CONFIG_BYTES, "config.json"))
         if record is not None and self._clean is not None and record.nonce == self._nonce:
             specedit.write(self._path, self._clean)
 
 
-def _denied(steps: "Plan", host: Node) -> list[tuple[int, int]]:
+def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
     """Return NVIDIA's devices that the plan does not grant."""
-    from ..core.ops import DeviceRule
-    from ..request import deny_devices
-
     granted = [(op.major, op.minor) for op in steps.ops if isinstance(op, DeviceRule)]
     return deny_devices.numbers(host.inventory.dev_root, granted)
 
@@ -321,8 +286,6 @@ def _hook_mounts(bundle: Bundle) -> bool:
 
 def _hook_program() -> str:
     """Return the path of gpushare-hook: the launcher if this program is in libexec, else the program beside it."""
-    from ..inject.specedit import HOOK_PROGRAM
-
     here = os.path.dirname(os.path.abspath(sys.argv[0]))
     launcher = os.path.join(os.path.dirname(here), "bin", HOOK_PROGRAM)
     if os.path.basename(here) == "libexec" and os.access(launcher, os.X_OK):
@@ -340,8 +303,6 @@ def _hook_stderr() -> str:
 
 
 def _restore(call: Call, paths: Paths) -> int:
-    from ..inject import spec_record
-
     directory, path, spec = _read(call)
     clean = hookoutput.without(spec_record.stripped(spec))
     bundle = _bundle(call, directory, clean)
@@ -354,8 +315,6 @@ def _restore(call: Call, paths: Paths) -> int:
         )
     edited = _withheld(bundle, path, paths) or clean
     if edited is not spec:
-        from ..inject import specedit
-
         specedit.write(path, edited)
     _become(call, paths)
 
@@ -365,9 +324,6 @@ def _restore(call: Call, paths: Paths) -> int:
 
 def _delete(call: Call, paths: Paths) -> int:
     """Run `delete`, and release the lease even if the low-level runtime calls no poststop."""
-    from ..config import node
-    from ..state import audit_log, journal, leaseend, leases, storage
-
     try:
         known = leases.find(paths.state_dir, oci.check_id(call.container_id))
     except RequestError:

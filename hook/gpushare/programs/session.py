@@ -11,20 +11,25 @@ The programs hook, runtime and run differ in the bundle that they bring and in t
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
+from ..allocation import limit_update, placement, quotas, reservation
+from ..config import node
 from ..core import constants
 from ..core.errors import KernelError
 from ..core.model import Bundle, Lease, Node, Request
 from ..core.ops import Plan
-from ..state import audit_log, log
-from . import deadline
-
-if TYPE_CHECKING:
-    from ..system import inroot, procs
-    from .why import Reason
+from ..gpu import driverfiles
+from ..inject import plan, rootfs
+from ..request import lending, oci, policy
+from ..request import request as requests
+from ..state import audit_log, journal, leases, log, storage
+from ..system import inroot, procs
+from . import deadline, system_variables, why
+from .why import Reason
 
 
 class Start(NamedTuple):
@@ -46,7 +51,7 @@ class Preview(NamedTuple):
     """The result of a start if it happened now. `placed`: reasons for these devices; `held`: for these backends."""
 
     plan: Plan
-    placed: tuple["Reason", ...]
+    placed: tuple[Reason, ...]
     held: tuple[str, ...]
 
 
@@ -72,7 +77,7 @@ class Way:
         """Carry out the plan. Return False if the same hook did so in an earlier stage. The image is open."""
         raise NotImplementedError
 
-    def holder(self) -> "Optional[procs.Process]":
+    def holder(self) -> Optional[procs.Process]:
         """Return the process that gets the lease; None: it does not exist yet, and the adopt hook sets it."""
         return None
 
@@ -82,9 +87,6 @@ class Way:
 
 def load(config: str, state_dir: str) -> Node:
     """Return the node for a start that may write, and create the state directory."""
-    from ..config import node
-    from ..state import storage
-
     storage.prepare(state_dir)
     return node.load_node(config, state_dir)
 
@@ -94,14 +96,10 @@ def resolve(
 ) -> Optional[Start]:
     """Return the Start of a container; `load` is called only if it has a variable or annotation of gpushare's. Raise
     RequestError, PolicyError, DeviceError or KernelError."""
-    from ..request import request as requests
-
     if not on_host and not requests.mentions(bundle):
         return None
     host = load()
     if any(name.startswith(constants.OF_PLUGINS) for name, _ in bundle.env) and bundle.container_type != "sandbox":
-        from . import system_variables
-
         system_variables.require(bundle, host.config)
     request = requests.resolve(bundle, host, with_injected=with_injected, on_host=on_host)
     return Start(bundle, request, host) if request is not None else None
@@ -109,9 +107,6 @@ def resolve(
 
 def give(start: Start, way: Way, then: Callable[[], object]) -> None:
     """Run the pipeline. Raise GpushareError; then nothing is left. `then` runs last and may become another program."""
-    from ..state import journal, leases
-    from ..system import procs
-
     state_dir = start.host.config.state_dir
     sink = audit_log.open_sink(start.host.config.log)  # before the host's files are out of reach
     book = journal.opened(start.host.config)
@@ -141,9 +136,6 @@ def give(start: Start, way: Way, then: Callable[[], object]) -> None:
 
 def place(start: Start, way: Way) -> Optional[Placed]:
     """Place and carry out; None: an earlier stage did so. The caller undoes a failure."""
-    from ..allocation import reservation
-    from ..state import journal, storage
-
     bundle, request, host = start
     lease: Optional[Lease] = None
     if request.selection.kind != "none":
@@ -158,10 +150,6 @@ def _planned(
     start: Start, way: Way, lease: Optional[Lease], use: Callable[[Placed], Optional[bool]]
 ) -> Optional[Placed]:
     """Make the plan and `use` it while the image is open; None if `use` returns False."""
-    from ..gpu import driverfiles
-    from ..inject import plan, rootfs
-    from ..system import inroot
-
     bundle, request, host = start
     files = driverfiles.for_request(host.inventory, request, lease.shares if lease else ())
     with inroot.budget(), way.image(start, lease) as root:
@@ -172,14 +160,6 @@ def _planned(
 
 def preview(start: Start, way: Way) -> Preview:
     """Return what a start would get, without effects. A live lease of this bundle is ignored. Raise like a start."""
-    import time
-
-    from ..allocation import limit_update, placement
-    from ..request import oci, policy
-    from ..state import leases
-    from ..system import procs
-    from . import why
-
     bundle, request, host = start
     lease: Optional[Lease] = None
     reasons: tuple[tuple[Reason, ...], tuple[str, ...]] = ((), ())
@@ -192,8 +172,6 @@ def preview(start: Start, way: Way) -> Preview:
         ledger = placement.ledger_of(others, host.config.policy, seen.blocked(host))
         shares = placement.grant(request, host, ledger)
         if host.config.policy.quotas:
-            from ..allocation import quotas
-
             quotas.require(request.uid, oci.pod_namespace(bundle.annotations), shares, others, host.config.policy)
         lease = Lease(bundle.id, "reserved", procs.boot_id(), bundle.path, shares, 0, 0, created=time.time())
         reasons = why.placed(request, host, ledger, shares), why.held(request, host, ledger, shares)
@@ -208,9 +186,6 @@ def preview(start: Start, way: Way) -> Preview:
 
 def _log_grant(sink: audit_log.Sink, way: Way, start: Start, placed: Placed) -> None:
     """Log what the container got, and everything that differs from its request."""
-    from ..inject import plan
-    from ..request import lending
-
     lease, steps = placed
     request, config = start.request, start.host.config
     shares = lease.shares if lease else ()
@@ -230,8 +205,6 @@ def _log_grant(sink: audit_log.Sink, way: Way, start: Start, placed: Placed) -> 
 
 def keep_refusal(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
     """Store the line for `inspect`, unless the state directory hangs, and log the refusal."""
-    from ..state import storage
-
     try:
         deadline.give_up_later()
         storage.prepare(state_dir)
@@ -241,8 +214,6 @@ def keep_refusal(config: str, state_dir: str, container_id: str, way: str, line:
     try:
         deadline.give_up_later()
         if way:
-            from ..config import node
-
             audit_log.refused(node.log_target(config, state_dir), container_id, way, error)
     except deadline.Interrupted:
         pass

@@ -25,7 +25,7 @@ from ..core.errors import PolicyError, RequestError
 from ..core.model import Bundle, Config, Lease, Policy, Request
 from ..core.quoting import setting, shown, shown_name
 from . import oci
-from .dialects import Env, cdi_devices, nvidia, triggers
+from .dialects import Env, cdi_devices, nvidia, registry
 
 
 def accepted(who: str, bundle: Bundle) -> bool:
@@ -77,7 +77,7 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
     for field, (variable, least) in _MORE.items():
         said = [(name, value) for name, value in request.sources if name == variable]
         key = constants.ANNOTATIONS[variable]
-        annotated = any(name.endswith(key) or triggers.any_annotation((name,)) for name, _ in request.sources)
+        annotated = any(name.endswith(key) or registry.is_annotation(name) for name, _ in request.sources)
         if getattr(request, field) == least or (annotated and not said):
             continue
         fields[field] = least
@@ -160,7 +160,7 @@ def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
 def _unscoped(request: Request) -> str:
     """Return the first used annotation that names no container; those of other schedulers never do."""
     return next(
-        (name for name, _ in request.sources if name.startswith(constants.ANNOTATION_PREFIX) or name in triggers.KEYS),
+        (name for name, _ in request.sources if name.startswith(constants.ANNOTATION_PREFIX) or name in registry.KEYS),
         "",
     )
 
@@ -189,7 +189,7 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         )
     if other is not None:
         name = _unscoped(request)
-        own = constants.ANNOTATION_PREFIX + "memory" if name in triggers.KEYS else name
+        own = constants.ANNOTATION_PREFIX + "memory" if name in registry.KEYS else name
         raise RequestError(
             f"{shown_name(name)} is for the whole pod, and container {other.id} already has the share that it requests",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",

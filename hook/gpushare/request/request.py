@@ -22,8 +22,10 @@ from ..core.errors import DeviceError, PolicyError, RequestError
 from ..core.model import Bundle, Inventory, Node, Policy, Request, Selection
 from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
-from . import oci, policy
-from .dialects import Env, cdi_devices, gpushare_env, nvidia, nvidia_driver_env, triggers
+from ..gpu.drivernodes import of_cdi_device
+from ..gpu.selectors import find_devices, is_among, usable_devices
+from . import constraints, deny_devices, lending, merge, oci, policy, scheduler_requests
+from .dialects import Env, cdi_devices, gpushare_env, nvidia, nvidia_driver_env, registry
 
 # name -> (env, annotations, spec, inventory) -> Request | None, the most specific dialect first.
 # Dialects of other schedulers are in dialects/registry.py; merge.py adds them.
@@ -33,7 +35,7 @@ DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], O
     "nvidia": nvidia.read,
 }
 # Prefixes of variables that can be a request: GPUSHARE_*, common misspellings, NVIDIA's, and other schedulers'
-TRIGGERS = (*gpushare_env.PREFIXES, nvidia.ENV_DEVICES, *triggers.BEGINNINGS)
+TRIGGERS = (*gpushare_env.PREFIXES, nvidia.ENV_DEVICES, *registry.BEGINNINGS)
 # Text that the launcher searches in a config.json, in any case of letters. Without one of these, or a device of the
 # driver's major (scan.c), `mentions` finds nothing. ASCII letters, digits and . _ - / only, which it knows in every
 # JSON spelling.
@@ -44,7 +46,7 @@ RAW_TRIGGERS = (
     nvidia.VOLUME_ROOT.rpartition("/")[2],
     DEVICE_TRIGGER,
     "cdi.k8s.io",
-    *triggers.KEY_BEGINNINGS,
+    *registry.KEY_BEGINNINGS,
     *constants.HOOK_OUTPUT_ANNOTATIONS,  # no request; gpushare-runtime removes it (hookoutput.py)
 )
 _LONGEST = max(map(len, TRIGGERS))
@@ -63,7 +65,7 @@ def mentions(bundle: Bundle) -> bool:
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(constants.ANNOTATION_PREFIX in key for key in bundle.annotations)
-        or triggers.any_annotation(bundle.annotations)
+        or registry.any_annotation(bundle.annotations)
         or bool(nvidia.volume_requests(bundle.spec))
         or bool(cdi_devices.named(bundle.spec))
     )
@@ -106,11 +108,6 @@ def _without(mine: Optional[Request], bundle: Bundle, node: Node, with_injected:
 
 def _matches(bundle: Bundle) -> tuple[Any, ...]:
     """Return the values of other schedulers by dialect."""
-    found = any(name.startswith(triggers.VARIABLES) for name, _ in bundle.env)
-    if not found and not triggers.any_annotation(bundle.annotations):
-        return ()
-    from .dialects import registry
-
     return registry.matches(bundle.env, bundle.annotations, bundle.container_name)
 
 
@@ -122,8 +119,6 @@ def _with_schedulers(
     request = _combined(matches, mine, bundle, node, with_injected)
     if mine is None or policy.accepted(node.config.policy.accept_widening, bundle):
         return request
-    from . import merge
-
     limits = [name for name, _ in mine.sources if name in (constants.ENV_MEMORY, constants.ENV_COMPUTE)]
     theirs = _combined(matches, merge.without(mine, limits), bundle, node, with_injected, judged=True)
     larger = [name for name in limits if theirs is not None and merge.is_larger(name, mine, theirs, node)]
@@ -145,8 +140,6 @@ def _combined(
     judged: bool = False,
 ) -> Optional[Request]:
     """`judged`: only to see what the schedulers grant, so a value that policy refuses is no error."""
-    from . import merge, scheduler_requests
-
     collected = scheduler_requests.collect(matches, mine, bundle, node)
     collected = collected._replace(refused=()) if judged else collected
     if mine is not None and mine.selection != gpushare_env.UNNAMED:
@@ -244,8 +237,6 @@ def _with_driver_env(request: Request, bundle: Bundle, node: Node) -> Request:
         ignored=request.ignored + driver.ignored + more,
     )
     if request.requirements and request.selection.kind == "none":  # else placement checks them for each device
-        from . import constraints
-
         constraints.require(request.requirements, node.inventory, None)
     return request
 
@@ -286,8 +277,6 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if not on_host:  # no image either
         request = policy.without_widening(request, bundle, rules)
     if any(amount.ceiling for _, amount in request.memory):
-        from . import lending
-
         request = request._replace(ignored=(*request.ignored, *lending.notes(request, node.config)))
     return _with_driver_env(request, bundle, node)
 
@@ -295,8 +284,6 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
 def _on_one_device(request: Request, bundle: Bundle, node: Node) -> Request:
     """Return the request with one device if a scheduler counted its memory once (policy.amounts). Every CUDA image sets
     NVIDIA_VISIBLE_DEVICES=all, which then means any device. Raise RequestError for several devices."""
-    from ..gpu.selectors import find_devices, is_among, usable_devices
-
     keys = (constants.ANNOTATIONS[constants.ENV_MEMORY], *constants.MEMORY_ENDS)
     amount = next((pair for pair in request.sources if pair[0] == constants.ENV_MEMORY or pair[0].endswith(keys)), None)
     if amount is None or any(name.startswith(constants.OF_PLUGINS) for name, _ in bundle.env):
@@ -331,7 +318,7 @@ def _annotated(bundle: Bundle) -> bool:
     asking = (
         key for key in bundle.annotations if constants.ANNOTATION_PREFIX in key and key != constants.APPLIED_ANNOTATION
     )
-    return next(asking, "") != "" or triggers.any_annotation(bundle.annotations)
+    return next(asking, "") != "" or registry.any_annotation(bundle.annotations)
 
 
 def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
@@ -339,8 +326,6 @@ def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
     matches = _matches(bundle) if bundle.container_type != "sandbox" else ()
     if not matches:
         return ()
-    from . import scheduler_requests
-
     mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
     return scheduler_requests.unused(matches, mine, bundle, node)
 
@@ -373,9 +358,6 @@ def _without_cdi_nodes(bundle: Bundle, request: Request, inventory: Inventory) -
     from_claim = any(name.startswith(constants.ENV_CLAIM_PREFIX) for name, _ in bundle.env)
     if not (from_cdi or from_claim) or request.selection.kind != "list":
         return spec
-    from ..gpu.drivernodes import of_cdi_device
-    from ..gpu.selectors import find_devices
-
     devices = [device for name in request.selection.names for device in find_devices("", "", name, inventory)]
     nodes = [node for device in devices for node in of_cdi_device(inventory, device)]
     own = [(f"/dev/{node.name}", node.major, node.minor) for node in nodes]
@@ -406,8 +388,6 @@ def refuse_conflicts(bundle: Bundle, request: Request, inventory: Inventory) -> 
         )
     if not cdi_devices.rules_reach(spec):
         return
-    from . import deny_devices
-
     if deny_devices.rules_open(spec, {constants.NVIDIA_MAJOR}):
         raise RequestError(
             "config.json allows devices that were not granted (linux.resources.devices), as --privileged does",

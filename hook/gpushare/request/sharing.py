@@ -13,6 +13,7 @@ from typing import NamedTuple, Optional
 from ..core.errors import DeviceError
 from ..core.model import Amount, Device, SharingRule
 from ..gpu.selectors import device_name, is_among
+from .dialects import conditions
 
 
 class EqualShare(NamedTuple):
@@ -28,8 +29,6 @@ def _names(rule: SharingRule, device: Device) -> bool:
     if rule.devices and not is_among(device, rule.devices):
         return False
     if rule.model:
-        from .dialects import conditions
-
         return conditions.is_model(rule.model, device.model)
     return True
 

@@ -12,6 +12,8 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from ..core.model import Bundle, Lease, Share
+from ..request import oci
+from . import storage
 from .shm_abi import MAX_SLOTS, NO_PERCENT, RegionError
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ def now_ns() -> int:
 
 def labels(bundle: Bundle, uid: int) -> dict[str, Any]:
     """Return the fields of a Lease that tell whose it is. Only a CRI's annotations name a pod or an image."""
-    from ..request import oci
-
     said = bundle.annotations
     names = {"namespace": oci.pod_namespace, "pod": oci.pod_name, "container": oci.container_name}
     texts = {key: find(said) for key, find in names.items()}
@@ -119,8 +119,6 @@ def _account(share: Share, usage: "Optional[Usage]", age_ns: int) -> Account:
 
 def closed(state_dir: str, lease: Lease, known: bool) -> Closed:
     """Return the final account of a dead lease whose files still exist. `known`: it ended just now."""
-    from . import storage
-
     end = now_ns()
     try:
         usage = storage.read_usage(state_dir, lease.id, len(lease.shares), counters=True)

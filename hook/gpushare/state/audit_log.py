@@ -20,9 +20,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
+from ..core import constants
 from ..core.errors import GpushareError
 from ..core.model import Lease, Request, Share
 from ..core.quoting import quoted
+from ..request import request
+from ..system import syscalls
 from .accounts import Closed, began_ns
 
 SYSLOG, NOWHERE = "syslog", "none"  # of the key log.decisions; anything else is a path
@@ -61,8 +64,6 @@ def open_sink(where: str) -> Sink:
     except OSError as error:
         if error.errno != errno.ENXIO:
             return Sink(-1)
-    from ..system import syscalls
-
     try:
         return Sink(syscalls.connect_datagram(SOCKET if where == SYSLOG else where), True)
     except GpushareError:
@@ -142,9 +143,6 @@ def refused(where: str, container_id: str, way: str, error: BaseException) -> No
 
 
 def _name_in(message: str) -> str:
-    from ..core import constants
-    from ..request import request
-
     name = message.partition(":")[0].partition("=")[0]
     is_ours = name.upper().startswith(request.TRIGGERS) or constants.ANNOTATION_PREFIX in name
     return name if is_ours and len(name) <= 128 and _NAME.issuperset(name) else ""

@@ -14,7 +14,7 @@ from ..core import constants
 from ..core.model import Lease
 from ..core.quoting import shown
 from ..system import filelock, procs
-from . import accounts, leases, storage
+from . import accounts, leases, mounttables, storage
 
 
 def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = None) -> str:
@@ -46,8 +46,6 @@ def release(state_dir: str, container_id: str, ended: Optional[leases.Ended] = N
 
 def _user(state_dir: str, container_id: str) -> str:
     """Return why a container with an unreadable lease may still run; "" if it does not."""
-    from . import mounttables
-
     if filelock.is_locked(os.path.join(storage.container_dir(state_dir, container_id), "rw", "usage")):
         return "a process uses its limits"
     pid, left_out = mounttables.user_of(mounttables.page_device(state_dir, container_id), constants.RW_DIR)

@@ -21,7 +21,7 @@ from ..core.errors import KernelError, of_file
 from ..core.model import Lease, Node, Share
 from ..core.quoting import shown
 from ..system import filelock, procs
-from . import accounts, activity_files, leasefile, shm_abi, storage
+from . import accounts, activity_files, leasefile, leftover, migration, shm_abi, storage
 from .accounts import Closed
 
 _MAX_BYTES = 1 << 20
@@ -92,8 +92,6 @@ def why_dead(state_dir: str, lease: Lease, boot_id: str) -> str:
 def _outlived(state_dir: str, lease: Lease) -> bool:
     if lease.first:
         return False
-    from . import leftover
-
     return leftover.lives(state_dir, lease)
 
 
@@ -118,8 +116,6 @@ def _read(state_dir: str, container_id: str) -> Lease:
     """Parse lease.json. Raise OSError or ValueError."""
     data = _read_file(state_dir, container_id, storage.LEASE)
     if b'"cgroup_id":' not in data:
-        from . import migration
-
         data = migration.lease_json(data, lambda: _read_file(state_dir, container_id, migration.HELD))
     return leasefile.from_json(data, container_id)
 
@@ -204,8 +200,6 @@ def of_init(lease: Lease, pid: int) -> Lease:
     """Return `lease` with the data that tells whether a process outlives this init."""
     if procs.is_first(pid):
         return lease._replace(first=True, cgroup_id=0)
-    from . import leftover
-
     directory, number = leftover.own_cgroup(pid)
     return lease._replace(cgroup_dir=directory, cgroup_id=number)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 from ..core.model import Config, Device, Lease, Policy, SharingRule
+from ..core.quantity import amount, bytes_of
+from ..request import sharing
 from .shm_abi import NO_PERCENT
 
 
@@ -73,8 +75,6 @@ def turn_bytes(device: Device, config: Config) -> int:
     """Return whole blocks of whole MiB; 0 without migration slices."""
     if not (config.turn_ms and config.host_memory and device.memory_bytes):
         return 0
-    from ..core.quantity import amount, bytes_of
-
     size = bytes_of(amount("oversubscription.turn_memory", config.turn_memory), device.memory_bytes, 1 << 21)
     return min(size, device.memory_bytes) >> 21 << 21
 
@@ -83,8 +83,6 @@ def rule_of(device: Device, config: Config) -> Optional[SharingRule]:
     """Return how `device` is divided into equal shares; None if it is not."""
     if not config.sharing:
         return None
-    from ..request import sharing
-
     return sharing.rule_of(device, config.sharing)
 
 

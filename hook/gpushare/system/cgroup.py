@@ -11,7 +11,7 @@ from typing import Optional
 
 from ..core.errors import KernelError
 from ..core.quoting import shown
-from . import mountns, syscalls
+from . import bpf, mountns, syscalls, systemdscope
 
 Rule = tuple[int, int]
 Mounts = Optional[list[mountns.MountEntry]]
@@ -32,8 +32,6 @@ def allow_devices(pid: int, rules: Sequence[Rule], mounts: Mounts = None, cgroup
         for directory in v1:
             undos.append(_allow_v1(directory, rules))
         if v2:
-            from . import bpf
-
             for directory in v2:
                 undos.append(bpf.allow(directory, rules))
     except BaseException:
@@ -52,8 +50,6 @@ def tell_systemd(
     Raises KernelError."""
     for directories in _of_container(own_cgroups(pid, mounts), cgroups_path, mounts):
         if directories and directories[0].endswith(".scope"):
-            from . import systemdscope
-
             return systemdscope.allow(directories[0], rules)
     return None
 
@@ -64,8 +60,6 @@ def revoke(pid: int, rules: Sequence[Rule], cgroups_path: str = "") -> None:
     for directory in v1:
         _write_rules(directory, "devices.deny", rules)
     if v2:
-        from . import bpf
-
         for directory in v2:
             bpf.revoke(directory, rules)
 

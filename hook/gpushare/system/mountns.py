@@ -4,6 +4,7 @@ A pidfd pins the process before any data read through its pid is used. The names
 lived, so it is the container's even if another process gets the pid later.
 """
 
+import fcntl
 import os
 import select
 from collections.abc import Callable, Iterable
@@ -139,8 +140,6 @@ class Namespace:
     def is_ours(self) -> bool:
         """Whether its user namespace is ours, so that only users who may mount on this host made its mounts. In its own
         user namespace every user may mount. Source: ioctl_ns(2), NS_GET_USERNS."""
-        import fcntl
-
         owner = fcntl.ioctl(self._container, 0xB701)
         try:
             return os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user"))

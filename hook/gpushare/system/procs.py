@@ -5,6 +5,8 @@ between two processes that had the same pid in one boot. The boot id distinguish
 """
 
 import os
+import select
+import signal
 from typing import NamedTuple, Optional
 
 from ..core.errors import KernelError
@@ -179,8 +181,6 @@ def host_memory() -> tuple[int, int]:
 
 def wait(process: Process, milliseconds: int, send: int = 0) -> None:
     """Wait until `process` has ended, `milliseconds` at most. Send it the signal `send` first, if not 0."""
-    import signal
-
     try:
         fd = syscalls.pidfd_open(process.pid)
     except KernelError:  # gone
@@ -202,8 +202,6 @@ def kill(process: Process) -> None:
 
 
 def _gone(pidfd: int, milliseconds: int) -> bool:
-    import select
-
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(milliseconds))

@@ -110,6 +110,12 @@ else:
         _syscall = _function("syscall")
         _syscall.restype = _Long
 
+# Looked up here and not at the call: a build of the snapshot fails if hook/snapshot/snapshot.c lacks one of them
+_LIBC = {
+    name: _function(name)
+    for name in ("connect", "fallocate", "fstatfs", "setns", "socket", "umount2", "unshare")
+}  # fmt: skip
+
 Arg = Union[int, bytes, Memory, None]
 
 
@@ -145,7 +151,7 @@ def _call(name: str, path: str, number: int, *arguments: Arg) -> int:
 
 
 def _libc_call(name: str, path: str, *arguments: Arg) -> int:
-    result = int(_function(name)(*arguments))
+    result = int(_LIBC[name](*arguments))
     if result < 0:
         raise SyscallError(name, path, _get_errno())
     return result

@@ -73,43 +73,30 @@ def write_hook(directory: Path, at: int = 0, number: int = signal.SIGKILL) -> Pa
     return program
 
 
-_RUNTIME = """from gpushare.programs import hook, runtime, waiting; from gpushare.config import oci_runtime
+_RUNTIME = """from gpushare.programs import runtime; from gpushare.config import oci_runtime
 def count():
     sys.setprofile(None)
     if {at} == 0:
         with open({count!r}, "w") as file:
             file.write(str(passed))
 
-execute, adopt = oci_runtime.execute, hook.main
+execute = oci_runtime.execute
 def become(program, words):
     sys.setprofile(None)
-    if not {waits} and "create" in words:
+    if "create" in words:
         count()
     execute(program, words)
 
-def waited(*words):
-    sys.setprofile(watch)
-    code = adopt(*words)
-    count()
-    return code
-
 oci_runtime.execute = become
-if {waits}:
-    hook.main = waited
-else:
-    waiting.leave = lambda *_: None
-    sys.setprofile(watch)
+sys.setprofile(watch)
 code = runtime.main()
 os._exit(code)
 """
 
 
-def write_runtime(
-    directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None, waits: bool = False
-) -> Path:
+def write_runtime(directory: Path, at: int = 0, number: int = signal.SIGKILL, hook: Path | None = None) -> Path:
     """Return a program with the command line of gpushare-runtime that sends itself `number` at point `at` of a create.
-    It puts `hook` into config.json, or the hook of this tree. With `waits` the runtime leaves a process that waits for
-    that hook (waiting.py), and the points are those of its adoption."""
+    It puts `hook` into config.json, or the hook of this tree."""
     program = write_hook(directory, at, number)
     text = program.read_text()
     begin = text[: text.index("from gpushare.programs import hook")]
@@ -119,7 +106,7 @@ def write_runtime(
     (place / "bin" / "gpushare-hook").unlink(missing_ok=True)
     (place / "bin" / "gpushare-hook").symlink_to(hook or TREE / "build" / "bin" / "gpushare-hook")
     runtime = place / "libexec" / "gpushare-runtime"
-    runtime.write_text(begin + _RUNTIME.format(at=at, waits=waits, count=str(directory / "points")))
+    runtime.write_text(begin + _RUNTIME.format(at=at, count=str(directory / "points")))
     runtime.chmod(0o755)
     return runtime
 

@@ -18,6 +18,7 @@ from ...core.model import Inventory, Selection
 from ...core.quantity import MAX_SLOTS, wrong
 from ...core.quoting import shown
 from ...gpu.selectors import HINT, SELECTORS, find_devices, is_number
+from . import conditions
 
 Env = tuple[tuple[str, str], ...]
 
@@ -71,8 +72,6 @@ def _parse_any(name: str, value: str, tokens: list[str]) -> Selection:
         raise wrong(name, value, f"{shown(first)} is not a number of devices", f"write any:1 to any:{MAX_SLOTS}")
     if not words:
         return Selection("any", count=int(count))
-    from . import conditions
-
     return Selection("any", count=int(count), conditions=conditions.parse(name, value, words))
 
 

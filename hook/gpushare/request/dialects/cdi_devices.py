@@ -22,6 +22,7 @@ from typing import Any, Optional
 from ...core import constants
 from ...core.errors import DeviceError
 from ...core.model import Device, Inventory, Request, Selection
+from ...gpu import mig
 from ...gpu.selectors import find_devices
 from .. import oci
 from . import Env, nvidia
@@ -160,8 +161,6 @@ def _uuids(gpu: Device, spec: dict[str, Any], inventory: Inventory) -> tuple[str
     given = _capabilities(spec) if parts else frozenset()
     if not given:
         return (gpu.uuid,)
-    from ...gpu import mig
-
     opened = mig.opened_by(inventory.root, given, parts)
     return (gpu.uuid,) if opened is None else tuple(device.uuid for device in opened)
 

@@ -14,6 +14,7 @@ from ...core.quantity import wrong
 from ...core.quoting import shown
 from ...gpu.drivertable import FEATURES
 from ...gpu.selectors import find_devices
+from .. import constraints
 from . import Env, nvidia, one_value
 
 ENV_IMEX = "NVIDIA_IMEX_CHANNELS"
@@ -79,8 +80,6 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
         return ()
     found = sorted((name, value) for name, value in values.items() if name.startswith(_REQUIRE) and value.strip())
     if found:
-        from .. import constraints
-
         for name, value in found:
             constraints.parse(name, value)
     return tuple(found)

@@ -7,14 +7,15 @@
     VARIABLES                       prefixes of all their variables
     matches(env, annotations, container) -> tuple[Match, ...]     the rows that occur, with their values
     is_scoped(name), is_annotation(name)  whether a value is an annotation, of one container of a pod or of any kind
+    any_annotation(names)           whether one of them is
     reader(row)                     -> the parser: `read` of the module with the row's name
 
-A new system is a row here, a module beside this one, and `make docs`. A start loads triggers.py, which is generated
-from this table; it loads the table and the parsers only if one of their variables occurs."""
+A new system is a row here, a module beside this one, and `make docs`. A start loads a parser only if one of its
+variables occurs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Optional
 
 from . import Env
@@ -297,6 +298,10 @@ def is_scoped(name: str) -> bool:
 
 def is_annotation(name: str) -> bool:
     return name in KEYS or is_scoped(name)
+
+
+def any_annotation(names: Iterable[str]) -> bool:
+    return any(map(is_annotation, names))
 
 
 def _scoped(annotations: dict[str, str], container: str) -> list[tuple[Row, Value]]:

@@ -13,6 +13,7 @@ from ....core.model import Node, Share
 from ....core.ops import Op
 from ....system import rootless
 from ..base import MEMORY, Backend, Site
+from . import regions
 
 
 def _why_unsupported(limit: str, site: Site) -> Optional[str]:
@@ -22,20 +23,14 @@ def _why_unsupported(limit: str, site: Site) -> Optional[str]:
         return "managed memory is not counted there"
     if rootless.is_rootless():
         return "it needs rights over cgroups, and this is rootless"
-    from . import regions
-
     return regions.unsupported(site.device, site.node.inventory)
 
 
 def _ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
-    from . import regions
-
     return regions.ops(shares, node.inventory, folder)
 
 
 def _change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
-    from . import regions
-
     regions.change(folder, before, after)
 
 

@@ -11,8 +11,10 @@ from typing import Optional
 
 from ....core.model import Device, Inventory, Node, Share
 from ....core.ops import Op
+from ....gpu import contexts
 from ....system import rootless
 from ..base import COMPUTE, Backend, Site
+from . import state
 
 
 def _why_unsupported(limit: str, site: Site) -> Optional[str]:
@@ -26,8 +28,6 @@ def _why_unsupported(limit: str, site: Site) -> Optional[str]:
     reason = _unsupported_mode(request.compute_mode == "soft", request.priority, request.oversubscribe)
     if reason:
         return reason
-    from . import state
-
     return state.unsupported(site)
 
 
@@ -41,26 +41,18 @@ def _unsupported_mode(soft: bool, priority: int, oversubscribe: bool = False) ->
 
 
 def _ops(shares: tuple[Share, ...], node: Node, folder: str) -> Sequence[Op]:
-    from . import state
-
     return state.ops(shares, node.config)
 
 
 def _change(before: Sequence[Share], after: Sequence[Share], folder: str) -> None:
-    from . import state
-
     state.require_offered(before, after, folder)
 
 
 def _grant(shares: Sequence[Share], state_dir: str, uid: int) -> tuple[int, int, int]:
-    from . import state
-
     return state.grant_of(shares, state_dir, uid)
 
 
 def _charged(device: Device, inventory: Inventory) -> Device:
-    from ....gpu import contexts
-
     return contexts.under_mps(device, inventory)
 
 
