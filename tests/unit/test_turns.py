@@ -78,6 +78,31 @@ def test_test_that_ends_its_worker_runs_once(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "x"
 
 
+def test_only_a_test_of_the_real_clock_is_run_again_and_then_alone(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests import conftest\n"
+        "from tests.conftest import pytest_collection_modifyitems, pytest_runtest_protocol, pytest_runtest_setup\n"
+        "class Seats:\n"
+        "    def enter(self, kind, worker): open('seats', 'a').write(kind + chr(10))\n"
+        "    def leave(self, kind=None): open('seats', 'a').write('left' + chr(10))\n"
+        "conftest.SEATS = Seats()\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long\naddopts = --import-mode=importlib\n")
+    body = "def test_fails_once():\n    to = open(__file__ + '.ran', 'a')\n    assert to.write('x') < to.tell()\n"
+    for name in (turns.CLOCK[0], "tests/unit/test_ordinary.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(body)
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", turns.CLOCK[0]]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = f"{TREE}:{TREE}/hook"
+    calm = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert "1 passed, 1 rerun" in calm.stdout, calm.stdout
+    assert (tmp_path / "seats").read_text().splitlines() == [turns.TIMED, "left", turns.EXCLUSIVE, "left"]
+    words[-1] = "tests/unit/test_ordinary.py"
+    ordinary = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert "1 failed in" in ordinary.stdout, ordinary.stdout
+
+
 class Worker:
     """A worker with several tests: `began` lists the tests that started, and each runs until `end`."""
 
