@@ -60,6 +60,18 @@ int main(int c, char **v) {
     if (strstr(v[0], "crio")) puts("crio version 1.36.3\\n   GitCommit: 0123456789");
     return fclose(to);
 }"""
+# What NVIDIA's GPU Operator, device plugin and GPU feature discovery have on a node
+NVIDIA = {
+    "etc/kubernetes/node-feature-discovery/features.d/gfd": "nvidia.com/gpu.count=1\n",
+    "etc/cdi/nvidia.yaml": "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n",
+    "var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json": "{}",
+    "var/lib/kubelet/device-plugins/nvidia-gpu.sock": "",
+    "etc/containerd/conf.d/99-nvidia.toml": """version = 3
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.nvidia]
+runtime_type = 'io.containerd.runc.v2'
+""",
+    "run/nvidia/validations/toolkit-ready": "",
+}
 REQUIRED = {"GPUSHARE_ENGINE": "none", "GPUSHARE_REQUIRE_NRI": "yes"}
 
 
@@ -401,6 +413,9 @@ def test_node_of_a_distribution_is_configured(node: Path, start: Callable[..., P
 
 
 def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]) -> None:
+    for name, text in NVIDIA.items():
+        (node / name).parent.mkdir(parents=True, exist_ok=True)
+        (node / name).write_text(text)
     before = tree(node)
     early = start("run", "export")
     early.until("gpushare: gpushare is not on this node yet")
@@ -444,6 +459,7 @@ def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]
     removed(node, start, before)
     assert called(node) == ["systemctl restart containerd"] * 3 and not (node / FEATURES).exists()
     removed(node, start, before)  # there is nothing to remove
+    assert {name: (node / name).read_text() for name in NVIDIA} == NVIDIA
 
 
 def test_label_of_the_node_chooses_its_profile(
