@@ -109,8 +109,10 @@ static int runtime(char **argv, int count) {
                  known_runtime(call.state_dir, call.config, low);
     char **words = (char **)call.rest - 1; /* at least argv[0] is before it */
     if (known && !ours) {
+        char *before = words[0];
         words[0] = low;
         execv(low, words);
+        words[0] = before; /* it is gone: Python, which finds another one, needs the whole line */
     }
     if (starts && !call.unknown)
         warm_up_cgroup_lock(call.state_dir);

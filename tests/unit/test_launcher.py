@@ -402,6 +402,20 @@ def test_recorded_runtime_runs_every_command_without_python(installed: Installed
         assert installed.run("gpushare-runtime", *own, *words, cwd=bundle)[0] == LOW_LEVEL_RAN
 
 
+@pytest.mark.parametrize("name", ["gpushare-runtime", "gpushare-runtime-cri"])
+@pytest.mark.parametrize("gone", [Path.unlink, lambda path: path.chmod(0o644)], ids=["removed", "not executable"])
+def test_python_gets_the_whole_line_if_the_recorded_runtime_is_gone(
+    tmp_path: Path, name: str, gone: Callable[[Path], object]
+) -> None:
+    """As after an upgrade that moves runc: Python finds another one, and writes a new record."""
+    one = launcher.install(tmp_path / "installed")
+    script(one.directory / "libexec" / "gpushare-runtime", 'echo "$@"')
+    gone(one.directory / "low-level")
+    own = f"--gpushare-config={one.config} --gpushare-state={one.directory / 'state'}"
+    cri = "--gpushare-cri " if name.endswith("-cri") else ""
+    assert one.runtime("--root", "/r", "state", "c", name=name) == (0, f"{cri}{own} --root /r state c\n".encode())
+
+
 def test_policy_for_all_containers_always_starts_python(installed: Installed, tmp_path: Path) -> None:
     state = installed.bundle(PLAIN)
     config = tmp_path / "config.yaml"
