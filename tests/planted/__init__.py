@@ -27,6 +27,7 @@ AREAS = {
     "hook/snapshot/": 2,
     "shim/": 13,
     "packaging/kubernetes/": 3,
+    "packaging/scripts/": 1,
 }
 
 

@@ -20,6 +20,7 @@ from gpushare.allocation.backends.mps import control as mps_control
 from gpushare.allocation.backends.mps import daemon as mps_daemon
 from gpushare.allocation.backends.mps import state as mps
 from gpushare.allocation.backends.mps import status as mps_status
+from gpushare.cli.facts import ALIVE
 from gpushare.cli.main import main
 from gpushare.cli.mps import mps_group
 from gpushare.core import model
@@ -312,16 +313,40 @@ def test_unit_runs_existing_command() -> None:
         assert context.params["wanted"] == (DEVICE.uuid,)
 
 
-SHARE = '[{"id": "c", "state": "running"}]'
+def listed_as(*states: str) -> str:
+    return "\n".join(f'{{"state": "{state}"}}' for state in states)
 
 
-@pytest.mark.parametrize("listed, stopped, ends", [("[]", 0, 0), ("[]", 69, 0), ("[]", 75, 1), (SHARE, 0, 0)])
+@pytest.mark.parametrize(
+    "listed, stopped, ends", [("[]", 0, 0), ("[]", 69, 0), ("[]", 75, 1), (listed_as("dead", "ended"), 0, 0)]
+)
 def test_package_removal_checks_before_stopping_mps(tmp_path: Path, listed: str, stopped: int, ends: int) -> None:
     """The units stop MPS even with clients, and units that were enabled by hand are disabled with them."""
+    done, said = remove_package(tmp_path, listed, stopped)
+    assert done.returncode == ends and said[0] == "gpushare mps stop"
+    if ends:
+        assert len(said) == 1 and done.stderr.startswith("gpushare: the package stays; stop those containers")
+    else:
+        disabled, mine = said.index("systemctl disable gpushare-mps@.service"), said.index("gpushare uninstall --yes")
+        assert 0 < disabled < mine
+
+
+@pytest.mark.parametrize(
+    "listed", [*(listed_as("dead", state) for state in (*ALIVE, "starting", "damaged")), "gpushare: killed"]
+)
+def test_package_removal_stops_nothing_if_a_container_may_have_a_share(tmp_path: Path, listed: str) -> None:
+    """The last step then refuses the removal, and the services must go on."""
+    assert remove_package(tmp_path, listed, 0)[1] == ["gpushare uninstall --yes"]
+
+
+def remove_package(tmp_path: Path, listed: str, stopped: int) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the script of the package. Return the result, and the commands after the first. `listed` is what `list`
+    prints, which fails if that is no list."""
     script = (Path(__file__).parents[2] / "packaging/scripts/preremove").read_text()
     log = tmp_path / "log"
     for name in ("gpushare", "systemctl"):
-        code = f'case "$*" in "mps stop") exit {stopped};; list*) echo \'{listed}\';; esac'
+        fails = listed.startswith("gpushare:")
+        code = f'case "$*" in "mps stop") exit {stopped};; list*) echo \'{listed}\'; exit {int(fails)};; esac'
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{log}\n{code}\n')
         (tmp_path / name).chmod(0o755)
     script = script.replace("/usr/bin/gpushare", str(tmp_path / "gpushare")).replace(
@@ -330,16 +355,8 @@ def test_package_removal_checks_before_stopping_mps(tmp_path: Path, listed: str,
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["sh", "-c", script, "preremove", "remove"], env=env, capture_output=True, text=True)
     asked, *said = log.read_text().splitlines()
-    assert (done.returncode, asked) == (ends, "gpushare list --format json")
-    if listed == SHARE:
-        assert said == ["gpushare uninstall --yes"]  # the command refuses
-        return
-    assert said[0] == "gpushare mps stop"
-    if ends:
-        assert len(said) == 1 and done.stderr.startswith("gpushare: the package stays; stop those containers")
-    else:
-        disabled, mine = said.index("systemctl disable gpushare-mps@.service"), said.index("gpushare uninstall --yes")
-        assert 0 < disabled < mine
+    assert asked == "gpushare list --format json"
+    return done, said
 
 
 def test_package_removal_names_what_uninstall_names(tmp_path: Path) -> None:
