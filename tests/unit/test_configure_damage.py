@@ -197,6 +197,50 @@ def test_configure_waits_for_concurrent_writer(
     assert (daemon_json.read_text(), Path(path).read_text()) == ('{"other": 1}', "mine")
 
 
+def _named_twice(path: Path) -> None:
+    other = path.parents[2] / "other"
+    other.write_text("other")
+    os.link(other, path)
+
+
+def _of_a_user(path: Path) -> None:
+    path.touch()
+    os.chown(path, 1234, 0)
+
+
+@pytest.mark.parametrize("put", [_named_twice, _of_a_user, lambda path: path.write_text("of a killed command")])
+def test_file_with_the_temporary_name_is_replaced(cli: Callable[..., Any], daemon_json: Path, put: Any) -> None:
+    """Another name of it keeps its text, and a user who has it open cannot write to the engine's file."""
+    daemon_json.unlink()
+    temporary = daemon_json.with_name(".daemon.json.gpushare-new")
+    put(temporary)
+    assert cli("docker")[0] == 0
+    assert (daemon_json.stat().st_uid, daemon_json.stat().st_nlink) == (0, 1) and not temporary.exists()
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/elsewhere")])
+def test_odd_file_with_the_temporary_name_is_refused(cli: Callable[..., Any], root: Path, put: Any) -> None:
+    """A FIFO, for example, would make the command wait."""
+    temporary = root / "etc/docker/.daemon.json.gpushare-new"
+    temporary.parent.mkdir()
+    put(temporary)
+    before = sorted(root.rglob("*"))
+    code, _, error = cli("docker")
+    assert code == 71 and '"/etc/docker/.daemon.json.gpushare-new"' in error and error.endswith("nothing was changed\n")
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["etc/systemd/system/docker.service", "etc/default/docker"])
+def test_file_of_the_daemon_that_would_make_the_reader_wait_is_ignored(
+    cli: Callable[..., Any], root: Path, path: str
+) -> None:
+    (root / path).parent.mkdir(parents=True)
+    (root / "usr/bin").mkdir(parents=True)
+    (root / "usr/bin/dockerd").touch()
+    os.mkfifo(root / path)
+    assert cli()[0] == 0  # the list of engines
+
+
 def test_concurrently_created_folder_is_kept(
     cli: Callable[..., Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

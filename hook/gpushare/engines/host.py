@@ -30,6 +30,7 @@ _SERVICE = re.compile(
     r"k0scontroller)|snap\.microk8s\.[^/]*|(?P<snap>snap\.docker\.[^/]*))\.service(?:/|$)"
 )
 _HINTS = {errno.EACCES: "run as root", errno.EPERM: "run as root", errno.ENOSPC: "free some space"}
+_ODD_KINDS = (errno.ENXIO, errno.ELOOP, errno.EISDIR)  # a FIFO, link or directory has the temporary file's name
 _MAX_LINKS = 40  # the kernel's limit
 
 
@@ -153,6 +154,8 @@ class Host:
             full = os.path.realpath(self.at(path))
             if self.root != "/" and os.path.commonpath([self.root, full]) != self.root:
                 return ""
+            if not os.path.isfile(full):  # a FIFO of an image's tree would make the reader wait
+                return ""
             with open(full, encoding="utf-8", errors="replace") as file:
                 return file.read(1 << 20)
         except (ConfigError, OSError):
@@ -220,6 +223,7 @@ class Host:
             for change in reversed(done):
                 self._replace(change._replace(before=change.after, after=change.before))
             self.remove_folders(folders)
+            path = _temporary_name(path) if error.errno in _ODD_KINDS else path
             raise KernelError(
                 f"{shown(path)}: {error.strerror}; nothing was changed", _HINTS.get(error.errno or 0, "")
             ) from error
@@ -291,21 +295,28 @@ def _temporary_name(full: str) -> str:
 
 def _temporary(full: str) -> tuple[str, int]:
     """(path, descriptor) of an empty temporary file that only this process uses. Waits while another command writes it;
-    reuses the file of a killed command."""
-    path = _temporary_name(full)
+    replaces any other file of that name, as of a killed command."""
+    path, flags = _temporary_name(full), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, flags, 0o600)
         try:
             filelock.take(fd, path)
             if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                os.ftruncate(fd, 0)
-                return path, fd
+                if _is_new(os.fstat(fd)):
+                    return path, fd
+                os.unlink(path)
         except FileNotFoundError:
             pass
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)  # another command has renamed it to the file
+
+
+def _is_new(status: os.stat_result) -> bool:
+    """Whether a file is as this process creates it: without another name, and no other user has it open."""
+    private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return private and stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == 0
 
 
 def check_program(path: str) -> str:
