@@ -442,12 +442,102 @@ def test_programs_are_on_the_disk_before_they_get_their_name(node: Node, monkeyp
     assert str(node.root / "etc/gpushare") in synced
 
 
-def test_damaged_programs_are_replaced(node: Node) -> None:
+def _relink(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("gpushare", lambda path: path.write_text("")),
+        ("gpushare", lambda path: path.chmod(0o600)),
+        ("gpushare", _relink),
+        ("cri", _relink),
+    ],
+)
+def test_damaged_programs_are_replaced(node: Node, name: str, damage: Callable[[Path], object]) -> None:
+    (node.bundle / "bin/cri").symlink_to("gpushare")
+    (node.bundle / "bin/gpushare").chmod(0o755)
     node.install_now()
-    (node.root / "opt/gpushare" / node.version / "bin/gpushare").write_text("")
+    damage(node.root / "opt/gpushare" / node.version / "bin" / name)
     node.install_now()
-    assert (node.root / "opt/gpushare" / node.version / "bin/gpushare").read_text() == "1"
+    path = node.root / "opt/gpushare" / node.version / "bin" / name
+    assert path.read_text() == "1" and os.access(path, os.X_OK)
     assert node.versions == {node.version}
+
+
+def test_full_disk_is_an_error_with_one_line_and_leaves_nothing(
+    node: Node, signals: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The programs of an attempt that failed would keep the node's disk full."""
+
+    def full(source: str, target: str, **options: Any) -> None:
+        raise OSError(28, "No space left on device", source)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert node.install.main("install") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("gpushare: cannot copy the programs to /opt/gpushare: [Errno 28] No space left")
+    assert error.count("\n") == 1 and len(error) < 300 and node.versions == set()
+
+
+@pytest.mark.parametrize("target", ["/data/x", "data/x", "../data/../data/x", "/link"])
+@pytest.mark.parametrize("link", ["etc", "etc/containerd"])
+def test_links_on_the_node_name_paths_of_the_node(node: Node, link: str, target: str) -> None:
+    (node.root / "data/x").mkdir(parents=True)
+    (node.root / "link").symlink_to("/data/x")
+    path = node.root / link
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("../" + target if "/" in link and target[0] != "/" else target)
+    node.install_now()
+    assert node.version in (node.root / "data/x" / FILE.removeprefix(f"{link}/")).read_text()
+
+
+@pytest.mark.parametrize("target", ["/data/config.yaml", "../../data/config.yaml", "/data/missing.yaml"])
+def test_administrator_s_link_to_a_configuration_stays(
+    node: Node, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Also when the engine does not start, and the files from before come back."""
+    node.install_now()
+    (node.root / "data").mkdir()
+    (node.root / "data/config.yaml").write_text("version: 1\n")
+    link = node.root / "etc/gpushare/config.yaml"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(target)
+    words: list[tuple[str, ...]] = []
+    real = node.gpushare
+    monkeypatch.setattr(node.install, "gpushare", lambda *one: words.append(one) or real(*one))
+    node.release("2")
+    node.fails = lambda text: node.version in text
+    with pytest.raises(node.install.RestartFailed):
+        node.install_now()
+    assert os.readlink(link) == target
+    assert any("--profile" in one for one in words) == ("missing" in target)  # which refuses a link
+
+
+@pytest.mark.parametrize("link", ["opt", "opt/gpushare"])
+@pytest.mark.parametrize("target", ["/data/x", "data/x"])
+def test_folder_behind_a_link_is_refused(
+    node: Node, signals: list[int], capsys: pytest.CaptureFixture[str], link: str, target: str
+) -> None:
+    """The engine's entries would name the path without the link, so nothing that uses gpushare would be found."""
+    (node.root / "data/x").mkdir(parents=True)
+    (node.root / link).parent.mkdir(exist_ok=True)
+    (node.root / link).symlink_to("../" + target if "/" in link and target[0] != "/" else target)
+    assert node.install.main("install") == 1
+    real = "/data/x/gpushare" if link == "opt" else "/data/x"
+    error = f"gpushare: GPUSHARE_FOLDER=/opt/gpushare is {real} on this node: write a path without links\n"
+    assert capsys.readouterr().err == error and not any((node.root / "data/x").iterdir())
+
+
+def test_folder_behind_a_link_of_an_image_based_node_is_used(node: Node) -> None:
+    """/opt is a link to var/opt where only /var can be written, and the path without links ends in the same words."""
+    (node.root / "var/opt").mkdir(parents=True)
+    (node.root / "opt").symlink_to("var/opt")
+    node.install.check_folder()
+    node.install_now()
+    assert (node.root / "var/opt/gpushare/current").is_symlink()
 
 
 BLOCKS: dict[str, tuple[Callable[[Node, str], object], str]] = {
@@ -654,13 +744,18 @@ def test_programs_stay_for_a_pod_that_starts_during_the_removal(node: Node, monk
     assert node.install.remove() == [] and not (node.root / "opt/gpushare").exists()
 
 
-@pytest.mark.parametrize("engine", ["containerd", "crio"])
+@pytest.mark.parametrize("engine", ["containerd", "crio", "crio behind a link"])
 def test_programs_stay_while_a_container_has_their_hook(node: Node, engine: str) -> None:
     """The engine calls the hook when the container ends, also without a share. The engine's file goes at once."""
     node.install_now()
     record = node.task("d" * 64, "runc", "/opt/gpushare/current/bin/gpushare-hook")
-    if engine == "crio":
-        userdata = node.root / "run/containers/storage/overlay-containers" / record.name / "userdata"
+    if engine != "containerd":
+        storage = node.root / "run/containers/storage"
+        storage.parent.mkdir()
+        if engine == "crio behind a link":
+            storage.symlink_to("/run/disk")
+            storage = node.root / "run/disk"
+        userdata = storage / "overlay-containers" / record.name / "userdata"
         userdata.mkdir(parents=True)
         (record / "config.json").rename(userdata / "config.json")
     assert node.install.remove() == [f"container {'d' * 64} has gpushare's hook"]

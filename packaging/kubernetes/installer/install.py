@@ -14,7 +14,8 @@ docs/node-life.md has the states of a node and what each event does.
 Variables, with their defaults:
 
     GPUSHARE_ENGINE=containerd    the engine to configure; none: leave the engine alone, for the NRI plugin
-    GPUSHARE_FOLDER=/opt/gpushare the folder for the programs, if the node cannot write to /opt or run programs there
+    GPUSHARE_FOLDER=/opt/gpushare the folder for the programs, if the node cannot write to /opt or run programs there;
+                                  its path without links
     GPUSHARE_CONFIG_FILE=         the file that the engine reads, if it is not the usual one; for k3s, RKE2, k0s and
                                   MicroK8s see docs/engines.md
     GPUSHARE_REQUIRE_NRI=no       yes, with GPUSHARE_ENGINE=none: when the NRI plugin runs on the node, make containerd
@@ -78,6 +79,7 @@ FIRST = "1"  # the process in PROC that has the mounts of the node
 # In the root of FIRST: the mount namespace of kubelet and CRI-O, where OpenShift hides their mounts from systemd. Only
 # root of the node can put a namespace there.
 HIDDEN = "root/run/kubens/mnt"
+MOST_LINKS = 40  # on the way to a file, as in the kernel
 MOST_BYTES = 16 << 20  # of a record or of a file of a process
 # containerd's record of each task, in a directory for each container; a shim's working directory is such a directory
 TASKS = "/run/containerd/io.containerd.runtime.v2.task"
@@ -99,7 +101,20 @@ class RestartFailed(Failed):
 
 
 def on_node(path: str) -> str:
-    return HOST + path
+    """The place of a path of the node in this pod. An absolute link on the way names a path of the node, too; a link as
+    the last component stays."""
+    done, left, links = "", path.split("/")[::-1], 0
+    while left:
+        name = left.pop()
+        target = link_of(f"{HOST}{done}/{name}") if left else ""
+        if target and links < MOST_LINKS:
+            done, links = "" if target.startswith("/") else done, links + 1
+            left += target.split("/")[::-1]
+        elif name == "..":
+            done = done.rpartition("/")[0]
+        elif name not in ("", "."):
+            done = f"{done}/{name}"
+    return HOST + done
 
 
 def run(*words: str, quiet: bool = False) -> str:
@@ -137,16 +152,17 @@ def gpushare(*words: str) -> dict:
 
 
 def digest(top: str) -> str:
-    """The checksum of all file names and contents below `top`."""
+    """The checksum of all file names and contents below `top`, and of which files can be executed."""
     found = hashlib.sha256()
     for folder, folders, files in os.walk(top):
         folders.sort()
         for name in sorted(files):
             path = os.path.join(folder, name)
-            found.update(os.path.relpath(path, top).encode() + b"\0")
+            found.update(os.path.relpath(path, top).encode() + b"\0" + link_of(path).encode() + b"\0")
             if not os.path.islink(path):
                 with open(path, "rb") as file:
-                    found.update(hashlib.sha256(file.read()).digest())
+                    runs = os.fstat(file.fileno()).st_mode & 0o111
+                    found.update(bytes([runs]) + hashlib.sha256(file.read()).digest())
     return found.hexdigest()
 
 
@@ -170,7 +186,12 @@ def copy() -> str:
         new, damaged = on_node(f"{FOLDER}/new"), on_node(f"{FOLDER}/damaged")
         for left in (new, damaged):
             shutil.rmtree(left, ignore_errors=True)
-        shutil.copytree(BUNDLE, new, symlinks=True)
+        try:
+            shutil.copytree(BUNDLE, new, symlinks=True)
+        except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)  # the disk may be full
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of one file
+            raise Failed(f"cannot copy the programs to {FOLDER}: {why}") from None
         relabel(f"{FOLDER}/new")
         for folder, _, files in os.walk(new, topdown=False):
             paths = [os.path.join(folder, one) for one in files]
@@ -387,6 +408,9 @@ def check_folder() -> None:
     if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/gpushare", FOLDER):
         raise Failed(f"GPUSHARE_FOLDER={shlex.quote(FOLDER)} is not a path that ends in /gpushare: write one such as "
                      "/home/kubernetes/bin/gpushare")  # fmt: skip
+    real = on_node(f"{FOLDER}/.")[len(HOST) :]
+    if f"{FOLDER}/" not in f"{real}/" or link_of(on_node(FOLDER)):  # the engine's entries name the path without links
+        raise Failed(f"GPUSHARE_FOLDER={FOLDER} is {shlex.quote(real)} on this node: write a path without links")
 
 
 def requires_nri() -> bool:
@@ -555,8 +579,11 @@ class Before:
 
 
 def put_back(files: dict[str, bytes]) -> None:
-    """Give files of the node these contents; without contents there was no file."""
+    """Give files of the node these contents; without contents there was no file. A file that has them stays, also as a
+    link."""
     for path, data in files.items():
+        if contents(path) == data:
+            continue
         if data:
             write(path, data)
         elif os.path.lexists(on_node(path)):
@@ -788,9 +815,9 @@ def wait_to_remove() -> bool:
 
 
 def contents(path: str) -> bytes:
-    """The contents of a file of the node; nothing if there is no file."""
+    """The contents of a file of the node, or of the file that a link names; nothing if there is no file."""
     try:
-        with open(on_node(path), "rb") as file:
+        with open(on_node(f"{path}/."), "rb") as file:
             return file.read()
     except FileNotFoundError:
         return b""
