@@ -15,7 +15,7 @@ from gpushare.cli import cdi, facts, main
 from gpushare.core.model import Node, SharingRule
 from gpushare.core.ops import TenantTmpfs, WriteLimits
 from gpushare.engines.configure import ENGINES
-from gpushare.integrations import labels
+from gpushare.integrations import labels, uninstall
 from gpushare.state import journal, leasefile, leases, storage
 from gpushare.system import procs
 
@@ -159,6 +159,30 @@ def test_purge_removes_configuration_and_journal(cli: Callable[..., Any], root: 
     assert "remove /etc/gpushare\n" in text and f"remove {journal.PATH}\nremove {journal.PATH}.1\n" in text
     assert not (root / "var/lib/gpushare").exists()
     assert files(root) == {"etc/docker/daemon.json": HAND, "etc/containerd/config.toml": MAIN}
+
+
+def test_link_to_the_configuration_s_folder_is_removed_and_the_folder_stays(
+    cli: Callable[..., Any], root: Path
+) -> None:
+    folder = root / "etc/gpushare"
+    folder.rename(root / "managed")
+    folder.symlink_to("../managed")
+    before = os.listdir(root / "managed")
+    assert cli("--yes", "--purge")[0] == 0
+    assert not folder.is_symlink() and os.listdir(root / "managed") == before == ["config.yaml"]
+
+
+def test_state_behind_a_link_is_unmounted_and_can_be_used_again(cli: Callable[..., Any], root: Path) -> None:
+    state, place = root / "run/gpushare", root / "place"
+    uninstall.unmount_state(str(state))
+    place.mkdir(0o700)
+    state.symlink_to(place)
+    storage.prepare(str(state))
+    assert mounts_below(root) == [str(place)]
+    assert cli("--yes")[0] == 0 == cli("--yes")[0]
+    assert mounts_below(root) == [] and list(place.iterdir()) == []
+    storage.prepare(str(state))
+    assert storage.is_ready(str(state))
 
 
 def test_dry_run_and_unanswered_question_do_nothing(cli: Callable[..., Any], root: Path) -> None:

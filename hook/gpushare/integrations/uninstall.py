@@ -186,16 +186,20 @@ def carry_out(plan: Plan, settings: Settings, host: Host, force: bool) -> None:
     for path in plan.files:
         os.unlink(host.at(path))
     for path in plan.folders:
-        shutil.rmtree(host.at(path))
+        if host.is_link(path):  # the folder behind it is the administrator's
+            os.unlink(host.at(path))
+        else:
+            shutil.rmtree(host.at(path))
     host.remove_folders([os.path.dirname(record.FOLDER), record.FOLDER])
 
 
 def unmount_state(state_dir: str) -> None:
-    """Detach the tmpfs with all mounts below it, and remove its mount point. A running container keeps its own copies
-    of the mounts. Raises SyscallError."""
+    """Detach the tmpfs with all mounts below it, and remove its mount point, unless a link names it. A running
+    container keeps its own copies of the mounts. Raises SyscallError."""
+    place = os.path.realpath(state_dir)
     while True:
         try:
-            syscalls.umount(state_dir, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
+            syscalls.umount(place, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
         except syscalls.SyscallError as error:
             if error.errno in (errno.EINVAL, errno.ENOENT):  # no mount is left
                 break
@@ -204,6 +208,8 @@ def unmount_state(state_dir: str) -> None:
         os.unlink(os.path.join(state_dir, storage.FIRST))
     except FileNotFoundError:
         pass
+    if os.path.islink(state_dir):  # the next start would not get past a link to nothing
+        return
     try:
         os.rmdir(state_dir)
     except OSError as error:
