@@ -79,6 +79,18 @@ def test_node_is_compiled_once_and_then_read(host: Host) -> None:
     assert os.listdir(host.state) == ["node.json"]
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o077, 0o777])
+def test_umask_of_a_command_of_root_does_not_matter(host: Host, mask: int) -> None:
+    """`gpushare refresh` has the umask of its user. All users may read the inventory, and only root may write it."""
+    host.state.mkdir()
+    before = os.umask(mask)
+    try:
+        host.load()
+    finally:
+        os.umask(before)
+    assert [oct((host.state / name).stat().st_mode) for name in ("node.json", "launcher")] == ["0o100644"] * 2
+
+
 def test_all_values_survive_round_trip(host: Host) -> None:
     host.write_config(
         "policy: {allowed_devices: ['0'], max_memory: 4Gi, unlimited: deny}\n"

@@ -208,6 +208,7 @@ def _write(state_dir: str, value: dict[str, Any]) -> None:
         return
     try:
         with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o644)  # whatever the umask: users of the host may read it
             file.write(json.dumps(value))
         os.rename(temporary, os.path.join(state_dir, FILE))
     except OSError:

@@ -210,6 +210,7 @@ def _write(state_dir: str, lines: dict[str, str]) -> None:
     except OSError:
         return
     try:
+        os.fchmod(fd, 0o644)  # whatever the umask
         data = text.encode("utf-8", "surrogateescape")
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
