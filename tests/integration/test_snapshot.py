@@ -353,3 +353,22 @@ def test_closed_standard_descriptors_are_accepted() -> None:
 
         done = subprocess.run(["/gpushare-hook", "poststop"], executable=SNAPSHOT, preexec_fn=close)
         assert done.returncode == 0  # poststop always succeeds
+
+
+@pytest.mark.parametrize("closed", [(2,), (1, 2), (0, 1, 2)], ids=str)
+def test_refusal_without_standard_error_is_written_into_no_other_file(
+    container: MakeContainer, node: Node, closed: tuple[int, ...]
+) -> None:
+    """Files that a start opens get the free numbers."""
+    one = container(["true"], env={"GPUSHARE_MEMORY": "x"})
+    before = (one.bundle / "config.json").read_bytes()
+
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run([*node.runtime(), "create", "--bundle", one.bundle, one.id], preexec_fn=close)
+    assert done.returncode == 64 and (one.bundle / "config.json").read_bytes() == before
+    (kept,) = (node.state / "errors").iterdir()
+    assert "GPUSHARE_MEMORY" in kept.read_text()
+    assert [path for path in node.state.iterdir() if path.is_file() and b"GPUSHARE_MEMORY" in path.read_bytes()] == []

@@ -32,6 +32,7 @@ FACTS = (
     "slow clients",
     "image claims a pod",
     "resource limits and seccomp",
+    "odd files and links of the host",
 )  # fmt: skip
 
 # Known CVEs of NVIDIA's toolkit and of runc, by subject.
@@ -367,6 +368,16 @@ ELSEWHERE = (
     Elsewhere("a container that stays in the cgroup of the process that starts it", ("no cgroup of its own", "mknod"), (T + "test_podman_cgroups.py::test_caller_s_cgroup_gets_no_rule", T + "test_podman_cgroups.py::test_podman_without_cgroups_is_refused", T + "test_podman_cgroups.py::test_container_in_the_caller_s_cgroup_is_refused")),
     Elsewhere("a start that may open few files", ("few descriptors", "hanging hook"), (T + "test_few_descriptors.py::test_runtime_with_few_descriptors_is_refused_before_any_reservation", T + "test_few_descriptors.py::test_later_lack_of_descriptors_is_no_internal_error")),
     Elsewhere("leftovers of a container in a new container", ("image raises its limit",), (T + "test_docker_files.py::test_committed_image_gets_a_new_share", T + "test_docker_files.py::test_copied_limits_file_has_no_effect")),
+    Elsewhere("odd files, links and other names at an engine's files and their temporary files", ("odd files and links of the host", "hanging hook"), ("unit/test_configure_damage.py::test_special_file_is_refused_and_kept", "unit/test_configure_damage.py::test_file_with_the_temporary_name_is_replaced", "unit/test_configure_damage.py::test_odd_file_with_the_temporary_name_is_refused", "unit/test_configure_damage.py::test_file_of_the_daemon_that_would_make_the_reader_wait_is_ignored", "unit/test_configure_damage.py::test_link_out_of_root_is_refused")),
+    Elsewhere("a full disk, and kill -9, while an engine is configured", ("odd files and links of the host", "killed hook"), ("unit/test_configure_damage.py::test_failed_rename_undoes_every_change", "unit/test_configure_damage.py::test_undo_restores_everything_after_kill_at_any_step")),
+    Elsewhere("a full disk, links and damaged programs on a node of a cluster", ("odd files and links of the host",), ("unit/test_node_life.py::test_full_disk_is_an_error_with_one_line_and_leaves_nothing", "unit/test_node_life.py::test_links_on_the_node_name_paths_of_the_node", "unit/test_node_life.py::test_folder_behind_a_link_is_refused", "unit/test_node_life.py::test_administrator_s_link_to_a_configuration_stays", "unit/test_node_life.py::test_programs_stay_while_a_container_has_their_hook", "unit/test_node_life.py::test_damaged_programs_are_replaced")),
+    Elsewhere("the package is removed beside a suspended container, or while containers cannot be listed", ("odd files and links of the host",), ("unit/test_mps.py::test_package_removal_stops_nothing_if_a_container_may_have_a_share",)),
+    Elsewhere("gpushare is removed, and its directories are links", ("odd files and links of the host",), ("unit/test_uninstall.py::test_link_to_the_configuration_s_folder_is_removed_and_the_folder_stays", "unit/test_uninstall.py::test_state_behind_a_link_is_unmounted_and_can_be_used_again", "unit/test_uninstall.py::test_foreign_directory_is_not_unmounted")),
+    Elsewhere("the low-level runtime was moved, and the record of it is stale or of another user", ("odd files and links of the host",), ("unit/test_launcher.py::test_python_gets_the_whole_line_if_the_recorded_runtime_is_gone", "unit/test_launcher.py::test_stale_or_foreign_runtime_record_is_ignored")),
+    Elsewhere("any umask of root", ("odd files and links of the host",), ("unit/test_node.py::test_umask_of_a_command_of_root_does_not_matter",)),
+    Elsewhere("a snapshot that is cut short, empty or a script", ("odd files and links of the host",), (T + "test_snapshot.py::test_unusable_snapshot_starts_the_ordinary_program", "unit/test_configure.py::test_snapshot_that_does_not_start_is_removed")),
+    Elsewhere("address layouts, personality flags and little memory of a start", ("resource limits and seccomp",), (T + "test_snapshot_surroundings.py::test_snapshot_starts_with_each_address_layout", T + "test_snapshot_surroundings.py::test_memory_cgroup_of_the_ordinary_program_suffices", T + "test_snapshot_surroundings.py::test_seccomp_filter_may_deny_unused_calls")),
+    Elsewhere("a start that is refused with standard input, output and error closed", ("few descriptors",), (T + "test_snapshot.py::test_refusal_without_standard_error_is_written_into_no_other_file", T + "test_snapshot.py::test_closed_standard_descriptors_are_accepted")),
 )  # fmt: skip
 
 # Tests of ELSEWHERE that runs with crun omit, and why
