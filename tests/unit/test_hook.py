@@ -156,6 +156,25 @@ def test_refusal_is_last_line_and_recorded(
     assert os.listdir(state_dir / "errors") == ["c1"]
 
 
+@pytest.mark.parametrize("where", ["gpushare.state.storage.prepare", "gpushare.config.node.log_target"])
+def test_refusal_is_one_line_without_memory_to_record_it(
+    bundle: Callable[..., bytes],
+    state_dir: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """crun runs hooks with the container's RLIMIT_AS."""
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(where, full)
+    state = bundle("GPUSHARE_MEMORY=x")
+    assert call(state, "--state", str(state_dir), "--config", str(state_dir / "none"), "prestart") != 0
+    assert capfd.readouterr().err.count("\n") == 1
+
+
 def test_internal_error_is_one_line_with_traceback_on_host(
     bundle: Callable[..., bytes], state_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,18 +204,19 @@ def _log_grant(sink: audit_log.Sink, way: Way, start: Start, placed: Placed) -> 
 
 
 def keep_refusal(config: str, state_dir: str, container_id: str, way: str, line: str, error: BaseException) -> None:
-    """Store the line for `inspect`, unless the state directory hangs, and log the refusal."""
+    """Store the line for `inspect`, unless the state directory hangs, and log the refusal. Without memory for that, as
+    with a container's RLIMIT_AS under crun, the caller's line is all."""
     try:
         deadline.give_up_later()
         storage.prepare(state_dir)
         log.record(state_dir, container_id, line, error)
-    except (KernelError, deadline.Interrupted):
+    except (KernelError, deadline.Interrupted, MemoryError):
         pass
     try:
         deadline.give_up_later()
         if way:
             audit_log.refused(node.log_target(config, state_dir), container_id, way, error)
-    except deadline.Interrupted:
+    except (deadline.Interrupted, MemoryError):
         pass
     finally:
         signal.alarm(0)
