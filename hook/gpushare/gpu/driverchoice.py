@@ -69,14 +69,14 @@ class Search(NamedTuple):
     machine: str
     number: bytes  # e_machine of this machine
     known: dict[str, str]  # path -> real path, "" if the file is not usable
-    plain: set[str]  # paths that are no links, for in_root
+    places: dict[str, bool]  # for in_root
     skipped: list[Skipped]
 
 
 def new(root: str, version: str, stale: tuple[str, ...] = (), thorough: bool = False) -> Search:
     """Begin a search."""
     machine = os.uname().machine
-    return Search(root, version, stale, thorough, machine, elf.number_of(machine), {}, set(), [])
+    return Search(root, version, stale, thorough, machine, elf.number_of(machine), {}, {}, [])
 
 
 def first(search: Search, paths: Iterable[str], kind: Kind, stem: str = "") -> str:
@@ -156,7 +156,7 @@ def _examined(search: Search, path: str, kind: Kind, stem: str) -> tuple[str, st
 
 
 def _in_root(search: Search, path: str) -> str:
-    return in_root(search.root, path[len(search.root) :], search.plain) or ""
+    return in_root(search.root, path[len(search.root) :], search.places) or ""
 
 
 def _head(path: str, flags: int = 0) -> bytes:

@@ -89,8 +89,9 @@ def _versions(names: frozenset[str]) -> set[str]:
     return {ending for ending in endings if "." in ending}
 
 
-def _listed(root: str, directories: Iterable[str]) -> _Listed:
-    return [(path, listing(path)) for path in (below(root, directory) for directory in directories)]
+def _listed(search: Search, directories: Iterable[str]) -> _Listed:
+    paths = (below(search.root, directory, search.places) for directory in directories)
+    return [(path, listing(path)) for path in paths]
 
 
 def _library_directories(search: Search) -> tuple[str, ...]:
@@ -114,10 +115,10 @@ def _groups(search: Search) -> Iterator[_Listed]:
     """The library directories, in groups: a group counts only if the ones before it have no libcuda. usr/lib has the
     32-bit libraries of many hosts. The last group is the root itself, as driver.libraries can name the directory of the
     libraries, and the directory where the loader of this root finds libcuda."""
-    yield _listed(search.root, _library_directories(search))
-    yield _listed(search.root, (LAST_LIBRARY_DIR,))
-    yield _listed(search.root, (_filled(search, place.libraries) for place in PLACES))
-    yield _listed(search.root, ("", *_cached_directories(search.root)))
+    yield _listed(search, _library_directories(search))
+    yield _listed(search, (LAST_LIBRARY_DIR,))
+    yield _listed(search, (_filled(search, place.libraries) for place in PLACES))
+    yield _listed(search, ("", *_cached_directories(search.root)))
 
 
 def _cached_directories(root: str) -> list[str]:
@@ -231,7 +232,7 @@ def _required(search: Search, stem: str, dirs: _Listed) -> Library:
 def _libraries32(search: Search, capabilities: tuple[str, ...], dirs: _Listed) -> tuple[Library, ...]:
     """The 32-bit libraries. Some distributions use the same directory name for 64-bit ones."""
     taken = {path for path, _ in dirs}
-    others = [item for item in _listed(search.root, LIBRARY_DIRS_32) if item[0] not in taken]
+    others = [item for item in _listed(search, LIBRARY_DIRS_32) if item[0] not in taken]
     return tuple(_libraries(search, capabilities, _with_subdirectories(others), LIBRARY_32))
 
 
@@ -240,10 +241,14 @@ def _program_directories(search: Search, libdir: str = "") -> list[str]:
     usr/local/nvidia/bin for usr/local/nvidia/lib64. Most programs are missing, so the directories are resolved once."""
     under = libdir[len(search.root) :].strip("/")
     home = "usr/lib/nvidia" if under.endswith("/nvidia/current") else f"/{under}".partition("/lib")[0][1:] or "usr"
-    own = [place.programs for place in PLACES if libdir == below(search.root, _filled(search, place.libraries))]
+    own = [
+        place.programs
+        for place in PLACES
+        if libdir == below(search.root, _filled(search, place.libraries), search.places)
+    ]
     ordered = sorted(PROGRAM_DIRS, key=lambda directory: directory.rpartition("/")[0] != home)
     names = [*(_filled(search, one) for one in own), *ordered, *(() if search.root == "/" else ("bin",))]
-    paths = [in_root(search.root, directory, search.plain) for directory in names]
+    paths = [in_root(search.root, directory, search.places) for directory in names]
     return [path for path in dict.fromkeys(paths) if path]
 
 
@@ -263,7 +268,7 @@ def _firmware(search: Search) -> tuple[str, ...]:
     configured = short_read(os.path.join(search.root, "sys/module/firmware_class/parameters/path")) or ""
     directories = (f"{configured.strip().strip('/')}/nvidia", *FIRMWARE_DIRS)
     for directory in directories[0 if configured.strip() else 1 :]:
-        path = below(search.root, f"{directory}/{search.version}")
+        path = below(search.root, f"{directory}/{search.version}", search.places)
         names = sorted(n for n in listing(path) if n.startswith("gsp") and n.endswith(".bin"))
         files = [driverchoice.plain_file(search, f"{path}/{name}") for name in names]
         if any(files):
@@ -271,11 +276,11 @@ def _firmware(search: Search) -> tuple[str, ...]:
     return ()
 
 
-def _sockets(root: str, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _sockets(search: Search, capabilities: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     found = []
     for name in (name for key in capabilities for name in CAPABILITIES[key].sockets):
         folder, _, base = name.rpartition("/")
-        path = f"{below(root, folder).rstrip('/')}/{base}"
+        path = f"{below(search.root, folder, search.places).rstrip('/')}/{base}"
         try:
             if stat.S_ISSOCK(os.lstat(path).st_mode):
                 found.append(("/" + name, path))
@@ -297,7 +302,7 @@ def _data(search: Search, capabilities: tuple[str, ...]) -> tuple[DataFile, ...]
 
 
 def _data_file(search: Search, path: str) -> str:
-    real = in_root(search.root, path, search.plain)
+    real = in_root(search.root, path, search.places)
     if real and ".so" in path:
         return driverchoice.first(search, (real,), LIBRARY)
     return driverchoice.plain_file(search, real) if real else ""
@@ -337,7 +342,7 @@ def find(
         libraries=tuple(library for library in libraries if library.stem not in ALWAYS),
         programs=_programs(search, capabilities, os.path.dirname(cuda.source)),
         firmware=_firmware(search),
-        sockets=_sockets(root, capabilities),
+        sockets=_sockets(search, capabilities),
         nodes=nodes,
         missing_nodes=missing,
         libraries32=_libraries32(search, capabilities, dirs) if "compat32" in capabilities else (),

@@ -34,10 +34,10 @@ def listing(path: str) -> frozenset[str]:
         return frozenset()
 
 
-def in_root(root: str, path: str, plain: Optional[set[str]] = None) -> Optional[str]:
+def in_root(root: str, path: str, known: Optional[dict[str, bool]] = None) -> Optional[str]:
     """Return `path` (relative to `root`) with its links followed as if `root` were "/"; None if it does not exist.
-    Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`. `plain`:
-    paths that are no links, which several calls collect and do not query again."""
+    Needed because Debian's /usr/bin/nvidia-smi is a chain of absolute links, which would lead out of `root`. `known`:
+    paths that are no links, and False for missing ones, which several calls collect and do not query again."""
     parts, here, hops = path.strip("/").split("/"), "", 0
     while parts:
         part = parts.pop(0)
@@ -47,17 +47,18 @@ def in_root(root: str, path: str, plain: Optional[set[str]] = None) -> Optional[
             here = here.rpartition("/")[0]
             continue
         full = os.path.join(root, here.lstrip("/"), part)
-        if plain is not None and full in plain:
-            here = f"{here}/{part}"
-            continue
-        try:
-            mode = os.lstat(full).st_mode
-        except OSError:
+        there = known.get(full) if known else None
+        if there is None:
+            try:
+                there = not stat.S_ISLNK(os.lstat(full).st_mode) or None
+            except OSError:
+                there = False
+            if known is not None and there is not None:
+                known[full] = there
+        if there is False:
             return None
-        if not stat.S_ISLNK(mode):
+        if there:
             here = f"{here}/{part}"
-            if plain is not None:
-                plain.add(full)
             continue
         hops += 1
         if hops > 40:
@@ -68,14 +69,14 @@ def in_root(root: str, path: str, plain: Optional[set[str]] = None) -> Optional[
     return os.path.join(root, here.lstrip("/"))
 
 
-def below(root: str, path: str) -> str:
+def below(root: str, path: str, known: Optional[dict[str, bool]] = None) -> str:
     """The directory `path` below `root`, with its links followed inside `root`. If the root is "/", the kernel does
     that. The kernel would follow a link whose target is missing in `root` to the host's directory: then the path is
-    one that cannot exist."""
+    one that cannot exist. `known`: as for in_root."""
     plain = os.path.join(root, path).rstrip("/") or "/"
     if root == "/" or not path:
         return plain
-    found = in_root(root, path)
+    found = in_root(root, path, known)
     return found or (f"{_NOWHERE}{plain}" if os.path.lexists(f"{plain}/") else plain)
 
 
