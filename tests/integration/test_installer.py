@@ -60,7 +60,7 @@ int main(int c, char **v) {
     if (strstr(v[0], "crio")) puts("crio version 1.36.3\\n   GitCommit: 0123456789");
     return fclose(to);
 }"""
-# What NVIDIA's GPU Operator, device plugin and GPU feature discovery have on a node
+# Files of NVIDIA's GPU Operator, device plugin and GPU feature discovery on a node
 NVIDIA = {
     "etc/kubernetes/node-feature-discovery/features.d/gfd": "nvidia.com/gpu.count=1\n",
     "etc/cdi/nvidia.yaml": "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n",

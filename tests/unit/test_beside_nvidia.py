@@ -59,6 +59,6 @@ def test_labels_of_a_node_are_gpushare_s() -> None:
     assert documented()["labels of nodes"] == ("`gpushare.io/...`", "`nvidia.com/...`")
 
 
-def test_sockets_of_nvidia_s_plugin_are_not_taken_for_older_ones_of_ours() -> None:
+def test_sockets_of_nvidia_s_plugin_are_not_taken_for_older_ones() -> None:
     for name in ("nvidia-gpu.sock", "nvidia-mig-1g.10gb.sock", "gpu.nvidia.com-reg.sock", "kubelet.sock"):
         assert not plugin._SOCKET_NAME.fullmatch(name)
