@@ -87,7 +87,8 @@ def test_torn_line_costs_only_itself(config: Config, torn: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("up_ns", -1), ("began_ns", "1"), ("time", "x"), ("time", float("nan")), ("id", 1), ("uid", -2), ("v", 2)]
-    + [("what", "other"), ("shares", [{}]), ("shares", None), ("end_ns", True)],
+    + [("what", "other"), ("shares", [{}]), ("shares", None), ("end_ns", True)]
+    + [("time", 10**400), ("time", "1"), ("up_ns", 10**400), ("uid", 1 << 200)],
 )
 def test_line_with_a_wrong_value_is_left_out(config: Config, field: str, value: object) -> None:
     begin(config, lease())
@@ -232,12 +233,36 @@ def test_lease_that_was_lost_gets_its_labels_and_grants_back(
     before = before._replace(began_ns=accounts.now_ns() - 10 * S, uid=7, namespace="team")
     begin(config, before)
     again = before._replace(uid=-1, namespace="", began_ns=accounts.now_ns())
-    known = journal.restored(config, again)
+    (known,) = journal.restored(config, [again])
     assert (known.uid, known.namespace, known.began_ns) == (7, "team", before.began_ns)
     assert accounts.accounts(known, None, accounts.now_ns())[0].granted_byte_ns >= 40 * GIB * S
     end(config, before)
-    assert journal.restored(config, again) == again  # another container of the same id
-    assert journal.restored(config._replace(usage_journal="none"), again) == again
+    assert journal.restored(config, [again]) == (again,)  # another container of the same id
+    assert journal.restored(config._replace(usage_journal="none"), [again]) == (again,)
+
+
+@pytest.mark.parametrize("torn", [b'{"v":1,"boot":"%s","id":"web","uid":', b"", b"\0" * 999, b"[" * 9999])
+def test_damage_keeps_no_lost_lease_from_its_labels(config: Config, torn: bytes) -> None:
+    begin(config, lease()._replace(namespace='","id":"db'))
+    with open(journal.path_of(config), "ab") as file:
+        file.write(torn.replace(b"%s", procs.boot_id().encode()))
+    (known,) = journal.restored(config, [lease()._replace(namespace="", uid=-1)])
+    assert (known.uid, known.namespace) == (7, '","id":"db')
+
+
+def test_lost_leases_are_restored_without_parsing_the_whole_journal(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start waits for it, and ends after 20 s; 64 MiB of lines take seconds to parse."""
+    lost = [lease(f"c{number}") for number in range(20)]
+    for _ in range(50):
+        for one in lost:
+            begin(config, one)
+    parsed: list[bytes] = []
+    parse = journal._entry
+    monkeypatch.setattr(journal, "_entry", lambda line: parsed.append(line) or parse(line))
+    assert all(one.uid == 7 for one in journal.restored(config, [one._replace(uid=-1) for one in lost]))
+    assert len(parsed) == len(lost)
 
 
 def test_failed_start_is_no_container(config: Config) -> None:

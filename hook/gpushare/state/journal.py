@@ -6,7 +6,7 @@
     ending(config, state_dir, by)        -> leases.Ended    one line for each container that ends, here and in the log
     checkpoint(config, state_dir)                      one line for each container that runs
     entries(path)                        -> (entries, number of unreadable lines)
-    restored(config, lease)              -> Lease      with what the journal knows, after the state directory was lost
+    restored(config, leases)             -> leases     with what the journal knows, after the state directory was lost
 
 One JSON object a line; each has everything about its container, so that no line needs another one. A write is one call
 on a file opened for appending, so lines of concurrent writers do not mix. A line that a full disk or a crash cut short
@@ -21,7 +21,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ..core import constants
@@ -41,6 +41,8 @@ START, SO_FAR, END = "start", "so_far", "end"
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_LINE = 64 << 10
 _LATEST_S = 1e11  # unix seconds
+_MOST = 1 << 127  # above any number of bytes times nanoseconds, and small enough for a float
+_ID = b'"id":"'  # in a line, before anything that an image chose
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
 
@@ -256,6 +258,20 @@ def entries(path: str) -> tuple[list[Entry], int]:
     file."""
     found: list[Entry] = []
     unreadable = 0
+    for line in _lines(path):
+        try:
+            found.append(_entry(line))
+        except _UNREADABLE:
+            unreadable += 1
+    return found, unreadable
+
+
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # of _entry
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    """Yield lines that are not empty, oldest first; a longer one than any entry in parts, which are unreadable. Raise
+    OSError, but not for a missing file."""
     for name in (path + OLDER, path):
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -264,29 +280,20 @@ def entries(path: str) -> tuple[list[Entry], int]:
         if _regular(fd) < 0:
             raise OSError(errno.EINVAL, "not a regular file", name)
         with os.fdopen(fd, "rb") as file:
-            for line in _lines(file):
-                try:
-                    found.append(_entry(line))
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    unreadable += 1
-    return found, unreadable
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yield lines that are not empty; a longer one than any entry in parts, which are unreadable."""
-    while line := file.readline(_MAX_LINE):
-        if line.strip(b"\n\0"):
-            yield line
+            while line := file.readline(_MAX_LINE):
+                if line.strip(b"\n\0"):
+                    yield line
 
 
 def _entry(line: bytes) -> Entry:
-    """Parse a line. Raise ValueError, KeyError or TypeError."""
+    """Parse a line. Raise one of _UNREADABLE."""
     value = json.loads(line)
     if value["v"] != VERSION or value["what"] not in (START, SO_FAR, END):
         raise ValueError("of another version")
-    if not 0 <= float(value["time"]) < _LATEST_S:
+    time_s = value["time"]
+    if not isinstance(time_s, (int, float)) or not 0 <= time_s < _LATEST_S:
         raise ValueError("time")
-    fields: dict[str, Any] = {"what": value["what"], "time_s": float(value["time"]), "known": value["known"] is True}
+    fields: dict[str, Any] = {"what": value["what"], "time_s": float(time_s), "known": value["known"] is True}
     fields.update((name, _text(value[name])) for name in ("boot", "id", *_LABELS[1:], "by"))
     fields.update((name, _whole(value[name])) for name in ("up_ns", "began_ns", "end_ns"))
     return Entry(**fields, uid=_whole(value["uid"], -1), shares=tuple(_held(one) for one in value["shares"]))
@@ -307,29 +314,47 @@ def _text(value: Any) -> str:
 
 
 def _whole(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MOST:
         raise ValueError("not a number")
     return value
 
 
-def restored(config: Config, lease: Lease) -> Lease:
-    """Return a lease that was made again after the state directory was lost, with whose it is and what it was granted
-    before, as far as the journal knows."""
+def restored(config: Config, lost: Sequence[Lease]) -> tuple[Lease, ...]:
+    """Return leases that were made again after the state directory was lost, with whose they are and what they were
+    granted before, as far as the journal knows. A start waits for this, so it reads the journal once, and parses only
+    the last lines of each container."""
+    path = path_of(config)
     try:
-        found, _ = entries(path_of(config)) if path_of(config) else ([], 0)
+        last = _last_lines(path, lost) if path and lost else {}
     except OSError:
-        return lease
-    mine = [one for one in found if (one.boot, one.id) == (procs.boot_id(), lease.id)]
-    if (
-        not mine
-        or mine[-1].what == END
-        or [one.uuid for one in mine[-1].shares] != [share.device.uuid for share in lease.shares]
-    ):
-        return lease
-    last = mine[-1]
-    shares = tuple(
-        share._replace(granted_ns=one.account.granted_ns, granted_byte_ns=one.account.granted_byte_ns)
-        for share, one in zip(lease.shares, last.shares)
-    )
-    labels = {name: getattr(last, name) for name in _LABELS}
-    return lease._replace(shares=shares, began_ns=last.began_ns, counted_ns=last.end_ns, **labels)
+        return tuple(lost)
+    return tuple(_restored(one, last.get(os.fsencode(one.id), ())) for one in lost)
+
+
+def _last_lines(path: str, lost: Iterable[Lease]) -> dict[bytes, tuple[bytes, ...]]:
+    """Map containers of this boot to their last two lines, since a crash can have cut the last one short."""
+    boot = f'"boot":{json.dumps(procs.boot_id())}'.encode()
+    last: dict[bytes, tuple[bytes, ...]] = {os.fsencode(one.id): () for one in lost}
+    for line in _lines(path):
+        before, _, after = line.partition(_ID)
+        container_id = after.partition(b'"')[0]
+        if container_id in last and boot in before:
+            last[container_id] = (*last[container_id][-1:], line)
+    return last
+
+
+def _restored(lease: Lease, lines: Sequence[bytes]) -> Lease:
+    for line in reversed(lines):
+        try:
+            last = _entry(line)
+        except _UNREADABLE:
+            continue
+        if last.what == END or [one.uuid for one in last.shares] != [share.device.uuid for share in lease.shares]:
+            break
+        shares = tuple(
+            share._replace(granted_ns=one.account.granted_ns, granted_byte_ns=one.account.granted_byte_ns)
+            for share, one in zip(lease.shares, last.shares)
+        )
+        labels = {name: getattr(last, name) for name in _LABELS}
+        return lease._replace(shares=shares, began_ns=last.began_ns, counted_ns=last.end_ns, **labels)
+    return lease

@@ -68,16 +68,17 @@ def search(state_dir: str, node: Node) -> Optional[SearchResult]:
     marker = _marker(state_dir)
     if marker is None:
         return None
-    found = []
     every, remarks = _search(state_dir)
+    made = {one.id: _lease(one, node) for one in every}
     for one in every:
-        lease = _lease(one, node)
+        lease = made[one.id]
         for share in lease.shares if lease else ():
             _keep_activity_files(state_dir, one, share.device.uuid)
-        found.append((one, lease))
+    known = journal.restored(node.config, [lease for lease in made.values() if lease is not None])
+    made.update((lease.id, lease) for lease in known)
     for remark in remarks:
         audit_log.searched(node.config.log, remark)
-    return SearchResult(marker, tuple(found))
+    return SearchResult(marker, tuple((one, made[one.id]) for one in every))
 
 
 def run(state_dir: str, node: Node, searched: SearchResult) -> Optional[tuple[str, ...]]:
@@ -191,7 +192,7 @@ def unescaped(word: str) -> str:
 
 
 def _lease(found: Found, node: Node) -> Optional[Lease]:
-    """Return the lease of `found`; None if its grants are unreadable."""
+    """Return the lease of `found`, without what only the journal knows; None if its grants are unreadable."""
     devices = {device.uuid: device for device in (*node.inventory.devices, *node.inventory.mig)}
     try:
         limits = shm_abi.read_limits(_limits_of(found))
@@ -217,7 +218,7 @@ def _lease(found: Found, node: Node) -> Optional[Lease]:
         dialect="rebuilt",
         driver_version=node.inventory.driver_version,
     )
-    return journal.restored(node.config, leases.of_init(lease, found.init.pid))
+    return leases.of_init(lease, found.init.pid)
 
 
 def _uid(pid: int) -> int:
