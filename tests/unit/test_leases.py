@@ -14,7 +14,7 @@ from gpushare.allocation import reservation
 from gpushare.core.errors import CapacityError, GpushareError, KernelError
 from gpushare.core.model import Amount, Bundle, Lease, Node, Request, Selection
 from gpushare.core.ops import WriteLimits
-from gpushare.state import activity_files, leaseend, leasefile, leases, storage
+from gpushare.state import activity_files, leaseend, leasefile, leases, shm_abi, storage
 from gpushare.system import procs
 
 from tests.unit import pure
@@ -337,6 +337,28 @@ def test_lease_of_unknown_shape_is_damaged(state: str, changes: dict[str, object
     reserve(state, "c1")
     edit(state, "c1", **changes)
     assert [damage.id for damage in leases.view(state).damaged] == ["c1"]
+
+
+@pytest.mark.parametrize(
+    ("field", "number"),
+    [(field, 10**400) for field in ("memory_limit_bytes", "granted_ns", "granted_byte_ns", "suspended_ns")]
+    + [
+        ("page", 128),
+        ("page", -1),
+        ("page", 1 << 31),
+        ("compute_percent", 101),
+        ("priority", -1),
+        ("priority", 1 << 64),
+    ],
+)
+def test_lease_with_a_number_out_of_range_is_damaged(state: str, field: str, number: int) -> None:
+    """No number of it may grow the index of a device, or end `gpushare list` for all containers."""
+    lease = reserve(state, "c1")
+    edit(state, "c1", shares=[{**json.loads(lease_file(state, "c1").read_text())["shares"][0], field: number}])
+    with pytest.raises(CapacityError, match="prune --assume-free"):
+        reserve(state, "c2")
+    index = Path(activity_files.directory(state, lease.shares[0].device.uuid), activity_files.INDEX)
+    assert index.stat().st_size == shm_abi.packer("gs_peers").size
 
 
 def test_damaged_lease_blocks_only_devices_of_its_limits(state: str) -> None:

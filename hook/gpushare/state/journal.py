@@ -31,6 +31,7 @@ from ..core.quantity import size_bytes
 from ..system import procs, rootless, syscalls
 from . import accounts, audit_log, leases, shm_abi, storage
 from .accounts import Account, Closed
+from .leasefile import MOST
 
 AUTO, NOWHERE = "auto", "none"  # of the key usage.journal; anything else is a path
 PATH = "/var/lib/gpushare/usage.log"
@@ -41,7 +42,6 @@ START, SO_FAR, END = "start", "so_far", "end"
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_LINE = 64 << 10
 _LATEST_S = 1e11  # unix seconds
-_MOST = 1 << 127  # above any number of bytes times nanoseconds, and small enough for a float
 _ID = b'"id":"'  # in a line, before anything that an image chose
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
@@ -314,7 +314,7 @@ def _text(value: Any) -> str:
 
 
 def _whole(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST:
         raise ValueError("not a number")
     return value
 

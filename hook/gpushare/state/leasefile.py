@@ -12,6 +12,7 @@ from typing import Any
 from ..core import constants
 from ..core.model import Device, Lease, Share
 from ..core.quoting import shown
+from . import shm_abi
 
 # JSON types of fields; a lease of another shape is damaged
 _LEASE: dict[str, tuple[type, ...]] = {
@@ -80,6 +81,7 @@ _DEVICE: dict[str, tuple[type, ...]] = {
     "compute_instance": (int,),
 }
 _LATEST = 1e12  # seconds
+MOST = 1 << 127  # above any number of bytes times nanoseconds, and small enough for a float
 
 
 def to_json(lease: Lease) -> bytes:
@@ -95,8 +97,11 @@ def _fields(value: Any, types: dict[str, tuple[type, ...]], what: str) -> dict[s
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"{what} has fields of another version of gpushare")
     for name, allowed in types.items():
-        if not isinstance(value[name], allowed) or (isinstance(value[name], bool) and bool not in allowed):
-            raise ValueError(f"{what}.{name} is {shown(value[name])}")
+        one = value[name]
+        if not isinstance(one, allowed) or (isinstance(one, bool) and bool not in allowed):
+            raise ValueError(f"{what}.{name} is {shown(one)}")
+        if isinstance(one, int) and not -MOST < one < MOST:
+            raise ValueError(f"{what}.{name} is out of range")
     return value
 
 
@@ -119,8 +124,11 @@ def from_json(data: bytes, container_id: str) -> Lease:
         if (
             one.slot != slot
             or min(*sizes, one.suspended_bytes, one.suspended_ns, one.granted_ns, one.granted_byte_ns) < 0
+            or not 0 <= one.page < shm_abi.MAX_PEERS
+            or not 0 <= one.priority <= 0xFFFF
+            or (one.compute_percent or 0) > shm_abi.NO_PERCENT
         ):
-            raise ValueError(f"share {slot} has impossible numbers")  # it would distort the sums
+            raise ValueError(f"share {slot} has impossible numbers")  # it would distort the sums, or the index
         if not {one.memory_backend, one.compute_backend} <= set(constants.BACKENDS):
             raise ValueError(f"share {slot} has a backend of another version of gpushare")
         if one.lending not in ("", constants.MOVABLE, constants.EVICT):
