@@ -31,6 +31,7 @@ from ..state.unlimited import Unlimited
 from ..state.unlimited import find as find_unlimited
 from ..system import sigterm
 from . import facts
+from .answers import Answers
 from .options import Paths, given, with_interval, with_no_color
 from .output import write, write_now
 
@@ -72,7 +73,7 @@ def export(paths: Paths, listen: str, port: int, path: Optional[str], interval: 
     watched = Watched(paths)
     if once:
         watched.update(act=False)  # without an Asker this process may fork
-        write(watched.text())
+        write(watched.text().decode())
         return 0
     server = _bound(listen, port, path)
     try:
@@ -149,24 +150,17 @@ class Watched:
         running = [one.lease for one in found if one.lease is not None and one.state in facts.ALIVE]
         return list(limit_update.settled(self._paths.state_dir, tuple(running), keep=False))
 
-    def text(self) -> str:
+    def text(self) -> bytes:
         """The current metrics in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
-        return generate_latest(self._registry()).decode()
-
-    def app(self) -> Any:
-        """A WSGI application that serves the metrics."""
-        from prometheus_client import make_wsgi_app
-
-        return make_wsgi_app(self._registry())
-
-    def _registry(self) -> Any:
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self.metrics)
-        return registry
+        return generate_latest(registry)
+
+    def app(self) -> Answers:
+        """A WSGI application that serves the metrics."""
+        return Answers(self.text)
 
 
 class _Bounded:
