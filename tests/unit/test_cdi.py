@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -102,6 +103,8 @@ def test_document_with_names_of_nvidia(with_nodes: Node) -> None:
         ("etc/cdi/gpushare-nvidia.yaml", "kind: nvidia.com/gpu\n", False),  # the file that is written
         ("etc/cdi/gpushare.yaml", "kind: gpushare.io/share\n", False),
         ("etc/cdi/vendor.yaml", "# not nvidia.com/gpu\nkind: vendor.com/nic\n", False),
+        ("etc/cdi/nvidia.json", '{\n  "cdiVersion": "0.5.0",\n\t"kind": "nvidia.com/gpu"}', True),
+        pytest.param("etc/cdi/vendor.yaml", "\n" * (1 << 20), False, id="blank lines"),
     ],
 )
 def test_names_of_nvidia_are_left_to_their_owner(tmp_path: Path, name: str, text: str, refused: bool) -> None:
@@ -115,6 +118,13 @@ def test_names_of_nvidia_are_left_to_their_owner(tmp_path: Path, name: str, text
             cdi.refuse_other_nvidia(host, ours)
     else:
         cdi.refuse_other_nvidia(host, ours)
+
+
+@pytest.mark.parametrize("special", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)], ids=range(3))
+def test_special_file_beside_it_is_not_read(tmp_path: Path, special: Callable[[Path], object]) -> None:
+    (tmp_path / "etc/cdi").mkdir(parents=True)
+    special(tmp_path / "etc/cdi/vendor.yaml")
+    cdi.refuse_other_nvidia(Host(str(tmp_path)), None)
 
 
 def test_document_without_gpu_is_valid() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,16 @@ def test_damaged_file_of_a_claim_proves_nothing(tmp_path: Path, text: str) -> No
     (tmp_path / (constants.CLAIM_FILE % UID)).write_text(text)
     with pytest.raises(RequestError, match="no claim that is prepared"):
         resolved(tmp_path, variable)
+
+
+@pytest.mark.parametrize("name", [constants.CLAIM_FILE % UID, "device-plugins/kubelet_internal_checkpoint"])
+def test_fifo_in_place_of_a_record_does_not_delay_the_start(tmp_path: Path, name: str) -> None:
+    variables = [prepare(tmp_path), "=".join(MEMORY)]
+    checkpoint(tmp_path, {"envs": dict([MEMORY])})
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RequestError):
+        resolved(tmp_path, *variables)
 
 
 # kubelet

@@ -15,9 +15,9 @@ from .base import FAIL, OK, WARN, Machine, Result, failed
 
 # The setting for an engine's cgroup driver in its files: daemon.json, config.toml v2 and v3, crio.conf(5),
 # containers.conf(5). Without it docker and podman use systemd if it runs, CRI-O always does, and containerd never.
-_CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^\s*cgroup_manager\s*=\s*"cgroupfs"', re.MULTILINE)
+_CGROUPFS = re.compile(r'native\.cgroupdriver=cgroupfs|^[ \t]*cgroup_manager\s*=\s*"cgroupfs"', re.MULTILINE)
 _SYSTEMD = re.compile(
-    r'native\.cgroupdriver=systemd|^\s*(SystemdCgroup\s*=\s*true|cgroup_manager\s*=\s*"systemd")', re.MULTILINE
+    r'native\.cgroupdriver=systemd|^[ \t]*(SystemdCgroup\s*=\s*true|cgroup_manager\s*=\s*"systemd")', re.MULTILINE
 )
 _FILES = {  # a name with "/" at its end: all files below it
     "docker": ("/etc/docker/daemon.json",),
@@ -35,7 +35,9 @@ _CLAIMS = "/var/run/cdi/gpushare.io-claim_*.json"  # of the DRA driver
 _NOTATION = re.compile(r"[^:]*\.slice:[^:]*:[^:]+")
 _HOOK_DIRS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d", "/etc/crio/hooks.d")
 _NVIDIA_HOOK = re.compile(r"nvidia-(container-runtime-hook|container-toolkit|ctk|cdi-hook)")
-_NVIDIA_DEFAULT = re.compile(r'"default-runtime"\s*:\s*"nvidia|^\s*default_runtime(_name)?\s*=\s*"nvidia', re.MULTILINE)
+_NVIDIA_DEFAULT = re.compile(
+    r'"default-runtime"\s*:\s*"nvidia|^[ \t]*default_runtime(_name)?\s*=\s*"nvidia', re.MULTILINE
+)
 
 
 def programs(machine: Machine) -> Result:

@@ -31,6 +31,7 @@ _SERVICE = re.compile(
 )
 _HINTS = {errno.EACCES: "run as root", errno.EPERM: "run as root", errno.ENOSPC: "free some space"}
 _ODD_KINDS = (errno.ENXIO, errno.ELOOP, errno.EISDIR)  # a FIFO, link or directory has the temporary file's name
+_MAX_LOOKED_AT = 4 << 20  # characters
 _MAX_LINKS = 40  # the kernel's limit
 
 
@@ -149,15 +150,16 @@ class Host:
         return text if done.returncode else ""
 
     def look(self, path: str) -> str:
-        """The text of a file that gpushare does not change, through links; empty if it cannot be read."""
+        """The beginning of a regular file that gpushare does not change, through links; empty if it cannot be read."""
         try:
             full = os.path.realpath(self.at(path))
             if self.root != "/" and os.path.commonpath([self.root, full]) != self.root:
                 return ""
-            if not os.path.isfile(full):  # a FIFO of an image's tree would make the reader wait
+            if not os.path.isfile(full):  # a FIFO would make the reader wait
                 return ""
-            with open(full, encoding="utf-8", errors="replace") as file:
-                return file.read(1 << 20)
+            fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+            with open(fd, encoding="utf-8", errors="replace") as file:
+                return file.read(_MAX_LOOKED_AT)
         except (ConfigError, OSError):
             return ""
 

@@ -34,8 +34,7 @@ KIND = "gpushare.io/share"
 NVIDIA_KIND = "nvidia.com/gpu"  # of nvidia-ctk's files, and the kind that `podman run --gpus` requests
 NVIDIA_FILES = tuple(f"/etc/cdi/gpushare-nvidia.{ending}" for ending in ("yaml", "json"))  # as the docs recommend
 ANY, ALL = "any", "all"
-_NVIDIA = re.compile(r"""^[\s{]*["']?kind["']?\s*:\s*["']?nvidia\.com/gpu(?![\w.-])""", re.MULTILINE)
-_MAX_CHARACTERS = 1 << 22
+_NVIDIA = re.compile(r"""^[ \t{]*["']?kind["']?\s*:\s*["']?nvidia\.com/gpu(?![\w.-])""", re.MULTILINE)
 FOLDERS = ("/etc/cdi", "/var/run/cdi")  # where engines look
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")  # "CDI JSON specification": names of devices
 _FOR_BUILDS = "org.mobyproject.buildkit.device.autoallow"  # BuildKit, docs/cdi.md
@@ -108,12 +107,7 @@ def refuse_other_nvidia(host: Host, path: Optional[str]) -> None:
     for other in (
         file for folder in FOLDERS for ending in ("yaml", "json") for file in host.glob(f"{folder}/*.{ending}")
     ):
-        try:
-            with open(host.at(other), encoding="utf-8", errors="replace") as file:
-                taken = bool(_NVIDIA.search(file.read(_MAX_CHARACTERS)))
-        except OSError:
-            continue
-        if taken and os.path.realpath(host.at(other)) != real:
+        if _NVIDIA.search(host.look(other)) and os.path.realpath(host.at(other)) != real:
             raise ConfigError(
                 f"{shown(other)} has devices of {NVIDIA_KIND} already",
                 "use these, with gpushare's runtime, or remove that file and what writes it (nvidia-ctk cdi generate)",

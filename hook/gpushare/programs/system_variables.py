@@ -58,7 +58,8 @@ def require(bundle: Bundle, config: Config) -> None:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block the start
+        with open(fd, "rb") as file:
             return file.read(_MAX_BYTES)
     except OSError:
         return b""
