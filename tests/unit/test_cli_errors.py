@@ -84,6 +84,38 @@ def test_wrong_kind_of_path_is_one_line(
     subprocess.run(["umount", "--recursive", "--lazy", state], capture_output=True)
 
 
+def planted(folder: Path) -> None:
+    """A state directory as an ordinary user can make it, for a command of root: it would detach the mount `there/rw`
+    and remove the directory `here`."""
+    (folder / "there/rw").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "test", folder / "there/rw"], check=True)
+    (folder / "here").mkdir()
+    for name in ("containers", "errors", "trash/b"):
+        (folder / "state" / name).mkdir(parents=True)
+    for name in ("rootless", "lock"):
+        (folder / "state" / name).touch()
+    (folder / "state/trash/a").symlink_to(folder / "there")
+    (folder / "state/trash/b/cgroup").write_text(str(folder / "here"))
+
+
+@pytest.mark.parametrize("owner", [65534, 0])  # 0: after `chown`, which an administrator may try
+@pytest.mark.parametrize("command", [["prune"], ["list"], ["refresh"]], ids=" ".join)
+def test_root_command_changes_nothing_for_a_state_directory_of_a_user(
+    tmp_path: Path, capfd: Any, command: list[str], owner: int
+) -> None:
+    planted(tmp_path)
+    os.chown(tmp_path / "state", owner, owner)
+    (tmp_path / "config.yaml").write_text(f"version: 1\ndriver: {{root: {tmp_path}}}\n")
+    try:
+        code = main(["--config", str(tmp_path / "config.yaml"), "--state", str(tmp_path / "state"), *command])
+        error = capfd.readouterr().err
+        assert owner == 0 or (code == 71 and "is of uid 65534" in error and error.count("\n") == 1)
+        assert os.path.ismount(tmp_path / "there/rw") and (tmp_path / "here").is_dir()
+    finally:
+        subprocess.run(["umount", tmp_path / "there/rw"], capture_output=True)
+        subprocess.run(["umount", "--recursive", "--lazy", tmp_path / "state"], capture_output=True)
+
+
 LEASES: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_text(""),
     "text": lambda path: path.write_text("no lease"),

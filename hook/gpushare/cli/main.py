@@ -17,7 +17,7 @@ from ..core import constants
 from ..core.errors import GpushareError, what_to_do
 from ..core.quoting import shown
 from ..state import log
-from ..system import rootless
+from ..system import filelock, rootless
 from .options import Paths, given, require_config, with_no_color
 
 PROGRAM = "gpushare"
@@ -143,6 +143,7 @@ def _print_version(context: click.Context, _: click.Parameter, value: bool) -> N
 def group(context: click.Context, config: str, state: Optional[str]) -> None:
     """Give containers exact shares of a GPU; list, change and explain these shares."""
     context.obj = Paths(os.path.abspath(config), os.path.abspath(state or rootless.state_dir()))
+    filelock.refuse_foreign(context.obj.state_dir)
     if context.invoked_subcommand != "runtime":  # which can create the file; it checks this itself
         require_config(context.obj)
 

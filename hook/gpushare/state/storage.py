@@ -79,7 +79,7 @@ def is_ready(state_dir: str) -> bool:
     """Return whether `state_dir` is our complete mount or a rootless directory; otherwise it has no lease."""
     try:
         own = os.stat(state_dir).st_dev != os.stat(os.path.dirname(os.path.abspath(state_dir))).st_dev
-        ours = own or os.access(os.path.join(state_dir, _PLAIN), os.F_OK)
+        ours = own or (os.access(os.path.join(state_dir, _PLAIN), os.F_OK) and rootless.is_rootless())
         return ours and stat.S_ISREG(os.stat(os.path.join(state_dir, _MARKER)).st_mode)  # /run/lock is a directory
     except OSError:
         return False

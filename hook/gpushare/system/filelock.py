@@ -1,5 +1,6 @@
 """Take file locks with a time limit (start path).
 
+    refuse_foreign(directory)   raises KernelError if an ordinary user owns it, except this one
     open_own(path)    open a lock file that no other user can open
     take(fd, path)    take an exclusive flock; raises KernelError after WAIT_S, or `wait_s`
     is_locked(path)   whether a process has a lock of fcntl(2) on a file
@@ -32,6 +33,20 @@ def require_own(directory: str) -> None:
     if owner != uid:
         what = f"state directory {shown(directory)} belongs to uid {owner}, not {uid}"
         raise KernelError(what, f"chown {uid} {directory}")
+
+
+def refuse_foreign(directory: str) -> None:
+    """Raise KernelError if another ordinary user owns the directory: its files name processes to stop, mounts to
+    detach and directories to remove."""
+    try:
+        owner = os.stat(directory).st_uid
+    except OSError:
+        return
+    if owner not in (0, os.geteuid()):
+        raise KernelError(
+            f"state directory {shown(directory)} is of uid {owner}, who could make this command remove other files",
+            f"run it as that user: sudo -u '#{owner}' gpushare ...",
+        )
 
 
 def open_own(path: str) -> int:
