@@ -47,6 +47,48 @@ def test_read_only_state_directory_fails(machine: Machine, cli: Callable[..., An
     assert code and error.endswith('/lock": Read-only file system; make it writable: mount -o remount,rw\n')
 
 
+RECORDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda path: None, ""),
+    "a file": (lambda path: path.touch(), ""),
+    "a link": (lambda path: path.symlink_to("/data/usage.log"), 'a link to "/data/usage.log", which is not followed'),
+    "a directory": (lambda path: path.mkdir(), "not a regular file"),
+    "in a file": (lambda path: (path.parent.rmdir(), path.parent.touch()), "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("key", ["usage_journal", "log"])
+def test_journal_or_log_that_cannot_be_written_is_reported(
+    machine: Machine, tmp_path: Path, key: str, kind: str
+) -> None:
+    assert machine.config is not None
+    path = tmp_path / "records" / "one"
+    path.parent.mkdir()
+    make, why = RECORDS[kind]
+    make(path)
+    result = ask("records", machine._replace(config=machine.config._replace(**{key: str(path)})))
+    assert (result.result, why in result.detail, str(path) in result.detail) == (WARN if why else OK, True, True)
+
+
+def test_journal_creates_its_directory_and_the_log_does_not(machine: Machine, tmp_path: Path) -> None:
+    assert machine.config is not None
+    path = str(tmp_path / "a/b/c")
+    assert ask("records", machine._replace(config=machine.config._replace(usage_journal=path))).result == OK
+    result = ask("records", machine._replace(config=machine.config._replace(log=path)))
+    assert (result.result, f"there is no directory {tmp_path}/a/b" in result.detail) == (WARN, True)
+
+
+def test_journal_on_a_read_only_disk_is_reported(machine: Machine, tmp_path: Path) -> None:
+    assert machine.config is not None
+    config = machine.config._replace(usage_journal=str(tmp_path / "usage.log"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "test", tmp_path], check=True)
+    try:
+        result = ask("records", machine._replace(config=config))
+        assert result.result == WARN and f"{tmp_path} cannot be written" in result.detail
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 AGENT = "systemctl enable --now gpushare-agent"
 CANNOT = "driver 535.261.03 cannot suspend a process: that needs 570 or later"
 

@@ -67,6 +67,9 @@ CHECKS = (
     Check("CDI", "containerd has CDI enabled where pods request devices of gpushare's CDI files", engines.cdi_files),
     Check("NVIDIA hooks", "no NVIDIA hook or default runtime gives containers whole GPUs", engines.nvidia_hooks),
     Check("state", "the state directory is gpushare's and has room", state.directory),
+    Check(
+        "records", "the usage journal and the log of decisions, where these are files, can be written", state.records
+    ),
     Check("leases", "every lease can be read and belongs to a running container", state.stale_leases),
     Check("lending", "`gpushare agent` runs if policy.lending or policy.suspend needs it", state.lending),
     Check(

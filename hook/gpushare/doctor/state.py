@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 
 from ..allocation import limit_update, suspension
 from ..config import node, node_diff
 from ..core import constants
 from ..core.quoting import shown
-from ..state import agentlock, leases, log, storage, unlimited
+from ..state import agentlock, journal, leases, log, storage, unlimited
 from .base import FAIL, OK, WARN, Machine, Result, no_driver
 
 _RECENT_S = 24 * 3600
@@ -37,6 +38,40 @@ def directory(machine: Machine) -> Result:
         return Result(WARN, f"{path} is {max(used, files)}% full", "gpushare prune")
     fresh = node.read_node(machine.config_path, path) is not None
     return Result(OK, f"{path}, {used}% full, node.json {'is fresh' if fresh else 'is compiled by the next start'}")
+
+
+def records(machine: Machine) -> Result:
+    """Whether the usage journal and the log of decisions can be written. A start that cannot write them loses its lines
+    without a message."""
+    if machine.config is None:
+        return no_driver(machine)
+    log_path = machine.config.log if machine.config.log.startswith("/") else ""
+    given = (("usage.journal", journal.path_of(machine.config)), ("log.decisions", log_path))
+    found = [f"{key}: {path}: {why}" for key, path in given if path and (why := _unwritable(path, key))]
+    if found:
+        return Result(WARN, f"{'; '.join(found)}: its lines are lost", "name a file in a directory of a disk with room")
+    return Result(OK, ", ".join(path for _, path in given if path) or "no files")
+
+
+def _unwritable(path: str, key: str) -> str:
+    """Return why no line can be added to the file, which a start creates; "" if it can. Only the journal's directory is
+    created too, and only the log of decisions may be a FIFO or a socket."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        while key == "usage.journal" and not os.path.lexists(folder):
+            folder = os.path.dirname(folder)
+        if not os.path.isdir(folder):
+            return f"there is no directory {folder}"
+        return "" if os.access(folder, os.W_OK) else f"{folder} cannot be written"
+    except OSError as error:
+        return error.strerror or str(error)
+    if stat.S_ISLNK(status.st_mode):
+        return f"a link to {shown(os.readlink(path))}, which is not followed"
+    if stat.S_ISDIR(status.st_mode) or (key == "usage.journal" and not stat.S_ISREG(status.st_mode)):
+        return "not a regular file"
+    return "" if os.access(path, os.W_OK) else "cannot be written"
 
 
 def lending(machine: Machine) -> Result:
