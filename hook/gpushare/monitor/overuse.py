@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
@@ -101,18 +102,19 @@ class Owners:
     def __init__(self, leases: Sequence[Lease]) -> None:
         own_cgroup = procs.cgroup_of(os.getpid())
         paths = [lease.cgroup.rstrip("/") for lease in leases]
+        sharing = Counter(paths)
         self._cgroups = {
             path: lease.id
             for lease, path in zip(leases, paths)
-            if path and paths.count(path) == 1 and not f"{own_cgroup}/".startswith(f"{path}/")
+            if path and sharing[path] == 1 and not f"{own_cgroup}/".startswith(f"{path}/")
         }
         inits = [procs.living(lease.init_pid, lease.init_start) for lease in leases]
         namespaces = [_pid_namespace(pid) for pid in inits]
-        own_namespace = _pid_namespace(os.getpid())
+        own_namespace, living = _pid_namespace(os.getpid()), Counter(namespaces)
         self._namespaces = {
             namespace: lease.id
             for lease, namespace in zip(leases, namespaces)
-            if namespace and namespace != own_namespace and namespaces.count(namespace) == 1
+            if namespace and namespace != own_namespace and living[namespace] == 1
         }
         self._inits = {pid: lease.id for pid, lease in zip(inits, leases) if pid}
 
