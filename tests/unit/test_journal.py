@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -263,6 +264,18 @@ def test_lost_leases_are_restored_without_parsing_the_whole_journal(
     monkeypatch.setattr(journal, "_entry", lambda line: parsed.append(line) or parse(line))
     assert all(one.uid == 7 for one in journal.restored(config, [one._replace(uid=-1) for one in lost]))
     assert len(parsed) == len(lost)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 20])
+def test_huge_journal_delays_no_lost_lease(config: Config, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A file can be longer than usage.journal_size: that was lowered, or something else has extended it."""
+    monkeypatch.setattr(journal, "_MOST_RESTORED", 1 << 20)
+    begin(config, lease("before"))
+    os.truncate(journal.path_of(config), size)
+    begin(config, lease("after"))
+    began = time.monotonic()
+    known = journal.restored(config, [lease(one)._replace(uid=-1) for one in ("before", "after")])
+    assert [one.uid for one in known] == [-1, 7] and time.monotonic() - began < 10
 
 
 def test_failed_start_is_no_container(config: Config) -> None:

@@ -42,6 +42,7 @@ START, SO_FAR, END = "start", "so_far", "end"
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MAX_LINE = 64 << 10
 _LATEST_S = 1e11  # unix seconds
+_MOST_RESTORED = 256 << 20  # bytes of each file, which takes a second
 _ID = b'"id":"'  # in a line, before anything that an image chose
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
@@ -269,9 +270,9 @@ def entries(path: str) -> tuple[list[Entry], int]:
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)  # of _entry
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    """Yield lines that are not empty, oldest first; a longer one than any entry in parts, which are unreadable. Raise
-    OSError, but not for a missing file."""
+def _lines(path: str, most: int = 0) -> Iterator[bytes]:
+    """Yield lines that are not empty, oldest first; a longer one than any entry in parts, which are unreadable. With
+    `most`, only of the last bytes of each file. Raise OSError, but not for a missing file."""
     for name in (path + OLDER, path):
         try:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -280,6 +281,8 @@ def _lines(path: str) -> Iterator[bytes]:
         if _regular(fd) < 0:
             raise OSError(errno.EINVAL, "not a regular file", name)
         with os.fdopen(fd, "rb") as file:
+            if most:
+                file.seek(max(0, os.fstat(fd).st_size - most))
             while line := file.readline(_MAX_LINE):
                 if line.strip(b"\n\0"):
                     yield line
@@ -335,7 +338,7 @@ def _last_lines(path: str, lost: Iterable[Lease]) -> dict[bytes, tuple[bytes, ..
     """Map containers of this boot to their last two lines, since a crash can have cut the last one short."""
     boot = f'"boot":{json.dumps(procs.boot_id())}'.encode()
     last: dict[bytes, tuple[bytes, ...]] = {os.fsencode(one.id): () for one in lost}
-    for line in _lines(path):
+    for line in _lines(path, _MOST_RESTORED):
         before, _, after = line.partition(_ID)
         container_id = after.partition(b'"')[0]
         if container_id in last and boot in before:
