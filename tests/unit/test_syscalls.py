@@ -250,6 +250,16 @@ def test_calls_with_and_without_ctypes_are_equal() -> None:
     assert f"umount2 /none {errno.ENOENT}" in outputs[0] and "0x9fa0 b'\\x00\\x00\\x00' b'\\x00' b'ab'" in outputs[0]
 
 
+def test_too_many_mounts_are_no_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(call: str, path: str, *_: object) -> int:
+        raise syscalls.SyscallError(call, path, errno.ENOSPC)
+
+    monkeypatch.setattr(syscalls, "_call", full)
+    with pytest.raises(syscalls.SyscallError, match="raise fs.mount-max"):
+        syscalls.move_mount(3, 4, "/x")
+    assert "free space there" in str(syscalls.SyscallError("openat2", "/x", errno.ENOSPC))
+
+
 def test_folder_in_place_of_a_file_is_reported_in_other_words() -> None:
     """docker exits with 126, as for a program that cannot be executed, if an error contains the kernel's text."""
     failed = OSError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -205,7 +205,13 @@ def mount_setattr(
 def move_mount(mount_fd: int, target_fd: int, what: str) -> None:
     """Attach a detached mount on the inode that `target_fd` (O_PATH) names; no path is looked up."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-    _call("move_mount", what, _MOVE_MOUNT, mount_fd, b"", target_fd, b"", flags)
+    try:
+        _call("move_mount", what, _MOVE_MOUNT, mount_fd, b"", target_fd, b"", flags)
+    except SyscallError as error:
+        if error.errno == errno.ENOSPC:  # a full mount namespace, and no full disk
+            hint = "raise fs.mount-max (sysctl), or find what has mounted so much"
+            raise SyscallError(error.call, what, error.errno, hint) from None
+        raise
 
 
 def mount_id(fd: int) -> int:
