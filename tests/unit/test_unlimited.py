@@ -229,6 +229,26 @@ def test_container_that_makes_a_reader_wait_delays_the_others_briefly(
     assert {one.id for one in unlimited.find([first, second])} == {"c1", "c2"}
 
 
+def test_many_containers_that_make_a_reader_wait_share_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+
+    class Waiting:
+        def __init__(self, **_: object) -> None: ...
+        def start(self) -> None: ...
+
+        def join(self, timeout: float) -> None:
+            clock_s[0] += timeout
+
+        def is_alive(self) -> bool:
+            return True
+
+    monkeypatch.setattr(threading, "Thread", Waiting)
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
+    monkeypatch.setattr(unlimited, "_waiting", {})
+    assert unlimited.find([lease()._replace(id=f"c{number}") for number in range(100)]) == ()
+    assert clock_s[0] < 2 * 100 / 10
+
+
 def test_pids_of_the_driver_belong_to_their_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overuse, "Owners", lambda leases: {1: "c1", 2: "c1", 3: None}.get)
     gpu = Gpu(None, None, None, None, None, (Process(1, 5), Process(2, None), Process(3, 5)))

@@ -32,6 +32,7 @@ _UVM = "nvidia-uvm"
 _GPU = re.compile(r"nvidia([0-9]+|ctl)")
 _LONGEST_S = 0.25  # of processor time, for one container
 _LONGEST_WAIT_S = 2.0  # a container can hold the lock of its mappings, for which the reader of /proc/PID/maps waits
+_LEAST_WAIT_S = 0.1  # for a container after others took all of that time
 _MAX_MAPS_BYTES = 4 << 20  # a container chooses the number and length of the paths
 _waiting: dict[str, threading.Thread] = {}  # by container: examinations that have not ended
 
@@ -57,9 +58,10 @@ def find(
     leases: Sequence[Lease], listed: Mapping[str, Collection[int]] = MappingProxyType({})
 ) -> tuple[Unlimited, ...]:
     """Return the processes of running containers that this user may examine. A container can have very many processes,
-    files and mappings, and make a reader wait; so each gets a bounded time, and what was not examined by then is left
-    out."""
+    files and mappings, and make a reader wait; so each gets a bounded time, and all that make it wait share one. What
+    was not examined by then is left out."""
     found: list[Unlimited] = []
+    left_s = _LONGEST_WAIT_S
     for lease in leases:
         before = _waiting.pop(lease.id, None)
         if before is not None and before.is_alive():
@@ -67,10 +69,12 @@ def find(
             continue
         some: list[Unlimited] = []
         worker = threading.Thread(target=_examine, args=(lease, listed.get(lease.id, ()), some), daemon=True)
+        began_s = time.monotonic()
         worker.start()
-        worker.join(_LONGEST_WAIT_S)
+        worker.join(max(left_s, _LEAST_WAIT_S))
         if worker.is_alive():
             _waiting[lease.id] = worker
+            left_s -= time.monotonic() - began_s
         found += tuple(some)
     return tuple(found)
 
