@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,13 +23,13 @@ from gpushare.integrations import labels
 from simulator.simhost import make_simhost
 from tests.support.apiserver import NODE, NodeServer, compared
 from tests.support.engines.image import PROBE, make_root
-from tests.support.host import BUILD, TREE
+from tests.support.host import BUILD
+from tests.support.installer import FOLDER, Pod
 from tests.support.rbac import Access, access, built, environment, with_component
 from tests.support.rootfs import run, unmount_below
 from tests.support.runc import Container
 from tests.unit.test_engines_places import K3S, K3S_MAIN
 
-FOLDER = TREE / "packaging" / "kubernetes" / "installer"
 DROP_IN = "etc/containerd/conf.d/gpushare.toml"
 FEATURES = labels.FILE[1:]
 LABEL = "gpushare.io/profile"
@@ -73,40 +73,6 @@ runtime_type = 'io.containerd.runc.v2'
     "run/nvidia/validations/toolkit-ready": "",
 }
 REQUIRED = {"GPUSHARE_ENGINE": "none", "GPUSHARE_REQUIRE_NRI": "yes"}
-
-
-class Pod:
-    """One run of the image over a node."""
-
-    def __init__(self, node: Path, image: Path, *arguments: str, **variables: str) -> None:
-        dockerfile = (FOLDER / "Dockerfile").read_text()
-        (entry,) = (line for line in dockerfile.splitlines() if line.startswith("ENTRYPOINT "))
-        words = json.loads(entry[len("ENTRYPOINT ") :])
-        # Like a pod's mount namespace: the node is visible only at /host.
-        alone = 'mount --make-rprivate "$0"; umount --lazy "$0"; exec /usr/sbin/chroot "$@"'
-        own = ["/usr/bin/unshare", "--mount", "--propagation", "unchanged", "/bin/sh", "-ec", alone]
-        pipe = subprocess.PIPE
-        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"], **variables}
-        self.process = subprocess.Popen(
-            [*own, str(node), str(image), *words, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self.lines: list[str] = []
-
-    def until(self, end: str) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if self.lines[-1].startswith(end):
-                return
-        pytest.fail(f"no {end!r} in {self.lines}")
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.stdout is not None
-        self.lines += self.process.stdout.read().splitlines()
-        self.process.wait(timeout=60)
-        return self.process.returncode
 
 
 def put_programs(node: Path, version: str) -> None:
@@ -180,16 +146,13 @@ def start(node: Path, image: Path) -> Iterator[Callable[..., Pod]]:
     made: list[Pod] = []
 
     def begin(*arguments: str, **variables: str) -> Pod:
-        made.append(Pod(node, image, *arguments, **variables))
+        setup = f"mount --make-rprivate {shlex.quote(str(node))}; umount --lazy {shlex.quote(str(node))}"
+        made.append(Pod(image, setup, *arguments, **variables))
         return made[-1]
 
     yield begin
     for pod in made:
-        if pod.process.poll() is None:
-            pod.process.kill()
-        assert pod.process.stdout is not None
-        pod.process.stdout.close()
-        pod.process.wait(timeout=60)
+        pod.close()
 
 
 @contextmanager
@@ -226,11 +189,6 @@ def wait_for(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def kill(pod: Pod) -> None:
-    pod.process.kill()
-    pod.process.wait(timeout=60)
-
-
 def tree(node: Path) -> set[str]:
     places = (node / "etc", node / "opt", node / "var")
     return {str(path.relative_to(node)) for place in places for path in place.rglob("*")}
@@ -254,7 +212,7 @@ def test_engine_is_left_alone_for_the_nri_plugin(node: Path, start: Callable[...
         assert (node / "opt/gpushare/current/bin/gpushare-hook").is_file()
         config = node / "etc/gpushare/config.yaml"
         assert "require_limits: true" in config.read_text()
-        kill(pod)
+        pod.kill()
         config.write_text(config.read_text() + "# edited\n")
     assert config.read_text().count("# edited") == 2
 
@@ -281,7 +239,7 @@ def test_nri_plugin_is_required_when_it_runs(node: Path, start: Callable[..., Po
     with plugin_running(node):
         killed.until("running: systemctl restart containerd")
         wait_for(lambda: len(called(node)) == 3)  # a kill between the line and the restart would leave two
-    kill(killed)
+    killed.kill()
     assert (node / DROP_IN).exists()
     last = start("install", GPUSHARE_ENGINE="none")
     last.until("ready")
@@ -323,15 +281,15 @@ def test_pod_restarts_an_engine_from_which_an_earlier_pod_removed_the_requiremen
     with plugin_running(node):
         first.until(f"running: {line}")
         wait_for(lambda: called(node) == [line])
-    kill(first)
+    first.kill()
     second = start("install", GPUSHARE_ENGINE="none", GPUSHARE_RESTART="never")
     second.until(f"on the node, run: {line}")
-    kill(second)
+    second.kill()
     assert not (node / DROP_IN).exists() and called(node) == [line]
     third = start("install", **variables)
     third.until("ready")
     assert called(node) == [line] * 2 and not (node / DROP_IN).exists(), third.lines
-    kill(third)
+    third.kill()
     last = start("install", **variables)
     last.until("ready")
     assert last.stop() == 0 and called(node) == [line] * 2, last.lines
@@ -351,11 +309,11 @@ def test_pod_restarts_an_engine_that_an_earlier_pod_did_not_restart(
             first.until("ready")
             stack.enter_context(plugin_running(node))
         first.until(f"on the node, run: {line}")
-        kill(first)
+        first.kill()
         second = start("install", **variables)
         second.until(f"running: {line}")
         wait_for(lambda: called(node) == [line])
-        kill(second)
+        second.kill()
         third = start("install", **variables)
         third.until("ready")
         restarts = 1 if variables else 0  # the end of the pod lifts the requirement
@@ -438,11 +396,11 @@ def test_pod_installs_and_removes_gpushare(node: Path, start: Callable[..., Pod]
     assert exporter.stop() == 0, exporter.lines
 
     # A restarted pod finds everything in place.
-    kill(pod)
+    pod.kill()
     again = start("install")
     again.until("ready")
     assert called(node) == ["systemctl restart containerd"] and home.is_dir()
-    kill(again)
+    again.kill()
 
     # A pod that finds the entry of a version without gpushare-runtime-cri rewrites it.
     entry = (node / DROP_IN).read_text()
@@ -526,7 +484,7 @@ def test_label_of_the_node_chooses_its_profile(
         assert called(node) == ["systemctl restart containerd"]  # at the installation only
 
         # A restarted pod keeps the profile, although it cannot read the label.
-        kill(pod)
+        pod.kill()
         before, api.problem = config.read_bytes(), 503
         pod = start("install", GPUSHARE_NODE=NODE, **server)
         pod.until(f"gpushare: API server: GET /api/v1/nodes/{NODE}: 503")

@@ -1,8 +1,12 @@
-"""Records of tasks that real containerd 1.7 and 2.1 keep: the installer reads them to keep the versions in use."""
+"""docs/node-life.md with real containerd 1.7 and 2.1: the installer's image over a node on which containers run.
+
+tests/unit/test_node_life.py has the rows in which the engine has no part, and more causes of each.
+"""
 
 from __future__ import annotations
 
 import runpy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,17 +14,255 @@ from typing import Any
 import pytest
 
 from tests.integration import engines
+from tests.integration.node_life_stage import BREAKS, CONFIG, OPT, RESTART, Node, Stage
 from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.containerd import Containerd
+from tests.support.engines.cri import CriError
+from tests.support.engines.image import PROBE
+from tests.support.engines.pods import PodContainer
 from tests.support.host import TREE
 
 INSTALL = TREE / "packaging/kubernetes/installer/install.py"
+ENGINES = ["newest containerd", "trixie containerd"]
+GIB = 1 << 30
+PLAIN, SHARE = Want(SLEEP), Want(SLEEP, {"GPUSHARE_MEMORY": "2Gi"})
 
 
-@pytest.fixture(scope="module", params=["newest containerd", "trixie containerd"])
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
     with engines.programs(request.param), engines.containerd("runtime", image_root) as made:
         yield made
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def stage(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Stage]:
+    with engines.programs(request.param), Stage(image_root) as made:
+        yield made
+
+
+@pytest.fixture
+def node(stage: Stage) -> Iterator[Node]:
+    with stage.booted() as made:
+        yield made
+
+
+def total_bytes(one: PodContainer) -> int:
+    total: int = one.exec(PROBE).answer()["total_bytes"]
+    return total
+
+
+def version_of(node: Node, one: PodContainer) -> str:
+    """The version from which a container has its files; "" without a share."""
+    mounts = Path(f"/proc/{one.pid}/mountinfo").read_text()
+    return next((name for name in node.versions if f"/{name}/" in mounts), "")
+
+
+def check_new_pod(node: Node) -> None:
+    """A new pod gets its share, from the current version."""
+    with node.pod() as pod:
+        one = pod.run(SHARE)
+        assert total_bytes(one) == 2 * GIB and version_of(node, one) == node.current
+
+
+# Installation, and ends of the pod
+
+
+def test_first_start_installs(node: Node) -> None:
+    with pytest.raises(CriError, match="gpushare"):
+        node.pod()
+    pod = node.install(node.stage.release("1"))
+    assert pod.ready and node.restarts == 1 and node.entry == f"{OPT}/{node.current}/bin/gpushare-runtime-cri"
+    check_new_pod(node)
+
+
+def test_end_of_the_pod_changes_nothing(node: Node) -> None:
+    """By SIGTERM or SIGKILL, for containers that run and for pods that start afterwards. Nor does the next pod."""
+    release = node.stage.release("1")
+    installer = node.install(release)
+    with node.pod() as pod:
+        share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
+        before = node.entry, node.current, node.versions, share.pid, plain.pid
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            installer.process.send_signal(end)
+            installer.process.wait(60)
+            assert (node.entry, node.current, node.versions, share.pid, plain.pid) == before
+            assert total_bytes(share) == 2 * GIB and node.shares() == [share.id]
+            pod.run(SHARE, "next").remove()
+            check_new_pod(node)
+            installer = node.install(release)
+    assert node.restarts == 1 and node.shares() == []
+
+
+def test_pod_killed_while_the_engine_restarts_leaves_a_node_that_works(node: Node) -> None:
+    """The engine starts by itself; the next pod has nothing to do."""
+    node.settle(node.stage.release("1"))
+    first = node.current
+    with node.pod() as pod:
+        share = pod.run(SHARE)
+        killed = node.begin("install", node.stage.release("2"))
+        node.during_restart = killed.kill
+        killed.until(RESTART)
+        killed.process.wait(60)
+        node.during_restart = lambda: None
+        (OPT / "new/bin").mkdir(parents=True)  # as a pod that was killed while it copied leaves it
+        node.settle(node.stage.release("2"))
+        assert node.restarts == 2 and node.current != first and version_of(node, share) == first
+        assert total_bytes(share) == 2 * GIB and node.versions == {first, node.current}
+        check_new_pod(node)
+
+
+# Upgrades
+
+
+def test_upgrade_restarts_the_engine_once_and_keeps_the_version_in_use(node: Node) -> None:
+    """A version is in use by a share, by a container without a share, and by a pause container alone."""
+    node.settle(node.stage.release("1"))
+    first, new = node.current, node.stage.release("2")
+    with node.pod() as pod:
+        share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
+        pids = share.pid, plain.pid
+        node.settle(new)
+        assert node.restarts == 2 and node.entry == f"{OPT}/{node.current}/bin/gpushare-runtime-cri"
+        assert node.current != first and (share.pid, plain.pid) == pids
+        assert version_of(node, share) == first and total_bytes(share) == 2 * GIB
+        check_new_pod(node)
+        for one in (share, plain):  # and then the pause container is left
+            assert node.versions == {first, node.current}
+            one.remove()
+            node.settle(new)
+        assert node.versions == {first, node.current} and node.shares() == []
+        check_new_pod(node)
+    node.settle(new)
+    assert node.versions == {node.current} and node.restarts == 2
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_failed_restart_of_an_upgrade_is_undone(node: Node, how: str) -> None:
+    """Containers that run and new pods have the earlier version. SIGHUP tries again."""
+    node.settle(node.stage.release("1"))
+    first, before = node.current, CONFIG.read_text()
+    with node.pod() as pod:
+        share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
+        pids, entry = (share.pid, plain.pid), node.entry
+        upgrade = node.begin("install", node.stage.release("2"))
+        upgrade.until("copied to ")
+        second = upgrade.lines[-1].rpartition("/")[2]
+        node.breaks = {second: how}
+        upgrade.until("gpushare: ")
+        assert "that was undone, and the engine runs as before" in upgrade.lines[-1], upgrade.lines
+        assert not upgrade.ready and node.restarts == 3
+        assert (node.entry, node.current, CONFIG.read_text()) == (entry, first, before)
+        assert (share.pid, plain.pid) == pids and total_bytes(share) == 2 * GIB
+        pod.run(SHARE, "next").remove()
+        check_new_pod(node)
+        node.breaks = {}
+        upgrade.process.send_signal(signal.SIGHUP)
+        upgrade.until("ready")
+        assert node.current == second and version_of(node, share) == first and total_bytes(share) == 2 * GIB
+        check_new_pod(node)
+
+
+def test_failed_restart_of_the_first_installation_leaves_the_engine_s_own_files(node: Node) -> None:
+    before = CONFIG.read_text()
+    with node.pod(handler="") as pod:
+        plain = pod.run(PLAIN)
+        pid = plain.pid
+        node.breaks = {"gpushare": "does not start"}
+        installer = node.begin("install", node.stage.release("1"))
+        installer.until("gpushare: ")
+        assert "that was undone" in installer.lines[-1] and not installer.ready, installer.lines
+        assert CONFIG.read_text() == before and node.entry == "" and node.restarts == 2
+        assert plain.pid == pid and plain.exec("true").code == 0
+        with node.pod(handler="") as other:
+            other.run(PLAIN)
+        with pytest.raises(CriError, match="gpushare"):
+            node.pod()
+
+
+def test_version_that_cannot_configure_the_engine_is_not_current(node: Node) -> None:
+    """The engine's file was broken since the engine's start."""
+    node.settle(node.stage.release("1"))
+    first, text = node.current, CONFIG.read_text()
+    CONFIG.write_text(text + "[[[\n")
+    upgrade = node.begin("install", node.stage.release("2"))
+    upgrade.until("gpushare: `/opt/gpushare/current/bin/gpushare runtime configure")
+    assert upgrade.process.wait(60) == 1 and not upgrade.ready
+    assert node.current == first and node.restarts == 1
+    check_new_pod(node)
+    CONFIG.write_text(text)
+    node.settle(node.stage.release("2"))
+    assert node.current != first and node.restarts == 2
+    check_new_pod(node)
+
+
+# Reboot
+
+
+def test_reboot_needs_no_restart_of_the_engine(node: Node) -> None:
+    """kubelet removes the pods of the last boot, and starts new ones; the installer's pod can come later."""
+    release = node.stage.release("1")
+    node.install(release)
+    pod = node.pod()
+    pod.run(SHARE)
+    pod.run(PLAIN, "plain")
+    node.power_off()
+    assert node.start_engine()
+    check_new_pod(node)
+    pod.remove()
+    node.settle(release)
+    check_new_pod(node)
+    assert node.restarts == 1 and node.shares() == []
+
+
+# Removal
+
+
+def test_removal_waits_while_something_uses_gpushare(node: Node) -> None:
+    release, before = node.stage.release("1"), CONFIG.read_text()
+    node.settle(release)
+    with node.pod() as pod:
+        share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
+        removal = node.begin("remove", release)
+        name = pod.config["metadata"]["name"]
+        removal.until(f"waiting until nothing uses gpushare: container default/{name}/main holds a share, ")
+        share.remove()
+        for ids in ({pod.id, plain.id}, {pod.id}):
+            removal.process.send_signal(signal.SIGHUP)
+            removal.until("waiting until nothing uses gpushare: ")
+            assert {
+                one for one in (pod.id, plain.id) if f"container {one} has gpushare's runtime" in removal.lines[-1]
+            } == ids
+            assert not removal.ready and node.restarts == 1 and node.entry
+            check_new_pod(node)
+            plain.remove()
+    removal.process.send_signal(signal.SIGHUP)
+    removal.until("gpushare is removed from this node")
+    assert removal.stop() == 0 and node.restarts == 2
+    assert not OPT.exists() and CONFIG.read_text() == before and node.entry == ""
+    with node.pod(handler="") as other:
+        other.run(PLAIN)
+    with pytest.raises(CriError, match="gpushare"):
+        node.pod()
+
+
+def test_killed_removal_is_repaired_or_completed_by_the_next_pod(node: Node) -> None:
+    """Killed while the engine restarts without gpushare's entry."""
+    release = node.stage.release("1")
+    for _ in range(2):
+        node.settle(release)
+        check_new_pod(node)
+        killed = node.begin("remove", release)
+        node.during_restart = killed.kill
+        killed.until(RESTART)
+        killed.process.wait(60)
+        node.during_restart = lambda: None
+        assert node.entry == "" and node.current
+    removal = node.begin("remove", release)
+    removal.until("gpushare is removed from this node")
+    assert removal.stop() == 0 and not OPT.exists()
+
+
+# Records
 
 
 def found(install: dict[str, Any], name: bytes) -> set[str]:

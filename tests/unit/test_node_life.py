@@ -213,6 +213,7 @@ def test_pod_after_a_kill_finds_everything_in_place(node: Node, signals: list[in
     node.install_now()
     (node.top / "ready").touch()  # of the container that was killed
     (node.root / "opt/gpushare/new/bin").mkdir(parents=True)
+    node.process(5, "python3", "/usr/bin/news")
     signals += [signal.SIGTERM]
     assert node.install.main("install") == 0
     assert node.restarts() == 1 and node.versions == {node.version}
@@ -252,6 +253,19 @@ def test_version_stays_while_something_names_it(node: Node, use: str) -> None:
     assert node.versions == {first, node.version} and not node.shares
     node.end()
     node.install.tidy()
+    assert node.versions == {node.version}
+
+
+def test_version_goes_although_new_containers_were_to_get_a_mount_from_it(node: Node) -> None:
+    """gpushare keeps a clone of the version's directory in its state directory, which the installer's pod sees, too."""
+    node.install_now()
+    for pid, name, state in ((1, "systemd", "/run/gpushare"), (5, "python3", "/host/run/gpushare")):
+        mounts = (
+            f"9 8 254:0 /opt/gpushare/{node.version}/shim {state}/idmap/65024-2238255 ro shared:1 - ext4 /dev/x rw\n"
+        )
+        node.process(pid, name, mounts=f"8 1 254:0 / / rw - ext4 /dev/x rw\n{mounts}", container=pid != 1)
+    node.release("2")
+    node.install_now()
     assert node.versions == {node.version}
 
 

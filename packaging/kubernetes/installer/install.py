@@ -87,6 +87,8 @@ RUNTIME_FILES = ("runtime", "options.json")  # they name the program that contai
 # CRI-O's record of each container and sandbox. CRI-O looks the handler up in its configuration to stop them.
 CRIO = ("/run/containers/storage", "/var/lib/containers/storage")
 HANDLER = re.compile(rb'"io\.kubernetes\.cri-o\.RuntimeHandler": ?"gpushare"')
+# Mounts in gpushare's state directory from which new containers get theirs (system/idmap.py): they use no version
+CLONES = re.compile(rb"^(?:\S+ ){4}\S*/idmap/\d+-\d+ .*$", re.MULTILINE)
 PROGRAM = FOLDER + "/current/bin/gpushare"
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SYSTEMD_IGNORE_CHROOT": "1"}
 ENDS = {signal.SIGTERM, signal.SIGINT}
@@ -597,7 +599,7 @@ def tidy() -> None:
     names = [one for one in os.listdir(on_node(FOLDER)) if os.path.isdir(on_node(f"{FOLDER}/{one}"))]
     old = {one for one in names if one not in ("current", "current.new", current())}
     texts = (data for found in (tasks(), crio(), processes()) for one in found for data in one[1:])
-    for name in sorted(old - named(old, texts)):
+    for name in sorted(old - named(old - {"new"}, texts)):  # `new` is an incomplete copy: nothing runs from it
         discard(on_node(f"{FOLDER}/{name}"))
 
 
@@ -668,7 +670,7 @@ def processes() -> Iterator[tuple[str, bytes, bytes, bytes]]:
             seen.add(namespace)
         name = shown(bytes_of(f"{folder}/comm").decode(errors="replace").strip())
         words = bytes_of(f"{folder}/cmdline") if is_of_host(pid) else b""
-        yield f"{pid} ({name})", program_of(folder), words, mounts
+        yield f"{pid} ({name})", program_of(folder), words, CLONES.sub(b"", mounts)
 
 
 def program_of(folder: str) -> bytes:

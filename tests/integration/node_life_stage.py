@@ -1,0 +1,291 @@
+"""A node of a cluster: real containerd, a simulated GPU, and the installer's image, which runs as in its pod.
+
+    with Stage(image_root) as stage:                        containerd's image is loaded; containerd does not run
+        with stage.booted() as node:                        a node without gpushare, on which containerd runs
+            pod = node.install(stage.release("1"))          and wait until it is ready
+            with node.pod() as one: one.run(Want(SLEEP, SHARE))
+
+/etc, /opt, /run, /usr/local/sbin and /var/lib of this process's mount namespace are the node's. `systemctl restart
+containerd` on the node restarts the containerd of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from simulator.simhost import make_simhost
+from tests.support import processes
+from tests.support.engines import containerd_daemon
+from tests.support.engines.places import DefaultPlaces
+from tests.support.engines.pods import PodEngine, remove_cgroups, remove_pods
+from tests.support.host import BUILD
+from tests.support.installer import FOLDER, Pod
+from tests.support.rootfs import run, unmount_below
+
+GIB = 1 << 30
+OPT, PROGRAMS = Path("/opt/gpushare"), Path("/usr/local/sbin")
+CONFIG = Path("/etc/containerd/config.toml")
+RESTART = "running: systemctl restart containerd"
+_NO_CRI = '  stream_idle_timeout = "never"\n'
+# Name of a fault -> the configuration with which containerd has it
+BREAKS: dict[str, Callable[[str], str]] = {
+    "does not start": lambda text: f'required_plugins = ["io.containerd.none.v1.none"]\n{text}',
+    "has no CRI": lambda text: text.replace("  stream_server_address", f"{_NO_CRI}  stream_server_address"),
+}
+_SYSTEMCTL = """#!/usr/bin/python3 -ISE
+import socket, sys
+with socket.socket(socket.AF_UNIX) as there:
+    there.connect({socket!r})
+    there.sendall("\\0".join(sys.argv[1:]).encode())
+    there.shutdown(socket.SHUT_WR)
+    code, _, text = there.makefile().read().partition(" ")
+print(text, end="")
+sys.exit(int(code))
+"""
+# The pod's mount namespace: the node at /host, with its mounts (mountPropagation: Bidirectional), and its processes
+_SETUP = """mount --rbind / {image}/host
+mount --rbind /dev {image}/dev
+mount --rbind /proc {image}/proc
+mount -t overlay -o lowerdir={release}:{bundle} gpushare-test {image}/gpushare"""
+
+
+class Systemctl:
+    """The node's systemctl. `restart` returns whether the engine has started."""
+
+    def __init__(self, path: Path, restart: Callable[[], bool]) -> None:
+        self.started = 0  # microseconds of the monotonic clock
+        self._restart = restart
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            with client, client.makefile() as file, contextlib.suppress(BrokenPipeError):
+                client.sendall(self._answer(file.read().split("\0")).encode())
+
+    def _answer(self, words: list[str]) -> str:
+        if words[0] == "show":
+            return f"0 ActiveState=active\nExecMainStartTimestampMonotonic={self.started}\n"
+        return "1 " if words != ["restart", "containerd"] or not self._restart() else "0 "
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+class Node(PodEngine):
+    """A node on which containerd runs."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.daemon, self.directory = stage, stage.daemon, stage.directory
+        self.restarts = 0
+        self.breaks: dict[
+            str, str
+        ] = {}  # text of the engine's file -> row of BREAKS, in force while that text is there
+        self.during_restart: Callable[[], object] = lambda: None
+        self._pods: list[Pod] = []
+
+    # The engine
+
+    @property
+    def entry(self) -> str:
+        """The program in gpushare's entry; "" without an entry."""
+        files = [*Path("/etc/containerd/conf.d").glob("*.toml"), CONFIG]
+        lines = [line for path in files for line in path.read_text().splitlines()]
+        return next(
+            (one.partition('"')[2].rstrip('"') for one in lines if "BinaryName" in one and "gpushare" in one), ""
+        )
+
+    def start_engine(self) -> bool:
+        """Start containerd as systemd does: it has started when it notifies systemd, also without CRI."""
+        self.stage.systemctl.started = time.monotonic_ns() // 1000
+        name = next((name for text, name in self.breaks.items() if text in self.entry), "")
+        file = CONFIG.with_name("broken.toml") if name else CONFIG
+        if name:
+            file.write_text(BREAKS[name](CONFIG.read_text()))
+        try:
+            self.daemon.start(file, wait_for_cri=not name)
+        except AssertionError:
+            return False
+        return True
+
+    def restart_engine(self) -> bool:
+        self.restarts += 1
+        self.daemon.kill(signal.SIGTERM)
+        self.during_restart()
+        return self.start_engine()
+
+    # gpushare
+
+    def begin(self, verb: str, release: Path, **variables: str) -> Pod:
+        """Start the installer's pod with the image of a release."""
+        image = Path(tempfile.mkdtemp(dir=self.directory, prefix="image-"))
+        for name in ("gpushare", "dev", "proc", "host"):
+            (image / name).mkdir()
+        # The node's first process is that of the tests, whose mounts the engine has
+        text, first = (FOLDER / "install.py").read_text(), 'FIRST = "1"'
+        assert first in text
+        (image / "install.py").write_text(text.replace(first, f'FIRST = "{os.getpid()}"'))
+        words = {"image": image, "release": release, "bundle": BUILD / "dist/gpushare"}
+        setup = _SETUP.format_map({name: shlex.quote(str(path)) for name, path in words.items()})
+        pod = Pod(image, setup, verb, **variables)
+        self._pods.append(pod)
+        return pod
+
+    def install(self, release: Path) -> Pod:
+        """Start the installer's pod, and wait until it is ready."""
+        pod = self.begin("install", release)
+        pod.until("ready")
+        return pod
+
+    def settle(self, release: Path) -> None:
+        """Start the installer's pod once more, which removes what nothing uses, and end it."""
+        assert self.install(release).stop() == 0
+
+    @property
+    def current(self) -> str:
+        """The version that new containers get; "" without one."""
+        return os.readlink(OPT / "current") if (OPT / "current").is_symlink() else ""
+
+    @property
+    def versions(self) -> set[str]:
+        return {one.name for one in OPT.iterdir() if one.is_dir() and not one.is_symlink()} if OPT.exists() else set()
+
+    def shares(self) -> list[str]:
+        """The ids of containers with a share."""
+        found: list[dict[str, Any]] = json.loads(run(OPT / "current/bin/gpushare", "list", "--format", "json"))
+        return sorted(one["id"] for one in found)
+
+    def power_off(self) -> None:
+        """Every process of the node ends, and /run is empty when it starts again."""
+        for pod in self._pods:
+            pod.kill()
+        self.daemon.kill()
+        self.stage.end_processes()
+        self.stage.empty_run()
+
+
+class Stage:
+    """The directories of all nodes of a module, and containerd with its image."""
+
+    def __init__(self, image_root: Path) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="gs-"))
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(run, "rm", "-rf", self.directory)
+        try:
+            self._places(image_root)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def _places(self, image_root: Path) -> None:
+        make_simhost(self.directory / "gpu", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
+        self._closing.callback(DefaultPlaces(self.directory / "places").close)
+        for place in (OPT.parent, PROGRAMS):
+            own = self.directory / place.name
+            own.mkdir()
+            run("mount", "--bind", own, place)
+            self._closing.callback(run, "umount", "--lazy", place)
+        for name in ("containerd", "containerd-shim-runc-v2", "ctr", "runc"):
+            (PROGRAMS / name).symlink_to(Path(shutil.which(name) or name).resolve())
+        self.systemctl = Systemctl(self.directory / "systemctl", lambda: self._node.restart_engine())
+        self._closing.callback(self.systemctl.close)
+        (PROGRAMS / "systemctl").write_text(_SYSTEMCTL.format(socket=str(self.directory / "systemctl")))
+        (PROGRAMS / "systemctl").chmod(0o755)
+        self.daemon = containerd_daemon.Daemon(self.directory / "d")
+        self._closing.callback(self.daemon.close)
+        self._run_folders()
+        self._write_configuration()
+        self.daemon.start(CONFIG)
+        self.daemon.load(image_root)
+        self.daemon.kill(signal.SIGTERM)
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closing.close()
+
+    def release(self, name: str) -> Path:
+        """The image of a release: files over those of build/dist/gpushare."""
+        folder = self.directory / f"release-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "release").write_text(f"{name} {self.directory}")  # another test run has other versions
+        return folder
+
+    def _run_folders(self) -> None:
+        run("mount", "--make-shared", "/run")
+        for path in ("/run/systemd/system", "/run/containerd"):  # sd_booted(3)
+            Path(path).mkdir(parents=True)
+        Path("/run/containerd/containerd.sock").symlink_to(self.daemon.socket)
+
+    def empty_run(self) -> None:
+        run("umount", "--lazy", "/run")
+        run("mount", "-t", "tmpfs", "-o", "size=64m,mode=755", "gpushare-test", "/run")
+        self._run_folders()
+
+    def _write_configuration(self) -> None:
+        """An administrator's files, which the installer keeps."""
+        for path in ("/etc/containerd", "/etc/gpushare"):
+            shutil.rmtree(path, ignore_errors=True)
+            Path(path).mkdir()
+        CONFIG.write_text(self.daemon.text().replace(f'"{self.daemon.directory}/state"', '"/run/containerd"'))
+        own = {"version": 1, "driver": {"root": str(self.directory / "gpu")}, "log": {"decisions": "/run/decisions"}}
+        Path("/etc/gpushare/config.yaml").write_text(json.dumps(own))
+
+    def end_processes(self) -> None:
+        """End shims and containers, whose processes become children of this one when their parents have ended."""
+        mine = {pid for pid, command in processes.children().items() if "containerd-shim" in command}
+        for pid in mine:
+            below = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            for one in (pid, *below):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+            for one in (pid, *below):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(one, 0)
+
+    @contextlib.contextmanager
+    def booted(self) -> Iterator[Node]:
+        self.empty_run()
+        self._write_configuration()
+        self._node = Node(self)
+        try:
+            assert self._node.start_engine()
+            yield self._node
+        finally:
+            self._close_node()
+
+    def _close_node(self) -> None:
+        for pod in self._node._pods:
+            pod.close()
+        if self.daemon.pid:
+            remove_pods(self.daemon.cri)
+        self.daemon.kill(signal.SIGTERM)
+        self.end_processes()
+        remove_cgroups()
+        unmount_below(self.daemon.directory)
+        unmount_below(Path("/run/gpushare"))
+        shutil.rmtree(OPT, ignore_errors=True)
+        shutil.rmtree("/var/lib/gpushare", ignore_errors=True)
