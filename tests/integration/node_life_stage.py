@@ -33,18 +33,19 @@ from tests.support.engines.places import DefaultPlaces
 from tests.support.engines.pods import PodEngine, remove_cgroups, remove_pods
 from tests.support.host import BUILD
 from tests.support.installer import FOLDER, Pod
-from tests.support.rootfs import run, unmount_below
+from tests.support.rootfs import mount_tmpfs, run, unmount_below
 
 GIB = 1 << 30
 OPT, PROGRAMS = Path("/opt/gpushare"), Path("/usr/local/sbin")
 CONFIG = Path("/etc/containerd/config.toml")
 RESTART = "running: systemctl restart containerd"
-_NO_CRI = '  stream_idle_timeout = "never"\n'
-# Name of a fault -> the configuration with which containerd has it
-BREAKS: dict[str, Callable[[str], str]] = {
-    "does not start": lambda text: f'required_plugins = ["io.containerd.none.v1.none"]\n{text}',
-    "has no CRI": lambda text: text.replace("  stream_server_address", f"{_NO_CRI}  stream_server_address"),
-}
+# gpushare of a release that breaks the engine: CRI refuses the setting, and containerd runs without it
+_BREAKING = f"""#!/bin/sh
+{OPT}/current/libexec/gpushare "$@" || exit
+case "$*" in "runtime configure containerd"*)
+    sed -i 's/^  stream_server_address/  stream_idle_timeout = "never"\\n&/' {CONFIG} ;;
+esac
+"""
 _SYSTEMCTL = """#!/usr/bin/python3 -ISE
 import socket, sys
 with socket.socket(socket.AF_UNIX) as there:
@@ -100,9 +101,7 @@ class Node(PodEngine):
     def __init__(self, stage: Stage) -> None:
         self.stage, self.daemon, self.directory = stage, stage.daemon, stage.directory
         self.restarts = 0
-        self.breaks: dict[
-            str, str
-        ] = {}  # text of the engine's file -> row of BREAKS, in force while that text is there
+        self.fails: str | None = None  # the engine does not start while its entry contains this text
         self.during_restart: Callable[[], object] = lambda: None
         self._pods: list[Pod] = []
 
@@ -120,12 +119,12 @@ class Node(PodEngine):
     def start_engine(self) -> bool:
         """Start containerd as systemd does: it has started when it notifies systemd, also without CRI."""
         self.stage.systemctl.started = time.monotonic_ns() // 1000
-        name = next((name for text, name in self.breaks.items() if text in self.entry), "")
-        file = CONFIG.with_name("broken.toml") if name else CONFIG
-        if name:
-            file.write_text(BREAKS[name](CONFIG.read_text()))
+        file = CONFIG
+        if self.fails is not None and self.fails in self.entry:
+            file = CONFIG.with_name("broken.toml")
+            file.write_text(f'required_plugins = ["io.containerd.none.v1.none"]\n{CONFIG.read_text()}')
         try:
-            self.daemon.start(file, wait_for_cri=not name)
+            self.daemon.start(file, wait_for_cri="never" not in file.read_text())
         except AssertionError:
             return False
         return True
@@ -202,10 +201,8 @@ class Stage:
     def _places(self, image_root: Path) -> None:
         make_simhost(self.directory / "gpu", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
         self._closing.callback(DefaultPlaces(self.directory / "places").close)
-        for place in (OPT.parent, PROGRAMS):
-            own = self.directory / place.name
-            own.mkdir()
-            run("mount", "--bind", own, place)
+        for place in (OPT.parent, PROGRAMS):  # in memory: the installer writes each program to the disk
+            mount_tmpfs(place, "mode=755")
             self._closing.callback(run, "umount", "--lazy", place)
         for name in ("containerd", "containerd-shim-runc-v2", "ctr", "runc"):
             (PROGRAMS / name).symlink_to(Path(shutil.which(name) or name).resolve())
@@ -232,6 +229,14 @@ class Stage:
         folder = self.directory / f"release-{name}"
         folder.mkdir(exist_ok=True)
         (folder / "release").write_text(f"{name} {self.directory}")  # another test run has other versions
+        return folder
+
+    def breaking_release(self) -> Path:
+        """The image of a release with which containerd has no CRI."""
+        folder = self.release("breaking")
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin/gpushare").write_text(_BREAKING)
+        (folder / "bin/gpushare").chmod(0o755)
         return folder
 
     def _run_folders(self) -> None:

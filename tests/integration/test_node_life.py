@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration import engines
-from tests.integration.node_life_stage import BREAKS, CONFIG, OPT, RESTART, Node, Stage
+from tests.integration.node_life_stage import CONFIG, OPT, RESTART, Node, Stage
 from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.containerd import Containerd
 from tests.support.engines.cri import CriError
@@ -136,8 +136,7 @@ def test_upgrade_restarts_the_engine_once_and_keeps_the_version_in_use(node: Nod
     assert node.versions == {node.current} and node.restarts == 2
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_failed_restart_of_an_upgrade_is_undone(node: Node, how: str) -> None:
+def test_failed_restart_of_an_upgrade_is_undone(node: Node) -> None:
     """Containers that run and new pods have the earlier version. SIGHUP tries again."""
     node.settle(node.stage.release("1"))
     first, before = node.current, CONFIG.read_text()
@@ -147,7 +146,7 @@ def test_failed_restart_of_an_upgrade_is_undone(node: Node, how: str) -> None:
         upgrade = node.begin("install", node.stage.release("2"))
         upgrade.until("copied to ")
         second = upgrade.lines[-1].rpartition("/")[2]
-        node.breaks = {second: how}
+        node.fails = second
         upgrade.until("gpushare: ")
         assert "that was undone, and the engine runs as before" in upgrade.lines[-1], upgrade.lines
         assert not upgrade.ready and node.restarts == 3
@@ -155,10 +154,31 @@ def test_failed_restart_of_an_upgrade_is_undone(node: Node, how: str) -> None:
         assert (share.pid, plain.pid) == pids and total_bytes(share) == 2 * GIB
         pod.run(SHARE, "next").remove()
         check_new_pod(node)
-        node.breaks = {}
+        node.fails = None
         upgrade.process.send_signal(signal.SIGHUP)
         upgrade.until("ready")
         assert node.current == second and version_of(node, share) == first and total_bytes(share) == 2 * GIB
+        check_new_pod(node)
+
+
+def test_release_with_which_containerd_has_no_cri_is_undone(node: Node) -> None:
+    """It wrote more into the engine's file than the earlier version knows. The next release replaces its pod."""
+    node.settle(node.stage.release("1"))
+    first, before = node.current, CONFIG.read_text()
+    with node.pod() as pod:
+        share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
+        pids, entry = (share.pid, plain.pid), node.entry
+        upgrade = node.begin("install", node.stage.breaking_release())
+        upgrade.until("gpushare: ")
+        assert "containerd runs without CRI" in upgrade.lines[-1], upgrade.lines
+        assert "that was undone, and the engine runs as before" in upgrade.lines[-1], upgrade.lines
+        assert not upgrade.ready and node.restarts == 3
+        assert (node.entry, node.current, CONFIG.read_text()) == (entry, first, before)
+        assert (share.pid, plain.pid) == pids and total_bytes(share) == 2 * GIB
+        check_new_pod(node)
+        upgrade.kill()
+        node.settle(node.stage.release("3"))
+        assert node.restarts == 4 and version_of(node, share) == first
         check_new_pod(node)
 
 
@@ -167,7 +187,7 @@ def test_failed_restart_of_the_first_installation_leaves_the_engine_s_own_files(
     with node.pod(handler="") as pod:
         plain = pod.run(PLAIN)
         pid = plain.pid
-        node.breaks = {"gpushare": "does not start"}
+        node.fails = "gpushare"
         installer = node.begin("install", node.stage.release("1"))
         installer.until("gpushare: ")
         assert "that was undone" in installer.lines[-1] and not installer.ready, installer.lines
@@ -177,6 +197,33 @@ def test_failed_restart_of_the_first_installation_leaves_the_engine_s_own_files(
             other.run(PLAIN)
         with pytest.raises(CriError, match="gpushare"):
             node.pod()
+
+
+def test_engine_that_never_starts_leaves_containers_running(node: Node) -> None:
+    """Its own files are broken: no upgrade or removal can start it, and each is tried again at SIGHUP."""
+    first, second = node.stage.release("1"), node.stage.release("2")
+    node.settle(first)
+    version, entry = node.current, node.entry
+    with node.pod() as pod:
+        share = pod.run(SHARE)
+        pid = share.pid
+        node.fails = ""
+        upgrade = node.begin("install", second)
+        upgrade.until("gpushare: ")
+        assert "undoing it failed as well" in upgrade.lines[-1] and not upgrade.ready, upgrade.lines
+        assert (node.current, node.entry) == (version, entry) and node.shares() == [share.id]
+        node.fails = None
+        upgrade.process.send_signal(signal.SIGHUP)
+        upgrade.until("ready")
+        assert upgrade.stop() == 0 and share.pid == pid and total_bytes(share) == 2 * GIB
+        check_new_pod(node)
+    node.fails = ""
+    removal = node.begin("remove", second)
+    removal.until("waiting until nothing uses gpushare: `systemctl restart containerd` ended with 1")
+    node.fails = None
+    removal.process.send_signal(signal.SIGHUP)
+    removal.until("gpushare is removed from this node")
+    assert removal.stop() == 0 and node.entry == "" and not OPT.exists()
 
 
 def test_version_that_cannot_configure_the_engine_is_not_current(node: Node) -> None:

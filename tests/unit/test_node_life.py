@@ -341,7 +341,7 @@ def test_failed_restart_of_the_same_version_keeps_the_entry(
     with pytest.raises(node.install.RestartFailed, match="that was undone"):
         node.install_now()
     assert (node.engine_file, node.running, node.version) == (before, before, version)
-    assert node.install.configured("containerd") == ["/" + FILE]
+    assert list(node.install.configured("containerd")) == ["/" + FILE]
 
 
 def test_version_that_cannot_configure_is_not_current(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +389,46 @@ def test_failed_restart_is_undone_and_not_repeated(
     assert capsys.readouterr().err.count(line) == 2
     if upgrade:
         assert node.version == first and (node.root / "etc/gpushare/config.yaml").read_text() == "version: 1\n"
+
+
+def test_undone_upgrade_leaves_nothing_that_the_newer_version_wrote(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the earlier version does not know: more in its file, and other files. Modes stay, for passwords."""
+    node.install_now()
+    (node.root / FILE).chmod(0o600)
+    before, configure, folder = node.engine_file, node.gpushare, (node.root / FILE).parent
+    (folder / "other.toml").write_text("own")
+    node.release("2")
+
+    def gpushare(*words: str) -> dict[str, Any]:
+        done = configure(*words)
+        if words[:2] == ("runtime", "configure"):
+            texts = {FILE: None, "etc/containerd/conf.d/other.toml": "own", "etc/containerd/conf.d/new.toml": None}
+            files = [{"path": f"/{path}", "before": text} for path, text in texts.items()]
+            node.install.write(node.install.CONFIGURED.format("containerd"), json.dumps({"files": files}).encode())
+            for path in texts:
+                node.install.write(f"/{path}", b"of the newer version")
+        return done
+
+    monkeypatch.setattr(node.install, "gpushare", gpushare)
+    node.fails = lambda text: text != before
+    with pytest.raises(node.install.RestartFailed, match="that was undone"):
+        node.install_now()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"gpushare.toml": before, "other.toml": "own"}
+    assert (node.root / FILE).stat().st_mode & 0o777 == 0o600
+    assert list(node.install.configured("containerd")) == ["/" + FILE]
+
+
+def test_undo_after_which_containerd_still_has_no_cri_is_not_reported_as_done(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.install_now()
+    node.release("2")
+    found = iter(["ok", "error", "error"])
+    monkeypatch.setattr(node.install, "cri_of", lambda engine: next(found))
+    with pytest.raises(node.install.RestartFailed, match="undoing it failed as well: containerd runs without CRI"):
+        node.install_now()
 
 
 @pytest.mark.parametrize(

@@ -268,9 +268,17 @@ def is_ours(config: str) -> bool:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file of the node whole or not at all."""
+    """Write a file of the node whole or not at all. A file that is there keeps its owner and mode: the engine's files,
+    and gpushare's record of them, can contain passwords."""
     os.makedirs(os.path.dirname(on_node(path)), exist_ok=True)
-    with open(on_node(path + ".new"), "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with open(os.open(on_node(path + ".new"), flags, 0o600), "wb") as file:
+        try:
+            old = os.stat(on_node(path))
+            os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+        except FileNotFoundError:
+            os.fchmod(file.fileno(), 0o644)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -481,12 +489,13 @@ def lift_nri(keep: bool = False) -> None:
             require_nri(engine, "--undo")
 
 
-def configured(engine: str) -> list:
-    """The files of the engine in which gpushare's entries are."""
+def configured(engine: str) -> dict[str, bytes]:
+    """The files of the engine in which gpushare's entries are, and their contents without these."""
     try:
-        return [one["path"] for one in json.loads(read(CONFIGURED.format(engine)))["files"]]
-    except (ValueError, KeyError, TypeError):
-        return []
+        files = json.loads(read(CONFIGURED.format(engine)))["files"]
+        return {one["path"]: (one.get("before") or "").encode() for one in files}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def config_file() -> list:
@@ -498,8 +507,7 @@ def install(profile: Profile) -> None:
     """Install this version and configure the engine. Raises Failed and RestartFailed after it has undone that."""
     engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
     before = Before(engine)
-    name = copy()
-    point(name)
+    point(copy())
     try:
         done = configure(profile, engine)
     except (Failed, OSError):  # the engine's files are as before
@@ -509,10 +517,9 @@ def install(profile: Profile) -> None:
         print(f"{change['action']} {change['path']}", flush=True)
     try:
         restart(done)
-        if before.cri == "ok" and cri_of(engine) == "error":
-            raise RestartFailed("containerd runs without CRI, so kubelet can start no container (`ctr plugins ls`)")
+        before.check_cri()
     except RestartFailed as error:
-        raise RestartFailed(f"{error}; {before.undo(name, done)}") from None
+        raise RestartFailed(f"{error}; {before.undo(done)}") from None
     label()
     tidy()
 
@@ -562,19 +569,24 @@ class Before:
             put_back(self.files)
             point(self.version)
 
-    def undo(self, name: str, done: dict) -> str:
-        """Give the engine the entries that it had before the version `name`, and restart it. `done`: the change that
-        made it fail. Return what was done."""
+    def check_cri(self) -> None:
+        """Raise RestartFailed if containerd has lost CRI."""
+        if self.cri == "ok" and cri_of(self.engine) == "error":
+            raise RestartFailed("containerd runs without CRI, so kubelet can start no container (`ctr plugins ls`)")
+
+    def undo(self, done: dict) -> str:
+        """Give the engine the files that it had before, and restart it. `done`: the change that made it fail. Return
+        what was done."""
         place = f"{FOLDER}/{self.version}" if self.entries else "its own files"
         print(f"the engine goes back to {place}", flush=True)
         try:
             self.put_back_programs()
-            if self.entries and self.version == name:
-                put_back(self.entries)
+            if self.entries:  # not by the earlier version: it does not know all that a newer one can write
+                put_back({**configured(self.engine), **self.entries})
             else:
-                words = [self.engine, *([] if self.entries else ["--undo"]), *config_file()]
-                done = gpushare("runtime", "configure", *words)
+                done = gpushare("runtime", "configure", self.engine, "--undo", *config_file())
             restart(done)
+            self.check_cri()
             return "that was undone, and the engine runs as before; send SIGHUP or replace the pod to try again"
         except Failed as error:
             return f"undoing it failed as well: {error}; see the engine's log on the node"
