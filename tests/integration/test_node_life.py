@@ -136,6 +136,22 @@ def test_upgrade_restarts_the_engine_once_and_keeps_the_version_in_use(node: Nod
     assert node.versions == {node.current} and node.restarts == 2
 
 
+def test_version_stays_until_the_engine_is_restarted(node: Node) -> None:
+    """With GPUSHARE_RESTART=never: until then containerd starts pods by the earlier version."""
+    node.settle(node.stage.release("1"))
+    first, new = node.current, node.stage.release("2")
+    upgrade = node.begin("install", new, GPUSHARE_RESTART="never")
+    upgrade.until("ready")
+    assert upgrade.stop() == 0 and node.current != first and node.versions == {first, node.current}
+    assert node.restarts == 1
+    with node.pod() as pod:
+        assert version_of(node, pod.run(SHARE)) == first
+    node.restart_engine()  # by the administrator
+    check_new_pod(node)
+    node.settle(new)
+    assert node.versions == {node.current} and node.restarts == 2
+
+
 def test_failed_restart_of_an_upgrade_is_undone(node: Node) -> None:
     """Containers that run and new pods have the earlier version. SIGHUP tries again."""
     node.settle(node.stage.release("1"))
