@@ -67,6 +67,8 @@ STAYS = {
     "integration/test_mps.py": "sum_over_processes_stays_within_the_limit"
     " only_granted_containers_see_the_pipe_directory",
     "integration/test_mps_daemon.py": "start_after_a_daemon_s_death_is_clean",
+    "integration/test_node_life.py": "upgrade_restarts_the_engine_once failed_restart_of_an_upgrade_is_undone"
+    " removal_waits_while_something_uses",
     "integration/test_nri.py": "pod_gets_its_share",
     "integration/test_oversubscribe.py": "two_containers_hold_more_than_the_device",
     "integration/test_podman.py": "containers_of_a_pod_have_separate_shares",
