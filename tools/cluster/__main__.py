@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
     try:
         containerd = containerd_folder(options.containerd)
         etcd = newest.unpack(BUILD / "etcd", "trixie", "etcd") / "etcd"
-        helm.program()
+        helm.program("helm"), helm.program("kubectl")  # before the network is gone
         if INSIDE not in os.environ:  # these programs are there now: inside, no network is
             return enter(argv)
 
