@@ -73,9 +73,10 @@ def test_allocation_costs_few_instructions(lent: bool, tmp_path: Path) -> None:
 
 def test_throttled_process_uses_little_processor_time() -> None:
     """In three seconds that are nearly all waiting, the process uses little CPU; polling would use most of a CPU."""
+    program = build()
     with Box([None], compute=[5]) as box:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = box.run([str(build()), *words(kernel=1000, seconds=3)])
+        done = box.run([str(program), *words(kernel=1000, seconds=3)])
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
