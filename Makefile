@@ -247,7 +247,7 @@ gpu-check: ## does gpushare work on this machine's GPU? in 2 minutes; GPU_ARGS=-
 
 dist: $(ARCHIVE) ## make build/dist: programs that need no Python on the host, and an archive of them
 
-docs: $(SETUP) ## write every generated file: pages of docs/, config/, triggers.py (golden texts of tests: GOLDEN_WRITE=1)
+docs: $(SETUP) ## write every generated file: pages of docs/, config/ (golden texts of tests: GOLDEN_WRITE=1)
 	@PYTHONPATH=hook:. $(VENV_PYTHON) -m tools.generated
 
 CLI_PAGES := $(wildcard hook/gpushare/cli/*.py) hook/gpushare/doctor/__init__.py hook/gpushare/core/errors.py \

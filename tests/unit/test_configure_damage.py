@@ -210,7 +210,7 @@ def _of_a_user(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [_named_twice, _of_a_user, lambda path: path.write_text("of a killed command")])
 def test_file_with_the_temporary_name_is_replaced(cli: Callable[..., Any], daemon_json: Path, put: Any) -> None:
-    """Another name of it keeps its text, and a user who has it open cannot write to the engine's file."""
+    """Otherwise a hard link to it would get the engine's text, or its owner could write to the engine's file."""
     daemon_json.unlink()
     temporary = daemon_json.with_name(".daemon.json.gpushare-new")
     put(temporary)
