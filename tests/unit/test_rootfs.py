@@ -189,6 +189,12 @@ def test_driver_that_a_later_library_path_names_is_found(debian: Tree, path: str
     assert drivers(debian.probe()) == {path: "libcuda.so.1"}
 
 
+def test_many_environments_of_conda_are_searched_in_bounded_time(debian: Tree) -> None:
+    for number in range(rootfs._MAX_LATER + 9):
+        debian.library(f"/opt/conda/envs/{number:02}/lib/libcuda.so.1")
+    assert len(drivers(debian.probe())) == rootfs._MAX_LATER - 1
+
+
 def test_libraries_below_our_own_directory_are_not_covered(debian: Tree) -> None:
     """A mount would need mount points there, in a directory that all containers of a device see."""
     for number in range(3):

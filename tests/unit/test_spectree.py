@@ -12,7 +12,7 @@ from gpushare.core.errors import KernelError
 from gpushare.inject import rootfs
 from gpushare.inject.spectree import SpecTree
 from gpushare.request import oci
-from gpushare.system import inroot
+from gpushare.system import imagefiles, inroot
 
 MakeTree = Callable[..., SpecTree]
 
@@ -215,3 +215,12 @@ def test_followed_links_count_against_budget(make: MakeTree, monkeypatch: pytest
         with pytest.raises(KernelError, match="links in the image"), inroot.budget():
             tree._resolve("/l0", follow_last=True)
         assert tree._resolve("/l0", follow_last=True) == ("/l30", True)
+
+
+def test_names_present_in_directory_include_links_and_mount_points(make: MakeTree) -> None:
+    """A volume may be mounted at a directory that the image does not have, where its libraries then are."""
+    mounts = [bind("/opt/conda/lib"), bind("/opt/conda/envs/train/lib64")]
+    tree = make(mounts, "rootfs/opt/conda/other", ("rootfs/opt/conda/compat", "../elsewhere"), "rootfs/opt/file")
+    assert imagefiles.present(tree, "/opt/conda", ("lib", "lib64", "compat", "envs")) == ["lib", "compat", "envs"]
+    assert imagefiles.present(tree, "/opt/file", ("lib",)) == []
+    assert imagefiles.present(tree, "/opt/missing", ("lib",)) == []

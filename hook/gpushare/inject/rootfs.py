@@ -6,6 +6,7 @@ bounded.
 import errno
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Union
 
@@ -50,6 +51,7 @@ _MAX_DIRS = 128
 _MAX_LATER = 64  # packages in /opt and environments of conda
 _CONDA = ("conda", "conda2", "conda3", "forge", "forge3")  # ends of /root/miniconda3 and the like
 _LATER = ("lib", "lib64", "compat", "cuda-compat")  # the last: conda-forge's package cuda-compat
+_ENVIRONMENTS = "envs"
 _MAX_PATH = 4096  # PATH_MAX; a forged cache may have one path as long as the file
 
 
@@ -109,9 +111,9 @@ def _probe(root: inroot.Root, env: dict[str, str]) -> Image:
     names = imagefiles.names_in(root, libdir) if libdir else []
     compat = compatdir.directories(root)
     directories = [*compat, *_preferred_directories(root, libdir, names, env), *_later_directories(root)]
-    drivers = [name for name in names if name.startswith(_PREFIXES)]
+    drivers = [name for prefix in _PREFIXES for name in _starting(names, prefix)]
     found: dict[str, str] = {}
-    for path, soname in _candidates(libdir, drivers, directories, cached):
+    for path, soname in _candidates(root, libdir, drivers, directories, cached):
         _add_driver(root, path, soname, found)
     links = tuple(_links(root, libdir, drivers))
     image = Image(libdir, machine, cache is not None, note, tuple(sorted(found.items())), links)
@@ -251,11 +253,13 @@ def _later_directories(root: inroot.Root) -> Iterator[str]:
     opt = imagefiles.names_in(root, "/opt", _MAX_LATER)
     conda = [name for name in imagefiles.names_in(root, "/root", _MAX_LATER) if name.endswith(_CONDA)]
     prefixes = [*(f"/opt/{name}" for name in opt), *(f"/root/{name}" for name in conda)]
-    places = [*prefixes, *(one for prefix in prefixes for one in imagefiles.matches(root, f"{prefix}/envs", ("*",)))]
     if "nvidia" in opt:
         yield from imagefiles.matches(root, "/opt/nvidia/hpc_sdk", ("*", "*", "cuda", "*", "compat"))
-    for place in places[:_MAX_LATER]:
-        yield from (f"{place}/{name}" for name in _LATER if imagefiles.directory(root, f"{place}/{name}"))
+    found = {place: imagefiles.present(root, place, (*_LATER, _ENVIRONMENTS)) for place in prefixes[:_MAX_LATER]}
+    above = [f"{place}/{_ENVIRONMENTS}" for place, names in found.items() if _ENVIRONMENTS in names]
+    environments = [one for place in above for one in imagefiles.matches(root, place, ("*",))]
+    found.update((one, imagefiles.present(root, one, _LATER)) for one in environments[: _MAX_LATER - len(found)])
+    yield from (f"{place}/{name}" for place, names in found.items() for name in names if name != _ENVIRONMENTS)
 
 
 def _variants(root: inroot.Root, directory: str, names: list[str]) -> Iterator[str]:
@@ -289,14 +293,26 @@ def _is_file_name(text: str) -> bool:
         return False
 
 
+def _starting(names: list[str], prefix: str) -> list[str]:
+    """Return the names that start with `prefix`, from a sorted list of often thousands."""
+    begin = end = bisect_left(names, prefix)
+    while end < len(names) and names[end].startswith(prefix):
+        end += 1
+    return names[begin:end]
+
+
 def _candidates(
-    libdir: str, drivers: list[str], directories: list[str], cached: dict[str, list[tuple[str, int]]]
+    root: inroot.Root,
+    libdir: str,
+    drivers: list[str],
+    directories: list[str],
+    cached: dict[str, list[tuple[str, int]]],
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, soname) of every place where a driver library may be."""
     for name, soname in SONAMES.items():
         yield from ((path, soname) for path, _ in cached.get(name, ()))
     for directory in directories:
-        yield from ((f"{directory}/{name}", soname) for name, soname in SONAMES.items())
+        yield from ((f"{directory}/{name}", SONAMES[name]) for name in imagefiles.present(root, directory, SONAMES))
     for name in drivers:
         yield from ((f"{libdir}/{name}", f"{prefix}.1") for prefix in _PREFIXES if name.startswith(prefix))
 

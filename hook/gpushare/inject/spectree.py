@@ -222,6 +222,11 @@ class SpecTree(inroot.View):
         self._found[new] = self._found[old]
         return new
 
+    def mounted_in(self, fd: int) -> list[str]:
+        """See inroot.View."""
+        below = _below(self._found[fd][0])
+        return [target[len(below) :].partition("/")[0] for target in self._last if target.startswith(below)]
+
     def is_mounted_over(self, fd: int) -> bool:
         """See inroot.is_mounted_over."""
         return self._found[fd][1] is not None

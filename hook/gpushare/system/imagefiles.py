@@ -4,12 +4,15 @@ read_all(path_fd, limit)       -> bytes
 library_at(root, path)         -> (real path, Library)            ("", None) when there is no regular file
 directory(root, path)          -> str                             real path; "" when it is no directory
 names_in(root, path)           -> list[str]                       sorted, [] when it is no directory
+present(root, path, names)     -> list[str]                       those of `names` in a directory, by one look-up
 matches(root, path, names)     -> list[str]                       paths below, one name or * for each level
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import islice
 from typing import Union
 
 from ..core.errors import is_exhausted
@@ -67,7 +70,7 @@ def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
         readable = inroot.reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(readable) as entries:
-                names = [entry.name for _, entry in zip(range(limit), entries)]
+                names = [entry.name for entry in islice(entries, limit)]
         finally:
             os.close(readable)
     except OSError as error:
@@ -77,6 +80,19 @@ def names_in(root: inroot.Root, path: str, limit: int = MAX_NAMES) -> list[str]:
     finally:
         os.close(fd)
     return sorted(names)
+
+
+def present(root: inroot.Root, path: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that a directory has, links included; [] when it is no directory. The path is looked up once:
+    most of the places where a driver could be have none."""
+    fd = inroot.exists(root, path, os.O_PATH | os.O_DIRECTORY)
+    if fd < 0:
+        return []
+    mounted = root.mounted_in(fd) if isinstance(root, inroot.View) else ()
+    try:
+        return [name for name in names if os.access(name, os.F_OK, dir_fd=fd, follow_symlinks=False) or name in mounted]
+    finally:
+        os.close(fd)
 
 
 def matches(root: inroot.Root, path: str, names: tuple[str, ...], limit: int = 64) -> list[str]:

@@ -72,6 +72,10 @@ class View:
         """As `inroot.is_mounted_over`."""
         raise NotImplementedError
 
+    def mounted_in(self, fd: int) -> list[str]:
+        """Return the names in an opened directory at which, or below which, something will be mounted."""
+        raise NotImplementedError
+
     def reopened(self, old: int, new: int) -> int:
         """Return `new`, another descriptor of the same file as `old`."""
         raise NotImplementedError
