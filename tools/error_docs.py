@@ -108,6 +108,7 @@ ADVICE = {
     ): "check that the driver's nvidia-cuda-mps-control is installed and executable",
     ("request/oci.py", "the state"): _RUNTIME,
     ("request/oci.py", ""): _CONFIG_JSON,
+    ("request/speckeys.py", ""): _CONFIG_JSON,
     ("state/activity_files.py", "device uuid"): "`gpushare refresh`",
     ("state/rebuild.py", ""): "run `gpushare prune` once that container has ended",
     ("state/shm_abi.py", ""): _REMOVE,

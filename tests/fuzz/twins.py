@@ -97,7 +97,7 @@ def words_in_config(data: bytes) -> None:
                 assert _launcher.scan_text_may_ask(text, ctypes.c_size_t(len(data)), cri)
             bundle = oci.bundle_of(oci.State("c", 1, "", "/b", {}), spec, cri)
             asks = request.mentions(bundle) or cdi_devices.rules_reach(spec) or hookoutput.without(spec) is not spec
-            device = cdi_devices.named(spec)
+            device = bundle.injected
         except (ValueError, RecursionError, AttributeError, GpushareError):
             return  # the low-level runtime refuses it too
         assert cri or constants.CRI_ANNOTATIONS.isdisjoint(bundle.annotations)

@@ -9,11 +9,11 @@ from gpushare.core import constants
 from gpushare.core.errors import DeviceError, GpushareError, RequestError
 from gpushare.core.model import Amount, Inventory, Request, Selection
 from gpushare.request import dialects
-from gpushare.request.dialects import cdi_devices, gpushare_env, nvidia
+from gpushare.request.dialects import gpushare_env, nvidia
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.pure import UUIDS, device, node
+from tests.unit.pure import UUIDS, bundle, device, node
 
 HOST = node().inventory
 NAME = "NVIDIA_VISIBLE_DEVICES"
@@ -21,11 +21,11 @@ KEY = "io.kubernetes.cri.container-name"
 
 
 def read_nvidia(*env: tuple[str, str], spec: Any = None) -> Optional[Request]:
-    return nvidia.read(env, {}, spec or {}, HOST)
+    return nvidia.read(bundle(**(spec or {}))._replace(env=env), HOST)
 
 
 def read_own(*env: tuple[str, str], annotations: Any = None, inventory: Inventory = HOST) -> Optional[Request]:
-    return gpushare_env.read(env, annotations or {}, {}, inventory)
+    return gpushare_env.read(bundle(annotations=annotations)._replace(env=env), inventory)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_ambiguous_uuid_is_refused() -> None:
 
 def test_host_without_devices_is_refused() -> None:
     with pytest.raises(DeviceError, match="this host has no device"):
-        nvidia.read(((NAME, "0"),), {}, {}, Inventory("/", "1", ()))
+        nvidia.read(bundle(f"{NAME}=0"), Inventory("/", "1", ()))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_arbitrary_device_text_is_parsed_or_refused(text: str) -> None:
 def test_arbitrary_own_values_are_parsed_or_refused(env: dict[str, str]) -> None:
     """A memory limit that was requested is also in the result."""
     try:
-        found = gpushare_env.read(tuple(env.items()), {}, {}, HOST)
+        found = read_own(*env.items())
     except (RequestError, DeviceError):
         return
     assert found is not None
@@ -418,7 +418,7 @@ def test_renamed_injected_device_is_recognized() -> None:
         {"path": "/dev/b", "type": "b", "major": 195, "minor": 0},
     ]
     control = [{"path": "/dev/ctl", "type": "c", "major": 195, "minor": minor} for minor in (254, 255)]
-    assert cdi_devices.minors({"linux": {"devices": [*devices, *control]}}) == (1,)
+    assert bundle(linux={"devices": [*devices, *control]}).minors == (1,)
 
 
 @pytest.mark.parametrize(
@@ -426,9 +426,9 @@ def test_renamed_injected_device_is_recognized() -> None:
 )
 def test_injected_device_in_any_spelling_is_found_and_removed(path: str) -> None:
     node, mount = {"path": path, "type": "c", "major": 1, "minor": 3}, {"destination": path, "source": "/d/nvidia1"}
-    assert cdi_devices.minors({"linux": {"devices": [node]}}) == (1,) == cdi_devices.minors({"mounts": [mount]})
+    assert bundle(linux={"devices": [node]}).minors == (1,) == bundle(mounts=[mount]).minors
     for source in ("/var/lib/volumes/0a1b/_data", "tmpfs", "", None, 1):  # VOLUME of an image
-        assert cdi_devices.minors({"mounts": [{**mount, "source": source}]}) == ()
+        assert bundle(mounts=[{**mount, "source": source}]).minors == ()
     assert nvidia.is_device(node) and nvidia.is_node_mount(mount)
     assert nvidia.is_driver_mount({"destination": "/usr/lib/libcuda.so.1/"})
 
@@ -440,4 +440,4 @@ def test_rule_for_all_devices_without_sys_admin_is_not_privileged(
     """Otherwise `--device-cgroup-rule 'a *:* rwm' --device /dev/nvidia0` would give a GPU without a lease."""
     devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]
     linux = {"devices": devices, "resources": {"devices": [{"allow": True, "access": "rwm"}]}}
-    assert cdi_devices.minors({"linux": linux, "process": {"capabilities": {"bounding": capabilities}}}) == found
+    assert bundle(linux=linux, process={"capabilities": {"bounding": capabilities}}).minors == found

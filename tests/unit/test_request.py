@@ -113,6 +113,7 @@ def test_mentions_finds_volume_requests() -> None:
     mount = {"destination": "/var/run/nvidia-container-devices/0", "source": "/dev/null"}
     assert request.mentions(bundle(mounts=[mount]))
     assert resolve(mounts=[mount])
+    assert not request.mentions(bundle(mounts=[{"source": "/dev/null"}, {**mount, "destination": 1}, 2]))
 
 
 @pytest.mark.parametrize("path", ["", "/", None, ".."])

@@ -16,7 +16,7 @@ from ..inject import spec_record, specedit
 from ..programs import hook, runtime, session
 from ..programs.explain import explain_json, explain_text
 from ..request import deny_devices, oci, request
-from ..request.dialects import cdi_devices, registry
+from ..request.dialects import registry
 from . import facts
 from .options import Paths, with_format
 from .output import write_json, write_text
@@ -78,12 +78,12 @@ def way_of(bundle: Bundle) -> str:
     """The program that would start a bundle with these contents: "runtime" or "hook". Only gpushare-runtime can change
     what config.json already has."""
     applied = constants.APPLIED_ANNOTATION in bundle.annotations
-    return "runtime" if applied or deny_devices.may_apply(bundle) or cdi_devices.minors(bundle.spec) else "hook"
+    return "runtime" if applied or deny_devices.may_apply(bundle) or bundle.minors else "hook"
 
 
 def clean(bundle: Bundle) -> Bundle:
     """The bundle as its engine wrote it, without what gpushare-runtime added."""
-    return bundle._replace(spec=spec_record.stripped(bundle.spec))
+    return oci.with_spec(bundle, spec_record.stripped(bundle.spec))
 
 
 def _restore(directory: str, output: str) -> None:

@@ -188,6 +188,11 @@ class Bundle(NamedTuple):
     spec: dict[str, Any]
     claims: tuple[str, str] = ("", "")  # an untrusted CRI annotation, (name, value), where no CRI is configured
     claimed_entry: str = ""  # <namespace>/<container> according to untrusted annotations
+    sys_admin: bool = False  # a program can have CAP_SYS_ADMIN, in any user namespace
+    minors: tuple[int, ...] = ()  # of the GPUs whose nodes config.json has
+    injected: str = ""  # what of config.json names a device, for messages: a node, else a rule
+    volumes: tuple[str, ...] = ()  # devices that mounts below NVIDIA's directory request (dialects/cdi_devices.py)
+    imex_volumes: tuple[str, ...] = ()  # IMEX channels, requested in the same way
 
 
 class Condition(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from ..core import constants
 from ..core.ops import RECORDED, Op
-from ..request import oci
+from ..request import speckeys
 
 Spec = dict[str, Any]
 VERSION = 1
@@ -65,7 +65,7 @@ def _nonces(spec: Spec) -> set[str]:
     """Return the nonces of our own hooks in this spec."""
     found = set()
     for stage in STAGES:
-        for hook in oci.items(spec, "hooks", stage):
+        for hook in speckeys.items(spec, "hooks", stage):
             found.add(_nonce_of(hook))
     return found - {""}
 
@@ -78,7 +78,7 @@ def _nonce_of(hook: Any) -> str:
 
 def record_of(spec: Spec) -> Optional[Record]:
     """Return the record of an earlier edit; None if it is missing or not valid."""
-    text = oci.section(spec, "annotations").get(constants.APPLIED_ANNOTATION)
+    text = speckeys.section(spec, "annotations").get(constants.APPLIED_ANNOTATION)
     if not isinstance(text, str):
         return None
     nonces = _nonces(spec)
@@ -101,7 +101,7 @@ def remaining(record: Record) -> tuple[Op, ...]:
 
 def stripped(spec: Spec) -> Spec:
     """Return `spec` as it was before the edit. An invalid record is removed too. `spec` itself never changes."""
-    annotations = oci.section(spec, "annotations")
+    annotations = speckeys.section(spec, "annotations")
     if constants.APPLIED_ANNOTATION not in annotations:
         return spec
     record = record_of(spec)

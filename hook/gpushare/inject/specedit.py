@@ -30,7 +30,7 @@ from ..core.ops import (
     call,
 )
 from ..core.quoting import shown
-from ..request import deny_devices, oci
+from ..request import deny_devices, speckeys
 from ..request.dialects import cdi_devices, nvidia
 from ..system import syscalls
 from . import spec_record
@@ -50,12 +50,14 @@ class Editor:
         self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
-            (oci.items if isinstance(empty, list) else oci.section)(self.spec, *path)  # raises for any other type
+            (speckeys.items if isinstance(empty, list) else speckeys.section)(
+                self.spec, *path
+            )  # raises for any other type
             if above.get(path[-1]) is None:
                 self.record.made[".".join(path)] = path[-1] in above
                 above[path[-1]] = type(empty)()
         for stage in self.spec["hooks"]:
-            oci.items(self.spec, "hooks", stage)
+            speckeys.items(self.spec, "hooks", stage)
 
     def take_out_foreign(self, why: Callable[[Any], str] = lambda hook: "no limit is granted") -> list[str]:
         """Remove what other tools added for the same purpose: NVIDIA's hooks, driver libraries, nodes and rules. Also
@@ -170,7 +172,7 @@ class Editor:
             self.record.made[".".join(UNIFIED)] = "unified" in unified
             unified["unified"] = {}
         for name, size in zip(KERNEL_LIMITS, (limit_bytes, soft_bytes)):
-            there = oci.section(self.spec, *UNIFIED)
+            there = speckeys.section(self.spec, *UNIFIED)
             self.record.unified.append([name, name in there, there.get(name)])
             self.spec["linux"]["resources"]["unified"][name] = f"{region} {size}"
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional
 from ..core.errors import KernelError, is_exhausted
 from ..core.model import Bundle
 from ..core.quoting import shown
-from ..request import oci
+from ..request import oci, speckeys
 from ..system import inroot, syscalls
 from . import mountrules, rootfs
 
@@ -68,7 +68,7 @@ class SpecTree(inroot.View):
         self._directories: set[str] = set()  # directories where a mount point can be created
         self._fds: dict[str, int] = {}  # of mount sources
         self._found: dict[int, tuple[str, Optional[Covering]]] = {}  # open descriptor -> (path, its mount)
-        for mount in oci.items(bundle.spec, "mounts"):
+        for mount in speckeys.items(bundle.spec, "mounts"):
             if isinstance(mount, dict) and isinstance(mount.get("destination"), str):
                 source = mount.get("source")
                 for key in ("destination", "source"):

@@ -26,7 +26,7 @@ from ..core.quoting import shown, shown_name
 from ..inject import memory_hook, spec_record, specedit
 from ..inject.specedit import HOOK_PROGRAM
 from ..inject.spectree import SpecTree
-from ..request import deny_devices, hookoutput, oci, request
+from ..request import deny_devices, hookoutput, oci, request, speckeys
 from ..request.dialects import cdi_devices
 from ..state import audit_log, journal, leaseend, leases, log, storage
 from ..system import idmap, rootless
@@ -194,8 +194,6 @@ def _require_descriptors() -> None:
 def _withheld(bundle: Bundle, path: str, paths: Paths) -> Optional[dict[str, object]]:
     """Return the spec of a container without a request, less NVIDIA's devices. This applies if its rules reach them, or
     if it is privileged, has their nodes, and policy has no entry for it. None: the spec stays as it is."""
-    if not oci.has_sys_admin(bundle.spec) and not cdi_devices.rules_reach(bundle.spec):
-        return None
     if not deny_devices.may_apply(bundle):
         return None
     config = node.load_config_only(paths.config, paths.state_dir)
@@ -279,7 +277,7 @@ def _denied(steps: Plan, host: Node) -> list[tuple[int, int]]:
 def _hook_mounts(bundle: Bundle) -> bool:
     """Return whether our hook makes the mounts that enforce no limit. With a user namespace they stay in config.json:
     the low-level runtime creates the mount points as their owner."""
-    namespaces = oci.items(bundle.spec, "linux", "namespaces")
+    namespaces = speckeys.items(bundle.spec, "linux", "namespaces")
     users = any(isinstance(one, dict) and one.get("type") == "user" for one in namespaces)
     return not users and not rootless.is_rootless()
 

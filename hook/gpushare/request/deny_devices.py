@@ -26,7 +26,7 @@ from ..core import constants
 from ..core.errors import PolicyError
 from ..core.model import Bundle, Config
 from ..gpu.driverroot import below, listing, short_read
-from . import oci, policy
+from . import policy, speckeys
 from .dialects import cdi_devices, nvidia
 
 ALL_MINORS = -1
@@ -41,7 +41,7 @@ _EVERY_MAJOR = -1
 
 def _has_nodes(bundle: Bundle) -> bool:
     """Return whether the spec of a --privileged container has NVIDIA's nodes or files."""
-    return oci.has_sys_admin(bundle.spec) and bool(nvidia.conflicts(bundle.spec))
+    return bundle.sys_admin and bool(nvidia.conflicts(bundle.spec))
 
 
 def may_apply(bundle: Bundle) -> bool:
@@ -60,17 +60,18 @@ def applies(bundle: Bundle, config: Config) -> bool:
 
 def rules_open(spec: dict[str, Any], majors: set[int]) -> bool:
     """Return whether device rules let a program open devices of these majors. Pure."""
-    rules = oci.items(spec, "linux", "resources", "devices")
+    rules = speckeys.items(spec, "linux", "resources", "devices")
     return cdi_devices.allows_everything(spec) or any(narrower(rule, majors) is not None for rule in rules)
 
 
 def refuse(bundle: Bundle, config: Config) -> None:
     """Raise PolicyError for the hook, which runs after the device rules exist. Accept --privileged containers: they can
     change their own cgroup anyway, and many system containers of a host are privileged."""
-    everything = oci.has_sys_admin(bundle.spec) and cdi_devices.allows_everything(bundle.spec)
+    everything = bundle.sys_admin and cdi_devices.allows_everything(bundle.spec)
     if everything or not cdi_devices.rules_reach(bundle.spec) or not applies(bundle, config):
         return
-    rule = cdi_devices.rule_for_nvidia(bundle.spec) or "devices of every major"
+    rules = speckeys.items(bundle.spec, "linux", "resources", "devices")
+    rule = cdi_devices.rule_for_nvidia(rules) or "devices of every major"
     raise PolicyError(
         f"linux.resources.devices in config.json allows {rule}, so this container could open any GPU",
         "start the container through gpushare-runtime, which denies them, or leave out that device rule",

@@ -18,7 +18,7 @@ import os
 from typing import Any
 
 from ..core import constants
-from . import oci
+from . import oci, speckeys
 
 OWN_STDERR = "/dev/stderr"
 _MAY_NAME_A_FILE = (*(key.encode() for key in constants.HOOK_OUTPUT_ANNOTATIONS), b"\\")  # or the name has an escape
@@ -26,7 +26,7 @@ _MAY_NAME_A_FILE = (*(key.encode() for key in constants.HOOK_OUTPUT_ANNOTATIONS)
 
 def without(spec: dict[str, Any]) -> dict[str, Any]:
     """Return `spec` without the annotations. The argument never changes."""
-    annotations = oci.section(spec, "annotations")
+    annotations = speckeys.section(spec, "annotations")
     if annotations.keys().isdisjoint(constants.HOOK_OUTPUT_ANNOTATIONS):
         return spec
     kept = {key: value for key, value in annotations.items() if key not in constants.HOOK_OUTPUT_ANNOTATIONS}

@@ -3,9 +3,10 @@
     read_state(data: bytes)           -> State     the hook's stdin
     load_bundle(State | path, cri)    -> Bundle    config.json of that bundle
     bundle_of(state, spec, cri)       -> Bundle    the same from a parsed config.json (pure)
+    with_spec(bundle, spec)           -> Bundle    the same with another config.json
+    facts(spec)                       -> dict      the fields of Bundle that follow from config.json alone
     read_json(path, max_bytes, what)  -> dict      bounded, one object, clear errors
     check_id(text)                    -> str       a container id that is safe as a directory name
-    env_get(env, name)                -> str|None  the last value counts, as in the container's libc
 
 All raise RequestError. Source: OCI runtime specification 1.x, `runtime.md` (State) and `config.md`.
 Runs on the start path, so it imports only the standard library.
@@ -14,13 +15,14 @@ Runs on the start path, so it imports only the standard library.
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Union
 
 from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Bundle
 from ..core.quoting import setting, shown
-from . import speckeys
+from .dialects import cdi_devices
+from .speckeys import KEYS, items, refuse_other_case, section
 
 MAX_STATE_BYTES = 4 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -162,29 +164,6 @@ def shm_source(spec: dict[str, Any]) -> str:
     return found
 
 
-def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """Return the object at `keys`; empty if absent or null. Raise for any other type."""
-    here = spec
-    for depth, key in enumerate(keys):
-        value = here.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise RequestError(f"config.json: {'.'.join(keys[: depth + 1])} must be an object")
-        here = value
-    return here
-
-
-def items(spec: dict[str, Any], *keys: str) -> list[Any]:
-    """Return the list at `keys`; empty if absent or null. Raise for any other type."""
-    value = section(spec, *keys[:-1]).get(keys[-1])
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise RequestError(f"config.json: {'.'.join(keys)} must be a list")
-    return value
-
-
 def read_state(data: bytes) -> State:
     """Parse the hook's stdin."""
     if len(data) > MAX_STATE_BYTES:
@@ -302,12 +281,21 @@ def has_sys_admin(spec: dict[str, Any]) -> bool:
     """Return whether a program of the container can have CAP_SYS_ADMIN, in any user namespace."""
     # crun accepts names of capabilities in either case
     found = (items(spec, "process", "capabilities", name) for name in _SETS)
-    return any(isinstance(word, str) and word.upper() == "CAP_SYS_ADMIN" for words in found for word in words)
+    different = {word for words in found for word in words if isinstance(word, str)}
+    return any(word.upper() == "CAP_SYS_ADMIN" for word in different)
 
 
-def is_privileged(spec: dict[str, Any]) -> bool:
-    """Return whether the container is privileged: it could mount and create devices as the host's root."""
-    return has_sys_admin(spec) and not _is_apart(spec)
+def _facts(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Bundle that decisions ask for again and again. A privileged container could mount and create
+    devices as the host's root."""
+    sys_admin = has_sys_admin(spec)
+    privileged = sys_admin and not _is_apart(spec)
+    return {"privileged": privileged, "sys_admin": sys_admin, **cdi_devices.facts(spec, sys_admin)}
+
+
+def with_spec(bundle: Bundle, spec: dict[str, Any]) -> Bundle:
+    """Return the bundle with another config.json, but the same variables and annotations."""
+    return bundle if spec is bundle.spec else bundle._replace(spec=spec, **_facts(spec))
 
 
 def _is_apart(spec: dict[str, Any]) -> bool:
@@ -360,7 +348,7 @@ def pod_entry(annotations: dict[str, str]) -> str:
 def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
     """Return the checked parts of a parsed config.json. `cri`: the engine is configured as a CRI, so its annotations
     about pods count. With any other engine an image can set them."""
-    speckeys.refuse_other_case(spec, speckeys.KEYS)
+    refuse_other_case(spec, KEYS)
     said = _texts(spec.get("annotations"), "config.json: annotations")
     annotations = said if cri else {key: text for key, text in said.items() if key not in constants.CRI_ANNOTATIONS}
     _refuse_disagreement(annotations)
@@ -377,13 +365,8 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
         cgroups_path=cgroups_path,
         container_type=_first(annotations, constants.CONTAINER_TYPE_ANNOTATIONS),
         container_name=container_name(annotations),
-        privileged=is_privileged(spec),
         spec=spec,
         claims=("", "") if cri else _claims(said),
         claimed_entry="" if cri else pod_entry(said),
+        **_facts(spec),
     )
-
-
-def env_get(env: tuple[tuple[str, str], ...], name: str) -> Optional[str]:
-    """Return the last value of a variable."""
-    return next((value for key, value in reversed(env) if key == name), None)

@@ -10,7 +10,7 @@
     listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
     pod_wide(request, bundle)         -> str     the sandbox, if an annotation for the whole pod was used
     refuse_second(request, bundle, live)         a second container of a pod with that annotation
-    accepted_nvidia(bundle, policy, limited) -> (env, spec)      without NVIDIA requests that policy refuses
+    accepted_nvidia(bundle, policy, limited) -> Bundle       without NVIDIA requests that policy refuses
 
 They raise PolicyError with the key of config.yaml.
 """
@@ -25,7 +25,7 @@ from ..core.errors import PolicyError, RequestError
 from ..core.model import Bundle, Config, Lease, Policy, Request
 from ..core.quoting import setting, shown, shown_name
 from . import oci
-from .dialects import Env, cdi_devices, nvidia, registry
+from .dialects import nvidia, registry
 
 
 def accepted(who: str, bundle: Bundle) -> bool:
@@ -53,9 +53,7 @@ def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
 def _injected(bundle: Bundle, policy: Policy) -> str:
     """Return the device that config.json names; "" if none. A rule alone does not count if an entry of
     policy.privileged_containers allows it; otherwise deny_devices.py removes it."""
-    if not cdi_devices.minors(bundle.spec) and listed(bundle, policy):
-        return ""
-    return cdi_devices.named(bundle.spec)
+    return "" if not bundle.minors and listed(bundle, policy) else bundle.injected
 
 
 # field of Request that widens a limit -> our variable, its default
@@ -121,7 +119,7 @@ def _entry_of(bundle: Bundle) -> str:
 
 def listed(bundle: Bundle, policy: Policy) -> bool:
     """Return whether policy.privileged_containers lists this container; "*" lists every privileged one."""
-    if oci.has_sys_admin(bundle.spec) and "*" in policy.privileged_containers:
+    if bundle.sys_admin and "*" in policy.privileged_containers:
         return True
     if _fits(bundle.claimed_entry, policy):
         refuse_claims(bundle)
@@ -196,15 +194,12 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
         )
 
 
-def accepted_nvidia(bundle: Bundle, policy: Policy, limited: bool) -> tuple[Env, dict[str, Any]]:
-    """Return (env, spec) without NVIDIA requests that policy does not accept. That is no error: every CUDA image has
+def accepted_nvidia(bundle: Bundle, policy: Policy, limited: bool) -> Bundle:
+    """Return the bundle without NVIDIA requests that policy does not accept. That is no error: every CUDA image has
     them. `limited`: the container has a limit by GPUSHARE_*."""
-    env, spec = bundle.env, bundle.spec
     if not accepted(policy.accept_env, bundle) or (policy.nvidia_visible_devices == "with_limit" and not limited):
-        env = tuple(pair for pair in env if pair[0] != nvidia.ENV_DEVICES)
-    if not accepted(policy.accept_volume_mounts, bundle):
-        spec = {}
-    return env, spec
+        bundle = bundle._replace(env=tuple(pair for pair in bundle.env if pair[0] != nvidia.ENV_DEVICES))
+    return bundle if accepted(policy.accept_volume_mounts, bundle) else bundle._replace(volumes=())
 
 
 def named_backends(request: Request) -> tuple[str, ...]:

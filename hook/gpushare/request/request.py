@@ -24,12 +24,12 @@ from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
 from ..gpu.drivernodes import of_cdi_device
 from ..gpu.selectors import find_devices, is_among, usable_devices
-from . import constraints, deny_devices, lending, merge, oci, policy, scheduler_requests
-from .dialects import Env, cdi_devices, gpushare_env, nvidia, nvidia_driver_env, registry
+from . import constraints, deny_devices, lending, merge, oci, policy, scheduler_requests, speckeys
+from .dialects import cdi_devices, gpushare_env, nvidia, nvidia_driver_env, registry
 
-# name -> (env, annotations, spec, inventory) -> Request | None, the most specific dialect first.
+# name -> (bundle, inventory) -> Request | None, the most specific dialect first.
 # Dialects of other schedulers are in dialects/registry.py; merge.py adds them.
-DIALECTS: dict[str, Callable[[Env, dict[str, str], dict[str, Any], Inventory], Optional[Request]]] = {
+DIALECTS: dict[str, Callable[[Bundle, Inventory], Optional[Request]]] = {
     "own": gpushare_env.read,
     "injected": cdi_devices.read,
     "nvidia": nvidia.read,
@@ -61,28 +61,28 @@ def mentions(bundle: Bundle) -> bool:
     """Return False if no dialect can find a request, so that the container needs neither inventory nor lease. Our
     variables count in any case of letters: a misspelled limit must be refused, not ignored."""
     if bundle.container_type == "sandbox":
-        return bool(cdi_devices.named(bundle.spec))
+        return bool(bundle.injected)
     return (
         any(_ascii_upper(name[:_LONGEST]).startswith(TRIGGERS) for name, _ in bundle.env)
         or any(constants.ANNOTATION_PREFIX in key for key in bundle.annotations)
         or registry.any_annotation(bundle.annotations)
-        or bool(nvidia.volume_requests(bundle.spec))
-        or bool(cdi_devices.named(bundle.spec))
+        or bool(bundle.volumes)
+        or bool(bundle.injected)
     )
 
 
 def _foreign(bundle: Bundle, node: Node, with_injected: bool, limited: bool) -> Optional[Request]:
     """Return the devices in config.json, else those of NVIDIA's variables. Devices that an engine added win over the
     variables, which every CUDA image has. Variables that name other devices are a contradiction."""
-    env, spec = policy.accepted_nvidia(bundle, node.config.policy, limited)
+    accepted = policy.accepted_nvidia(bundle, node.config.policy, limited)
     found = None
     if with_injected and policy.accepted(node.config.policy.accept_cdi, bundle):
-        found = DIALECTS["injected"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+        found = DIALECTS["injected"](bundle, node.inventory)
     if found is None:
-        return DIALECTS["nvidia"](env, bundle.annotations, spec, node.inventory)
-    name, value = nvidia.device_source(env, spec)
+        return DIALECTS["nvidia"](accepted, node.inventory)
+    name, value = nvidia.device_source(accepted)
     try:
-        named = nvidia.selection(env, spec, node.inventory)
+        named = nvidia.selection(accepted, node.inventory)
     except (RequestError, DeviceError):  # device plugins write paths and CDI names there too
         named = Selection("all")
     if named is not None and named.kind == "list":
@@ -188,11 +188,11 @@ def _combine(mine: Request, foreign: Optional[Request]) -> Optional[Request]:
     return mine._replace(selection=Selection("any", count=1), ignored=ignored)
 
 
-def _refuse_unknown(env: Env, annotations: dict[str, str]) -> None:
+def _refuse_unknown(bundle: Bundle) -> None:
     """Refuse unknown GPUSHARE_* variables beside a request: GPUSHARE_MEM=4Gi was meant as a limit."""
-    for name, value in gpushare_env.unknown(env):
+    for name, value in gpushare_env.unknown(bundle.env):
         raise wrong(name, value, "unknown name", f"use {', '.join(gpushare_env.ROWS)}")
-    for name, value in gpushare_env.unattributed(annotations):
+    for name, value in gpushare_env.unattributed(bundle):
         raise wrong(name, value, "the engine does not name this container", "leave out the prefix")
 
 
@@ -211,7 +211,7 @@ def _with_driver_env(request: Request, bundle: Bundle, node: Node) -> Request:
     """Return the request with NVIDIA's variables about the driver, as far as policy accepts them."""
     rules = node.config.policy
     env = bundle.env if policy.accepted(rules.accept_env, bundle) else nvidia.constraints_only(bundle.env)
-    spec = bundle.spec if policy.accepted(rules.accept_volume_mounts, bundle) else {}
+    volumes = bundle.imex_volumes if policy.accepted(rules.accept_volume_mounts, bundle) else ()
     more: tuple[str, ...] = ()
     if not policy.accepted(rules.accept_widening, bundle):
         refused = dict(
@@ -219,7 +219,7 @@ def _with_driver_env(request: Request, bundle: Bundle, node: Node) -> Request:
         )
         more = tuple(f"{setting(*pair)}: policy.accept.widening does not accept it" for pair in refused.items())
         env = tuple(pair for pair in env if pair[0] not in nvidia_driver_env.WIDENING)
-    driver = nvidia_driver_env.read(env, spec, node.inventory)
+    driver = nvidia_driver_env.read(env, volumes, node.inventory)
     if driver.mig_access and not bundle.privileged:
         name, value = next((name, value) for name, value in driver.sources if name in nvidia_driver_env.MIG_RIGHTS)
         raise PolicyError(
@@ -249,7 +249,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     rules = node.config.policy
     if bundle.claims[0] and _annotated(bundle):
         policy.refuse_claims(bundle)
-    mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+    mine = DIALECTS["own"](bundle, node.inventory)
     if mine is not None:
         policy.refuse_unaccepted(mine, bundle, rules)
     matches = _matches(bundle)
@@ -269,7 +269,7 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     if rules.amounts == "container":
         request = _on_one_device(request, bundle, node)
     request = _with_replaced(request, bundle) if with_injected else request
-    _refuse_unknown(bundle.env, bundle.annotations)
+    _refuse_unknown(bundle)
     if not on_host:
         _check_rootfs(bundle)
     policy.refuse_unlisted(request, bundle, rules)
@@ -306,10 +306,10 @@ def _on_one_device(request: Request, bundle: Bundle, node: Node) -> Request:
 
 
 def _refuse_in_sandbox(bundle: Bundle) -> None:
-    found = cdi_devices.named(bundle.spec)
-    if found:
+    if bundle.injected:
         raise RequestError(
-            f"config.json of a pod's sandbox has {found}", "ask for devices in a container of the pod, not in the pod"
+            f"config.json of a pod's sandbox has {bundle.injected}",
+            "ask for devices in a container of the pod, not in the pod",
         )
 
 
@@ -326,13 +326,13 @@ def unused(bundle: Bundle, node: Node) -> tuple[str, ...]:
     matches = _matches(bundle) if bundle.container_type != "sandbox" else ()
     if not matches:
         return ()
-    mine = DIALECTS["own"](bundle.env, bundle.annotations, bundle.spec, node.inventory)
+    mine = DIALECTS["own"](bundle, node.inventory)
     return scheduler_requests.unused(matches, mine, bundle, node)
 
 
 def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
     """Refuse `void` beside a device in config.json: that would be a GPU without a limit."""
-    minors = cdi_devices.minors(bundle.spec) if mine is not None and mine.selection == gpushare_env.VOID else ()
+    minors = bundle.minors if mine is not None and mine.selection == gpushare_env.VOID else ()
     if mine is not None and minors:
         name, value = mine.sources[0]
         raise RequestError(
@@ -342,7 +342,7 @@ def _refuse_void(mine: Optional[Request], bundle: Bundle) -> None:
 
 def _with_replaced(request: Request, bundle: Bundle) -> Request:
     """Note the devices of config.json that are replaced by the request."""
-    minors = cdi_devices.minors(bundle.spec) if "injected" not in request.dialect else ()
+    minors = bundle.minors if "injected" not in request.dialect else ()
     if not minors:
         return request
     paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
@@ -369,10 +369,10 @@ def _without_cdi_nodes(bundle: Bundle, request: Request, inventory: Inventory) -
     def allows_own(rule: Any) -> bool:
         return isinstance(rule, dict) and (rule.get("type"), rule.get("major"), rule.get("minor")) in numbers
 
-    resources = oci.section(spec, "linux", "resources")
-    rules = [rule for rule in oci.items(spec, "linux", "resources", "devices") if not allows_own(rule)]
-    kept = [device for device in oci.items(spec, "linux", "devices") if not is_own(device)]
-    linux = {**oci.section(spec, "linux"), "devices": kept, "resources": {**resources, "devices": rules}}
+    resources = speckeys.section(spec, "linux", "resources")
+    rules = [rule for rule in speckeys.items(spec, "linux", "resources", "devices") if not allows_own(rule)]
+    kept = [device for device in speckeys.items(spec, "linux", "devices") if not is_own(device)]
+    linux = {**speckeys.section(spec, "linux"), "devices": kept, "resources": {**resources, "devices": rules}}
     return {**spec, "linux": linux}
 
 

@@ -17,7 +17,7 @@ from ..core.model import Bundle, Node, Policy, Request
 from ..core.quantity import wrong
 from ..core.quoting import setting, shown, shown_name
 from . import policy
-from .dialects import Env, cdi_devices, gpushare_env, nvidia, registry
+from .dialects import Env, gpushare_env, nvidia, registry
 from .dialects.parsed_request import Limit, ParsedRequest, once
 from .dialects.registry import BEYOND, COMPUTE, DEVICES, EVERYTHING, MEMORY, PRIORITY, Match, Value
 
@@ -103,8 +103,8 @@ def _names_device(bundle: Bundle, matches: tuple[Match, ...], mine: dict[str, st
     return bool(
         DEVICES in mine
         or (variables and policy.accepted(rules.accept_env, bundle))
-        or nvidia.names_device(bundle.env, bundle.spec)
-        or cdi_devices.named(bundle.spec)
+        or nvidia.names_device(bundle)
+        or bundle.injected
     )
 
 

@@ -1,6 +1,7 @@
 """The keys of config.json that gpushare depends on, in one case of letters. Pure, start path.
 
 refuse_other_case(spec, KEYS) -> None     RequestError for a key that the runtime would accept and Python would not
+section(spec, *keys)          -> dict     the object at these keys, items: the list; both check the type
 """
 
 from __future__ import annotations
@@ -40,3 +41,26 @@ def refuse_other_case(found: Any, known: dict[str, Any], place: str = "") -> Non
                     f"config.json: {place}{shown(key)} is a known key in the wrong case",
                     "write it as the specification does",
                 )
+
+
+def section(spec: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the object at `keys`; empty if absent or null. Raise for any other type."""
+    here = spec
+    for depth, key in enumerate(keys):
+        value = here.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise RequestError(f"config.json: {'.'.join(keys[: depth + 1])} must be an object")
+        here = value
+    return here
+
+
+def items(spec: dict[str, Any], *keys: str) -> list[Any]:
+    """Return the list at `keys`; empty if absent or null. Raise for any other type."""
+    value = section(spec, *keys[:-1]).get(keys[-1])
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(f"config.json: {'.'.join(keys)} must be a list")
+    return value

@@ -1,6 +1,6 @@
 """Dialects: the languages in which a container can ask for a share. One row each, pure functions.
 
-    read(env, annotations, spec, inventory) -> Request | None      (own.read, nvidia.read)
+    read(bundle, inventory)                            -> Request | None    (gpushare_env, cdi_devices, nvidia)
     parse_devices(name, value, inventory, any_allowed) -> Selection | None
     one_value(name, values)                            -> str | None
     expand_capabilities(name, value)                   -> sorted, expanded capabilities

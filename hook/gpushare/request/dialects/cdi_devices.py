@@ -1,13 +1,12 @@
 """Devices that other software put into config.json before us: CDI, DRA, NVIDIA's own runtime, a device plugin.
 
-    read(env, annotations, spec, inventory) -> Request | None      names the devices, sets no limit
-    minors(spec)                            -> tuple[int, ...]     of the GPUs in the spec
+    read(bundle, inventory)                 -> Request | None      names the devices, sets no limit
+    facts(spec, sys_admin)                  -> dict                fields of Bundle: minors, injected, volumes
     allows_everything(spec)                 -> bool                --privileged: a rule for all devices
     allows_every_device(rule)               -> bool                whether it is that rule
     reaches(rule)                           -> bool                whether a rule could open NVIDIA's devices
     rules_reach(spec)                       -> bool                whether any rule of a spec does
-    rule_for_nvidia(spec)                   -> str                 "195:0" of a rule that names NVIDIA's major
-    named(spec)                             -> str                 what names a device, for messages
+    rule_for_nvidia(rules)                  -> str                 "195:0" of a rule that names NVIDIA's major
     same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
     narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
@@ -21,13 +20,14 @@ from typing import Any, Optional
 
 from ...core import constants
 from ...core.errors import DeviceError
-from ...core.model import Device, Inventory, Request, Selection
+from ...core.model import Bundle, Device, Inventory, Request, Selection
 from ...gpu import mig
 from ...gpu.selectors import find_devices
-from .. import oci
-from . import Env, nvidia
+from .. import speckeys
+from . import nvidia
 
 _CAPABILITY = "/dev/nvidia-caps/nvidia-cap"
+_IMEX = "imex/"  # directory of channels among the mounts that request devices
 _MODESET_MINOR = 254  # 254 and 255 are control nodes
 
 
@@ -38,7 +38,7 @@ def allows_every_device(rule: Any) -> bool:
 
 
 def allows_everything(spec: dict[str, Any]) -> bool:
-    return any(map(allows_every_device, oci.items(spec, "linux", "resources", "devices")))
+    return any(map(allows_every_device, speckeys.items(spec, "linux", "resources", "devices")))
 
 
 def reaches(rule: Any) -> bool:
@@ -54,32 +54,17 @@ def reaches(rule: Any) -> bool:
 
 
 def rules_reach(spec: dict[str, Any]) -> bool:
-    return any(map(reaches, oci.items(spec, "linux", "resources", "devices")))
+    return any(map(reaches, speckeys.items(spec, "linux", "resources", "devices")))
 
 
-def _is_privileged(spec: dict[str, Any]) -> bool:
-    """Whether --privileged made the spec: its devices are then all of the host's, and name none in particular."""
-    return allows_everything(spec) and oci.has_sys_admin(spec)
-
-
-def rule_for_nvidia(spec: dict[str, Any]) -> str:
-    if _is_privileged(spec):
-        return ""
-    rules = filter(reaches, oci.items(spec, "linux", "resources", "devices"))
-    rule = next(
-        (rule for rule in rules if rule.get("major") == constants.NVIDIA_MAJOR and not allows_every_device(rule)), None
-    )
+def rule_for_nvidia(rules: list[Any]) -> str:
+    """Return the numbers of the first rule that names NVIDIA's major; "" if there is none."""
+    found = (rule for rule in rules if reaches(rule) and not allows_every_device(rule))
+    rule = next((rule for rule in found if rule.get("major") == constants.NVIDIA_MAJOR), None)
     if rule is None:
         return ""
     minor = rule.get("minor")
     return f"{constants.NVIDIA_MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
-
-
-def named(spec: dict[str, Any]) -> str:
-    """A node counts before a rule."""
-    found = minors(spec)
-    rule = "" if found else rule_for_nvidia(spec)
-    return f"{nvidia.DEVICE_PREFIX}{found[0]}" if found else f"a rule for devices {rule}" if rule else ""
 
 
 def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
@@ -126,30 +111,47 @@ def _minor_of_device(device: dict[str, Any]) -> int:
     return _minor_of(device.get("path"))
 
 
-def _mounted_nodes(spec: dict[str, Any]) -> list[object]:
+def _mounted_nodes(mounts: list[dict[str, Any]]) -> list[object]:
     """Return the targets of mounts of driver nodes. The source must be such a node too: an image chooses the target
     of a volume (VOLUME /dev/nvidia0), and the engine its source."""
-    mounts = [mount for mount in oci.items(spec, "mounts") if isinstance(mount, dict)]
     return [
         mount.get("destination")
         for mount in mounts
-        if nvidia.target_of(mount.get("source")).rpartition("/")[2].startswith("nvidia")
+        if "nvidia" in str(mount.get("source"))
+        and nvidia.target_of(mount.get("source")).rpartition("/")[2].startswith("nvidia")
     ]
 
 
-def minors(spec: dict[str, Any]) -> tuple[int, ...]:
-    """In the order of the spec, each once."""
-    if _is_privileged(spec):
-        return ()
-    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
-    found = [*map(_minor_of_device, devices), *map(_minor_of, _mounted_nodes(spec))]
-    return tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
+def _objects(spec: dict[str, Any], *keys: str) -> list[dict[str, Any]]:
+    return [one for one in speckeys.items(spec, *keys) if isinstance(one, dict)]
+
+
+def facts(spec: dict[str, Any], sys_admin: bool) -> dict[str, Any]:
+    """Return the fields of Bundle about devices, in the order of the spec. `volumes` are mounts of /dev/null at
+    VOLUME_ROOT/<id>, which images cannot add. A container with access to every device has no other ones."""
+    mounts, rules = _objects(spec, "mounts"), speckeys.items(spec, "linux", "resources", "devices")
+    root = f"{nvidia.VOLUME_ROOT}/"
+    requests = [mount.get("destination") for mount in mounts if mount.get("source") == "/dev/null"]
+    volumes = [
+        target[len(root) :].strip("/") for target in requests if isinstance(target, str) and target.startswith(root)
+    ]
+    everything = sys_admin and any(map(allows_every_device, rules))
+    found = [] if everything else [*map(_minor_of_device, _objects(spec, "linux", "devices"))]
+    found += [] if everything else map(_minor_of, _mounted_nodes(mounts))
+    minors = tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
+    rule = "" if minors or everything else rule_for_nvidia(rules)
+    return {
+        "minors": minors,
+        "injected": f"{nvidia.DEVICE_PREFIX}{minors[0]}" if minors else f"a rule for devices {rule}" if rule else "",
+        "volumes": tuple(name for name in volumes if not name.startswith(_IMEX)),
+        "imex_volumes": tuple(name[len(_IMEX) :] for name in volumes if name.startswith(_IMEX)),
+    }
 
 
 def _capabilities(spec: dict[str, Any]) -> frozenset[int]:
     """21 for /dev/nvidia-caps/nvidia-cap21."""
-    devices = [device for device in oci.items(spec, "linux", "devices") if isinstance(device, dict)]
-    paths = [*(device.get("path") for device in devices), *_mounted_nodes(spec)]
+    paths = [device.get("path") for device in _objects(spec, "linux", "devices")]
+    paths += _mounted_nodes(_objects(spec, "mounts"))
     rests = [path[len(_CAPABILITY) :] for path in map(nvidia.target_of, paths) if path.startswith(_CAPABILITY)]
     return frozenset(int(rest) for rest in rests if rest.isascii() and rest.isdigit() and len(rest) <= 6)
 
@@ -165,19 +167,19 @@ def _uuids(gpu: Device, spec: dict[str, Any], inventory: Inventory) -> tuple[str
     return (gpu.uuid,) if opened is None else tuple(device.uuid for device in opened)
 
 
-def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     """The devices, by uuid. Raises DeviceError for one that this host's driver does not have."""
-    by_minor = {device.minor: device for device in inventory.devices}
-    found = minors(spec)
+    found = bundle.minors
     if not found:
         return None
+    by_minor = {device.minor: device for device in inventory.devices}
     missing = next((minor for minor in found if minor not in by_minor), None)
     if missing is not None:
         raise DeviceError(
             f"config.json has {nvidia.DEVICE_PREFIX}{missing}, which the driver does not know", "run gpushare refresh"
         )
     text = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in found)
-    uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], spec, inventory))
+    uuids = tuple(uuid for minor in found for uuid in _uuids(by_minor[minor], bundle.spec, inventory))
     if not uuids:
         raise DeviceError(
             f"config.json has {text}, and nodes in {_CAPABILITY.rpartition('/')[0]} of no MIG device of this host",
@@ -186,6 +188,6 @@ def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory:
     return Request(
         "injected",
         Selection("list", names=uuids),
-        nvidia.capabilities(env),
+        nvidia.capabilities(bundle.env),
         sources=(("devices in config.json", text),),
     )

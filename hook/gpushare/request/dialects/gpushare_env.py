@@ -1,8 +1,8 @@
 """Our own dialect: GPUSHARE_* variables and gpushare.io/ annotations, one row each.
 
-    read(env, annotations, spec, inventory) -> Request | None
+    read(bundle, inventory)                 -> Request | None
     unknown(env)                            -> [(name, value)]     GPUSHARE_ names that mean nothing
-    unattributed(annotations)               -> [(name, value)]     scoped, where the container's own name is unknown
+    unattributed(bundle)                    -> [(name, value)]     scoped, where the container's own name is unknown
 
 In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
 wants to be left alone; request.resolve turns both into something definite.
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, Optional
 
 from ...core import constants
 from ...core.errors import RequestError
-from ...core.model import Inventory, Request, Selection
+from ...core.model import Bundle, Inventory, Request, Selection
 from ...core.quantity import amounts, percents, wrong
 from ...core.quoting import setting, shown, shown_name
-from .. import oci
-from . import Env, cdi_devices, nvidia, one_value, parse_devices
+from . import Env, nvidia, one_value, parse_devices
 
 UNNAMED = Selection("any", count=0)
 VOID = Selection("void")
@@ -121,12 +120,12 @@ def unknown(env: Env) -> list[tuple[str, str]]:
     ]
 
 
-def unattributed(annotations: dict[str, str]) -> list[tuple[str, str]]:
+def unattributed(bundle: Bundle) -> list[tuple[str, str]]:
     """Return annotations for one container of a pod if the engine does not name this container."""
-    if oci.container_name(annotations):
+    if bundle.container_name:
         return []
     suffixes = tuple("." + key for key in (*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))
-    return [pair for pair in annotations.items() if pair[0].endswith(suffixes)]
+    return [pair for pair in bundle.annotations.items() if pair[0].endswith(suffixes)]
 
 
 def _misspelt(env: Env) -> list[tuple[str, str]]:
@@ -228,16 +227,16 @@ def _find(
     return found
 
 
-def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     """Return the request by GPUSHARE_* variables and gpushare.io/ annotations; None if there is none."""
-    container = oci.container_name(annotations)
+    env, annotations, container = bundle.env, bundle.annotations, bundle.container_name
     _refuse_misspelt(env, annotations, container)
     found = _find(env, annotations, container, not container, inventory)
     ignored = []
     if container:
         everything = _find(env, annotations, container, True, inventory)
         named = found.get(constants.ENV_DEVICES)
-        if (named and named.value.strip()) or nvidia.names_device(env, spec) or cdi_devices.named(spec):
+        if (named and named.value.strip()) or nvidia.names_device(bundle) or bundle.injected:
             found = everything
         else:
             ignored = [

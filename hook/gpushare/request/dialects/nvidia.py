@@ -1,12 +1,10 @@
 """The NVIDIA dialect: NVIDIA_VISIBLE_DEVICES, NVIDIA_DRIVER_CAPABILITIES, volume requests.
 
-    read(env, annotations, spec, inventory) -> Request | None
+    read(bundle, inventory)                 -> Request | None
     capabilities(env)                       -> tuple[str, ...]     default compute,utility
-    names_device(env, spec)                 -> bool                cheap: whether this container names a device
-    volume_requests(spec)                   -> tuple[str, ...]     ids below /var/run/nvidia-container-devices
-    imex_volumes(spec)                      -> tuple[str, ...]     IMEX channels, requested in the same way
-    device_source(env, spec)                        -> (name, value)       that names devices; the value may be empty
-    selection(env, spec, inventory)         -> Selection | None    the devices only
+    names_device(bundle)                    -> bool                cheap: whether this container names a device
+    device_source(bundle)                   -> (name, value)       that names devices; the value may be empty
+    selection(bundle, inventory)            -> Selection | None    the devices only
     unqualified(value)                      -> str                 devices without the vendor and class of CDI
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
     memory_hook_gpus(hook)                  -> uuids or None       of a hook that limits memory in the driver
@@ -22,15 +20,14 @@ from typing import Any, Optional
 
 from ...core import constants
 from ...core.errors import RequestError
-from ...core.model import Inventory, Request, Selection
+from ...core.model import Bundle, Inventory, Request, Selection
 from ...core.quoting import shown
-from .. import oci
+from .. import speckeys
 from . import Env, expand_capabilities, one_value, parse_devices
 
 ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 ENV_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
 VOLUME_ROOT = "/var/run/nvidia-container-devices"
-_IMEX_VOLUMES = "imex/"
 _HOOK_PROGRAMS = frozenset(
     (
         "nvidia-container-runtime-hook",
@@ -60,44 +57,24 @@ def constraints_only(env: Env) -> Env:
     return tuple(pair for pair in env if pair[0].startswith(("NVIDIA_REQUIRE_", "NVIDIA_DISABLE_REQUIRE")))
 
 
-def volume_requests(spec: dict[str, Any]) -> tuple[str, ...]:
-    """Return devices requested by mounts of /dev/null at VOLUME_ROOT/<id>, which images cannot add."""
-    return tuple(name for name in _volumes(spec) if not name.startswith(_IMEX_VOLUMES))
-
-
-def imex_volumes(spec: dict[str, Any]) -> tuple[str, ...]:
-    """Return IMEX channels requested by mounts at VOLUME_ROOT/imex/<channel>."""
-    return tuple(name[len(_IMEX_VOLUMES) :] for name in _volumes(spec) if name.startswith(_IMEX_VOLUMES))
-
-
-def _volumes(spec: dict[str, Any]) -> list[str]:
-    found = []
-    for mount in oci.items(spec, "mounts"):
-        target = mount.get("destination") if isinstance(mount, dict) else None
-        if isinstance(target, str) and target.startswith(VOLUME_ROOT + "/") and mount.get("source") == "/dev/null":
-            found.append(target[len(VOLUME_ROOT) + 1 :].strip("/"))
-    return found
-
-
-def names_device(env: Env, spec: dict[str, Any]) -> bool:
+def names_device(bundle: Bundle) -> bool:
     """Return whether the container names a device in this dialect. The names are not checked."""
-    value = oci.env_get(env, ENV_DEVICES) or ""
+    value = "".join(_values(bundle.env, ENV_DEVICES)[-1:])  # the last one counts, as in the container's libc
     words = [word.strip() for word in value.split(",")]
-    return bool(volume_requests(spec)) or (value.strip() not in ("", "none") and "void" not in words)
+    return bool(bundle.volumes) or (value.strip() not in ("", "none") and "void" not in words)
 
 
-def device_source(env: Env, spec: dict[str, Any]) -> tuple[str, str]:
+def device_source(bundle: Bundle) -> tuple[str, str]:
     """Return (name, value) that names devices. Volume requests win over the variable, because images cannot add
     them."""
-    volumes = volume_requests(spec)
-    if volumes:
-        return f"mounts at {VOLUME_ROOT}", ",".join(volumes)
-    return ENV_DEVICES, one_value(ENV_DEVICES, _values(env, ENV_DEVICES)) or ""
+    if bundle.volumes:
+        return f"mounts at {VOLUME_ROOT}", ",".join(bundle.volumes)
+    return ENV_DEVICES, one_value(ENV_DEVICES, _values(bundle.env, ENV_DEVICES)) or ""
 
 
-def selection(env: Env, spec: dict[str, Any], inventory: Inventory) -> Optional[Selection]:
+def selection(bundle: Bundle, inventory: Inventory) -> Optional[Selection]:
     """Return the devices; None if none are named."""
-    name, value = device_source(env, spec)
+    name, value = device_source(bundle)
     return parse_devices(name, unqualified(value), inventory, any_allowed=False)
 
 
@@ -118,27 +95,27 @@ def _cdi_gpu(token: str) -> str:
     return name if kind.endswith(_CDI_GPU) else ""
 
 
-def read(env: Env, annotations: dict[str, str], spec: dict[str, Any], inventory: Inventory) -> Optional[Request]:
+def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     """Return the request; None if there is none."""
-    variable = one_value(ENV_DEVICES, _values(env, ENV_DEVICES))
-    cdi = next((name for name in volume_requests(spec) if name.startswith("cdi/") and not _cdi_gpu(name)), None)
+    variable = one_value(ENV_DEVICES, _values(bundle.env, ENV_DEVICES))
+    cdi = next((name for name in bundle.volumes if name.startswith("cdi/") and not _cdi_gpu(name)), None)
     if cdi is not None:
         raise RequestError(
             f"the mount at {VOLUME_ROOT}/{cdi} does not name an NVIDIA GPU",
             "put a GPU's index or uuid into the mount's path",
         )
-    name, value = device_source(env, spec)
+    name, value = device_source(bundle)
     ignored = []
     if name != ENV_DEVICES and variable:
         ignored.append(f"{ENV_DEVICES}={shown(variable)}: {name} name the devices")
-    chosen = selection(env, spec, inventory)
+    chosen = parse_devices(name, unqualified(value), inventory, any_allowed=False)
     if chosen is None:
         return None
     sources = [(name, value)]
-    named = oci.env_get(env, ENV_CAPABILITIES)
-    if named:
-        sources.append((ENV_CAPABILITIES, named))
-    return Request("nvidia", chosen, capabilities(env), sources=tuple(sources), ignored=tuple(ignored))
+    named = _values(bundle.env, ENV_CAPABILITIES)
+    if named and named[-1]:
+        sources.append((ENV_CAPABILITIES, named[-1]))
+    return Request("nvidia", chosen, capabilities(bundle.env), sources=tuple(sources), ignored=tuple(ignored))
 
 
 def target_of(path: object) -> str:
@@ -187,11 +164,13 @@ def conflicts(spec: dict[str, Any]) -> tuple[str, ...]:
     """Return NVIDIA hooks, driver mounts and device nodes that other tools added to config.json."""
     found = [
         f"{stage} hook {shown(hook['path'])}"
-        for stage, hooks in oci.section(spec, "hooks").items()
+        for stage, hooks in speckeys.section(spec, "hooks").items()
         for hook in (hooks if isinstance(hooks, list) else ())
         if is_tool_hook(hook)
     ]
-    mounts = oci.items(spec, "mounts")
+    mounts = speckeys.items(spec, "mounts")
     for is_theirs in (is_driver_mount, is_node_mount):
         found += [f"mount at {shown(mount['destination'])}" for mount in mounts if is_theirs(mount)]
-    return tuple(found + [f"device {shown(d['path'])}" for d in oci.items(spec, "linux", "devices") if is_device(d)])
+    return tuple(
+        found + [f"device {shown(d['path'])}" for d in speckeys.items(spec, "linux", "devices") if is_device(d)]
+    )

@@ -1,13 +1,13 @@
 """Parse NVIDIA's variables about the driver, which apply to requests of any dialect.
 
-    read(env, spec, inventory) -> DriverSettings
+    read(env, volumes, inventory) -> DriverSettings
 
 NVIDIA_GDS, _MOFED, _GDRCOPY, _NVSWITCH =enabled; NVIDIA_IMEX_CHANNELS, or mounts of /dev/null at
 /var/run/nvidia-container-devices/imex/<channel>; NVIDIA_MIG_CONFIG_DEVICES and _MONITOR_DEVICES; NVIDIA_REQUIRE_*.
 Source: NVIDIA container toolkit documentation and MIG user guide. Runs on the start path.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...core.model import Inventory
 from ...core.quantity import wrong
@@ -15,7 +15,7 @@ from ...core.quoting import shown
 from ...gpu.drivertable import FEATURES
 from ...gpu.selectors import find_devices
 from .. import constraints
-from . import Env, nvidia, one_value
+from . import Env, one_value
 
 ENV_IMEX = "NVIDIA_IMEX_CHANNELS"
 MIG_RIGHTS = {"NVIDIA_MIG_CONFIG_DEVICES": "config", "NVIDIA_MIG_MONITOR_DEVICES": "monitor"}
@@ -85,13 +85,13 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def read(env: Env, spec: dict[str, Any], inventory: Inventory) -> DriverSettings:
-    """Parse all of them. Raise RequestError or DeviceError."""
+def read(env: Env, volumes: tuple[str, ...], inventory: Inventory) -> DriverSettings:
+    """Parse all of them. `volumes`: IMEX channels that mounts request. Raise RequestError or DeviceError."""
     values: dict[str, str] = {}
     for name in dict.fromkeys(name for name, _ in env if name in _NAMES or name.startswith(_REQUIRE)):
         values[name] = one_value(name, [value for key, value in env if key == name]) or ""
     features, ignored = _features(values)
-    imex = _imex(values.get(ENV_IMEX, ""), nvidia.imex_volumes(spec))
+    imex = _imex(values.get(ENV_IMEX, ""), volumes)
     access = _mig_access(values, inventory)
     used = [FEATURES[name].variable for name in features]
     used += [name for name, right in MIG_RIGHTS.items() if right in access]
