@@ -10,6 +10,7 @@
     single_amounts(name, value) -> the same without ranges
     percents(name, value)      -> ((slot or None, int), ...)
     bytes_of(amount, total_bytes, granularity_bytes) -> int            percentages round down to whole blocks
+    unrounded(size_bytes)      -> str                                  "1536Mi", exact
     human(size_bytes)          -> str                                  "4 GiB", exact or with two digits
     described(amount, size_bytes) -> str            "4 GiB", "25% (4 GiB)", "4 GB (3.73 GiB)", "4 GiB..12 GiB"
 
@@ -209,6 +210,12 @@ def bytes_of(wanted: Amount, total_bytes: int, granularity_bytes: int) -> int:
     scaled = round(wanted.percent * _PERCENT_SCALE)  # exact: the parser allows six decimals at most
     size = total_bytes * scaled // (100 * _PERCENT_SCALE)
     return size - size % granularity_bytes
+
+
+def unrounded(size: int) -> str:
+    """Return bytes as GPUSHARE_MEMORY would have them, exactly: `4Gi`, `1536Mi`."""
+    unit = next(unit for unit in ("Gi", "Mi", "Ki", "") if size % UNITS[unit] == 0)
+    return f"{size // UNITS[unit]}{unit}"
 
 
 def human(size: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 from ...allocation.admission import most_bytes
 from ...core.errors import ConfigError, RequestError
 from ...core.model import Device, Node
-from ...core.quantity import UNITS
+from ...core.quantity import UNITS, unrounded
 from ...core.quoting import shown
 from ...gpu.selectors import is_among, usable_devices
 from ...state.ledger import capacity_bytes, capacity_percent, rule_of
@@ -95,9 +95,7 @@ def quantity(text: str) -> int:
 
 def text_of(size: int) -> str:
     """A size as the API server writes it: the largest binary unit that divides it."""
-    units = (("Gi", 1 << 30), ("Mi", 1 << 20), ("", 1))
-    unit, factor = next(one for one in units if size % one[1] == 0)
-    return f"{size // factor}{unit}" if size else "0"
+    return unrounded(size) if size else "0"
 
 
 def device_name(device: Device) -> str:

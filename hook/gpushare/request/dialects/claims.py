@@ -19,7 +19,7 @@ from typing import NamedTuple, Optional
 from ...core import constants
 from ...core.errors import DeviceError, RequestError
 from ...core.model import Inventory
-from ...core.quantity import amount_or_range, amounts, percents, whole_percent, wrong
+from ...core.quantity import amount_or_range, amounts, percents, unrounded, whole_percent, wrong
 from ...core.quoting import setting, shown
 from ...gpu.selectors import usable_devices
 from . import Env, one_value
@@ -64,7 +64,7 @@ def _by_slot(texts: list[str]) -> str:
 
 def _memory(shares: list[_Share]) -> str:
     request, limit = (sum(share.memory[end] for share in shares) for end in (0, 1))
-    return _size(request) if request == limit else f"{_size(request)}..{_size(limit)}"
+    return unrounded(request) if request == limit else f"{unrounded(request)}..{unrounded(limit)}"
 
 
 def _compute(shares: list[_Share]) -> str:
@@ -81,12 +81,6 @@ def _refuse_partial_compute(shares: list[_Share]) -> None:
             f"{without} requests no compute, and {limited} does",
             "request compute for all devices of a container, or for none",
         )
-
-
-def _size(size: int) -> str:
-    """`4Gi` for whole units, which messages repeat."""
-    factor, unit = next(one for one in ((1 << 30, "Gi"), (1 << 20, "Mi"), (1, "")) if size % one[0] == 0)
-    return f"{size // factor}{unit}"
 
 
 def _once(shares: Iterable[_Share]) -> dict[str, str]:
