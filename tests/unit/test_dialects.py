@@ -120,13 +120,12 @@ def test_host_without_devices_is_refused() -> None:
     ],
 )
 def test_capabilities_are_parsed(value: Optional[str], found: tuple[str, ...]) -> None:
-    env = () if value is None else (("NVIDIA_DRIVER_CAPABILITIES", value),)
-    assert nvidia.capabilities(env) == found
+    assert dialects.expand_capabilities("NVIDIA_DRIVER_CAPABILITIES", value) == found
 
 
 def test_unknown_capability_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        read_nvidia((NAME, "0"), ("NVIDIA_DRIVER_CAPABILITIES", "utility,banana"))
+        dialects.expand_capabilities("NVIDIA_DRIVER_CAPABILITIES", "utility,banana")
     assert str(caught.value).startswith('NVIDIA_DRIVER_CAPABILITIES="utility,banana": unknown capability "banana"')
 
 
@@ -213,13 +212,11 @@ def test_own_variables_are_parsed() -> None:
         ("GPUSHARE_PRIORITY", "high"),
         ("GPUSHARE_BACKEND", "shim"),
         ("GPUSHARE_OVERSUBSCRIBE", "false"),
-        ("NVIDIA_DRIVER_CAPABILITIES", "utility"),
     )
     assert found is not None
     assert found.memory == ((None, Amount(4 << 30, None, "4Gi")),)
     assert found.compute == ((None, 30),)
     assert (found.compute_mode, found.priority, found.backend, found.oversubscribe) == ("soft", 1, "shim", False)
-    assert found.capabilities == ("utility",)
     assert found.selection == gpushare_env.UNNAMED
 
 

@@ -78,6 +78,12 @@ def test_combined_request_keeps_limits() -> None:
     assert found.sources == (("NVIDIA_VISIBLE_DEVICES", "1"), ("GPUSHARE_MEMORY", "4Gi"))
 
 
+@pytest.mark.parametrize("policy", [{}, {"accept_env": "never"}])
+def test_request_of_any_dialect_has_capabilities(policy: dict[str, Any]) -> None:
+    found = resolve("NVIDIA_DRIVER_CAPABILITIES=utility", annotations={"gpushare.io/memory": "4Gi"}, policy=policy)
+    assert found and found.capabilities == ("utility",)
+
+
 @pytest.mark.parametrize("word", ["void", "none"])
 def test_limit_without_device_is_refused(word: str) -> None:
     with pytest.raises(RequestError, match=f'GPUSHARE_MEMORY="4Gi": sets a limit, but GPUSHARE_DEVICES is {word}'):

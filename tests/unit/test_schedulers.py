@@ -11,7 +11,7 @@ import pytest
 from gpushare.allocation import placement
 from gpushare.core.errors import DeviceError, GpushareError, PolicyError, RequestError
 from gpushare.core.model import Inventory, Node, Request, Selection
-from gpushare.request import policy, request
+from gpushare.request import candidates, policy, request
 from gpushare.request.dialects import registry
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def test_every_row_has_a_module() -> None:
     for row in registry.SCHEDULERS:
         assert callable(registry.reader(row)), row.name
     assert len({row.name for row in registry.ROWS}) == len(registry.ROWS)
-    assert set(request.DIALECTS) == {row.name for row in registry.ROWS} - {row.name for row in registry.SCHEDULERS}
+    assert set(candidates.DIALECTS) == {row.name for row in registry.ROWS} - {row.name for row in registry.SCHEDULERS}
 
 
 def test_triggers_fit_launcher_search() -> None:

@@ -187,12 +187,26 @@ class Bundle(NamedTuple):
     privileged: bool
     spec: dict[str, Any]
     claims: tuple[str, str] = ("", "")  # an untrusted CRI annotation, (name, value), where no CRI is configured
+    entry: str = ""  # its name in policy.privileged_containers: <namespace>/<container> in a pod, else its id
     claimed_entry: str = ""  # <namespace>/<container> according to untrusted annotations
     sys_admin: bool = False  # a program can have CAP_SYS_ADMIN, in any user namespace
     minors: tuple[int, ...] = ()  # of the GPUs whose nodes config.json has
     injected: str = ""  # what of config.json names a device, for messages: a node, else a rule
     volumes: tuple[str, ...] = ()  # devices that mounts below NVIDIA's directory request (dialects/cdi_devices.py)
     imex_volumes: tuple[str, ...] = ()  # IMEX channels, requested in the same way
+    uid: int = 0  # of the first process, on the host
+    shm: str = ""  # host path of its /dev/shm; "": a file system of its own
+
+
+class Accepts(NamedTuple):
+    """Whether requests from each source count: the keys of policy.accept, for one container."""
+
+    env: bool
+    annotations: bool
+    cdi: bool
+    volume_mounts: bool
+    switches: bool
+    widening: bool
 
 
 class Condition(NamedTuple):
@@ -230,7 +244,7 @@ class Request(NamedTuple):
 
     dialect: str  # "own", "nvidia", "injected", "own+nvidia", ...: the dialects that were used
     selection: Selection
-    capabilities: tuple[str, ...]  # sorted, expanded: "compute", "utility", ...
+    capabilities: tuple[str, ...] = ()  # sorted, expanded: "compute", "utility", ...
     memory: tuple[tuple[Optional[int], Amount], ...] = ()
     compute: tuple[tuple[Optional[int], int], ...] = ()  # percent 1..100
     compute_mode: str = "hard"

@@ -5,14 +5,17 @@ device_name(device)                         -> str                  0, or 0:1
 usable_devices(inventory)                   -> tuple[Device, ...]   devices that can be granted
 is_among(device, listed)                    -> bool
 no_device(inventory)                        -> DeviceError          a driver that has no GPU
+same_gpus(one, other, inventory)            -> bool                 whether two selections name the same GPUs
+narrowest(one, other, inventory)            -> Selection | None     of two that do: what both name
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Optional
 
 from ..core.errors import DeviceError
-from ..core.model import Device, Inventory
+from ..core.model import Device, Inventory, Selection
 from ..core.quantity import wrong
 from ..core.quoting import setting, shown
 
@@ -99,3 +102,23 @@ def find_devices(name: str, value: str, token: str, inventory: Inventory, hint: 
     if not found:
         raise DeviceError(f"{setting(name, value)}: no {what} {shown(token)}", _present(inventory))
     return tuple(device for device in inventory.mig if device.parent == found[0].uuid) or (found[0],)
+
+
+def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
+    """Return GPUs, and MIG devices of divided ones."""
+    return [device for name in selection.names for device in find_devices("", "", name, inventory)]
+
+
+def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
+    """Compare by GPU, not by name: an index and a uuid can be the same one, and a MIG device has its GPU's node."""
+    ones, others = ({device.parent or device.uuid for device in _devices(names, inventory)} for names in (one, other))
+    return ones == others
+
+
+def narrowest(one: Selection, other: Selection, inventory: Inventory) -> Optional[Selection]:
+    """Return what both name; None if that is nothing, or if they name different GPUs. It differs from both only where a
+    GPU is divided: a name of one part does not mean the others."""
+    allowed = {device.uuid for device in _devices(other, inventory)}
+    uuids = (device.uuid for device in _devices(one, inventory) if device.uuid in allowed)
+    both = tuple(dict.fromkeys(uuids))
+    return one._replace(names=both) if both and same_gpus(one, other, inventory) else None

@@ -131,9 +131,8 @@ def bundle_of(job: Job, environment: dict[bytes, bytes]) -> Bundle:
     shown = shown.encode("utf-8", "replace").decode()
     shm = {"destination": "/dev/shm", "type": "bind", "source": "/dev/shm", "options": ["rbind"]}
     spec = {"process": {"user": {"uid": job.user.uid if job.user else os.geteuid()}}, "mounts": [shm]}
-    return Bundle(
-        oci.check_id(job.name), os.getpid(), shown, "/", oci.without_links(env.items()), {}, "", "", "", False, spec
-    )
+    name, pairs = oci.check_id(job.name), oci.without_links(env.items())
+    return Bundle(name, os.getpid(), shown, "/", pairs, {}, "", "", "", spec=spec, **oci.facts(spec))
 
 
 def find(program: str) -> str:

@@ -36,7 +36,8 @@ def named(request: Request, node: Node) -> tuple[Device, ...]:
         found = (find_devices(constants.ENV_DEVICES, text, name, inventory) for name in selection.names)
         uuids = {device.uuid for some in found for device in some}
         devices = tuple(device for device in devices if device.uuid in uuids)
-    denied = [error for error in (denial(device, policy) for device in devices) if error]
+    denials = [denial(device, policy) for device in devices]
+    denied = [error for error in denials if error]
     if denied and (selection.kind == "list" or len(denied) == len(devices)):
         raise denied[0]
-    return tuple(device for device in devices if not denial(device, policy))
+    return tuple(device for device, error in zip(devices, denials) if error is None)

@@ -154,7 +154,7 @@ def shm_source(spec: dict[str, Any]) -> str:
     for row in items(spec, "mounts"):
         row = row if isinstance(row, dict) else {}
         target, source, options = (row.get(key) for key in ("destination", "source", "options"))
-        place = os.path.normpath(target) if isinstance(target, str) else ""
+        place = os.path.normpath(target) if isinstance(target, str) and "dev" in target else ""
         if place not in ("/dev", "/dev/shm"):
             continue
         flags = options if isinstance(options, list) else ()
@@ -285,17 +285,22 @@ def has_sys_admin(spec: dict[str, Any]) -> bool:
     return any(word.upper() == "CAP_SYS_ADMIN" for word in different)
 
 
-def _facts(spec: dict[str, Any]) -> dict[str, Any]:
+def facts(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Bundle that decisions ask for again and again. A privileged container could mount and create
     devices as the host's root."""
     sys_admin = has_sys_admin(spec)
-    privileged = sys_admin and not _is_apart(spec)
-    return {"privileged": privileged, "sys_admin": sys_admin, **cdi_devices.facts(spec, sys_admin)}
+    return {
+        "privileged": sys_admin and not _is_apart(spec),
+        "sys_admin": sys_admin,
+        "uid": uid_on_host(spec),
+        "shm": shm_source(spec),
+        **cdi_devices.facts(spec, sys_admin),
+    }
 
 
 def with_spec(bundle: Bundle, spec: dict[str, Any]) -> Bundle:
     """Return the bundle with another config.json, but the same variables and annotations."""
-    return bundle if spec is bundle.spec else bundle._replace(spec=spec, **_facts(spec))
+    return bundle if spec is bundle.spec else bundle._replace(spec=spec, **facts(spec))
 
 
 def _is_apart(spec: dict[str, Any]) -> bool:
@@ -367,6 +372,7 @@ def bundle_of(state: State, spec: dict[str, Any], cri: bool = False) -> Bundle:
         container_name=container_name(annotations),
         spec=spec,
         claims=("", "") if cri else _claims(said),
+        entry=pod_entry(annotations) or state.id,
         claimed_entry="" if cri else pod_entry(said),
-        **_facts(spec),
+        **facts(spec),
     )

@@ -1,16 +1,12 @@
 """Apply the configuration's `policy` to one container (start path). Pure.
 
-    accepted(who, bundle)             -> bool    who: always | privileged | never
-    refuse_unaccepted(mine, bundle, policy)      GPUSHARE_* requests that the node does not accept
-    without_widening(request, bundle, policy) -> Request     drop what variables may not add to a limit
-    refuse_injected(bundle, policy)              devices that other software added to config.json
-    refuse_unlimited(bundle, config)             the same if limits are required
-    refuse_unlisted(request, bundle, policy)     a privileged container without an entry
+    accepts(bundle, policy)           -> Accepts    the keys of policy.accept, for this container
+    refuse_unaccepted(own, scene)                GPUSHARE_* requests that the node does not accept
+    applied(request, own, scene)      -> Request | None     as far as policy grants it; raises
     refuse_claims(bundle)                        annotations of a CRI where none is configured
     listed(bundle, policy)            -> bool    whether a container has an entry in policy.privileged_containers
     pod_wide(request, bundle)         -> str     the sandbox, if an annotation for the whole pod was used
     refuse_second(request, bundle, live)         a second container of a pod with that annotation
-    accepted_nvidia(bundle, policy, limited) -> Bundle       without NVIDIA requests that policy refuses
 
 They raise PolicyError with the key of config.yaml.
 """
@@ -18,32 +14,86 @@ They raise PolicyError with the key of config.yaml.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple, Optional
 
 from ..core import constants
 from ..core.errors import PolicyError, RequestError
-from ..core.model import Bundle, Config, Lease, Policy, Request
+from ..core.model import Accepts, Bundle, Config, Lease, Node, Policy, Request, Selection
 from ..core.quoting import setting, shown, shown_name
-from . import oci
-from .dialects import nvidia, registry
+from ..gpu.selectors import find_devices, is_among, usable_devices
+from . import lending, oci
+from .dialects import gpushare_env, nvidia, registry
 
 
-def accepted(who: str, bundle: Bundle) -> bool:
-    return who == "always" or (who == "privileged" and bundle.privileged)
+class Scene(NamedTuple):
+    """A container on this node. `matches`: the values of other schedulers by dialect. `with_injected`: devices in
+    config.json are a request. `on_host`: a program without a root file system of its own."""
+
+    bundle: Bundle
+    node: Node
+    accepts: Accepts
+    matches: tuple[registry.Match, ...] = ()
+    with_injected: bool = False
+    on_host: bool = False
 
 
-def refuse_unaccepted(mine: Request, bundle: Bundle, policy: Policy) -> None:
+def accepts(bundle: Bundle, policy: Policy) -> Accepts:
+    enough = ("always", "privileged") if bundle.privileged else ("always",)
+    return Accepts(
+        env=policy.accept_env in enough,
+        annotations=policy.accept_annotations in enough,
+        cdi=policy.accept_cdi in enough,
+        volume_mounts=policy.accept_volume_mounts in enough,
+        switches=policy.accept_switches in enough,
+        widening=policy.accept_widening in enough,
+    )
+
+
+def applied(request: Optional[Request], own: Optional[Request], scene: Scene) -> Optional[Request]:
+    """Return the request as far as policy grants it. `own`: what GPUSHARE_* requests."""
+    bundle, config = scene.bundle, scene.node.config
+    if own is None or request is None:
+        _refuse_injected(scene)
+    if request is None:
+        if scene.with_injected:
+            _refuse_void(own, bundle)
+        if not scene.on_host:
+            _refuse_unlimited(bundle, config)
+        return None
+    if config.policy.amounts == "container":
+        request = _on_one_device(request, scene)
+    if scene.with_injected:
+        request = _with_replaced(request, bundle)
+    if not scene.on_host:
+        _refuse_host_root(bundle)
+    _refuse_unlisted(request, bundle, config.policy)
+    require_allowed_backends(request, config.policy)
+    if not (scene.on_host or scene.accepts.widening):  # a program on the host has no image either
+        request = _without_widening(request)
+    if any(amount.ceiling for _, amount in request.memory):
+        request = request._replace(ignored=(*request.ignored, *lending.notes(request, config)))
+    return request
+
+
+def _refuse_host_root(bundle: Bundle) -> None:
+    """Refuse a container without a root of its own: files are mounted into it."""
+    if bundle.rootfs in ("", "/"):
+        raise RequestError(f"config.json: root.path is {shown(bundle.rootfs)}", "give the container a root file system")
+
+
+def refuse_unaccepted(own: Request, scene: Scene) -> None:
     """Refuse a request that is not accepted. Ignoring it could lift a limit."""
-    for name, value in mine.sources:
+    policy = scene.node.config.policy
+    for name, value in own.sources:
         is_variable = name in constants.ANNOTATIONS or name.startswith(constants.ENV_CDI_PREFIX)
-        if not accepted(policy.accept_env if is_variable else policy.accept_annotations, bundle):
+        if not (scene.accepts.env if is_variable else scene.accepts.annotations):
             key = "env" if is_variable else "annotations"
             raise PolicyError(
                 f"{setting(name, value)}: requests in {key} are not accepted on this node",
                 f"set policy.accept.{key} in the node's config.yaml, or leave the name out",
             )
         if policy.annotations == "scoped" and name.startswith(constants.ANNOTATION_PREFIX):
-            scoped = f"{bundle.container_name or '<container>'}.{name}"
+            scoped = f"{scene.bundle.container_name or '<container>'}.{name}"
             raise PolicyError(
                 f"{setting(name, value)}: only annotations for one container are accepted on this node",
                 f"write {shown_name(scoped)}, or set policy.annotations: any",
@@ -65,11 +115,9 @@ _MORE: dict[str, tuple[str, Any]] = {
 }
 
 
-def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Request:
-    """Return `request` without what variables add to its limits, if policy does not accept that. This is not an error:
-    an image may have set them, and the user's limit holds in any case."""
-    if accepted(policy.accept_widening, bundle):
-        return request
+def _without_widening(request: Request) -> Request:
+    """Return `request` without what variables add to its limits. This is not an error: an image may have set them, and
+    the user's limit holds in any case."""
     fields: dict[str, Any] = {}
     ignored = []
     for field, (variable, least) in _MORE.items():
@@ -84,17 +132,17 @@ def without_widening(request: Request, bundle: Bundle, policy: Policy) -> Reques
     return request._replace(ignored=(*request.ignored, *ignored), **fields)
 
 
-def refuse_injected(bundle: Bundle, policy: Policy) -> None:
+def _refuse_injected(scene: Scene) -> None:
     """Refuse devices that only another tool added. They would give a whole GPU without a limit."""
-    found = _injected(bundle, policy)
-    if found and not accepted(policy.accept_cdi, bundle):
+    found = "" if scene.accepts.cdi else _injected(scene.bundle, scene.node.config.policy)
+    if found:
         raise PolicyError(
             f"config.json has {found}: devices that other software puts there are not accepted on this node",
             f"request devices with {constants.ENV_DEVICES}, or set policy.accept.cdi in the node's config.yaml",
         )
 
 
-def refuse_unlimited(bundle: Bundle, config: Config) -> None:
+def _refuse_unlimited(bundle: Bundle, config: Config) -> None:
     """Refuse the same in a container without a request, if limits are required."""
     policy = config.policy
     required = {
@@ -112,18 +160,13 @@ def refuse_unlimited(bundle: Bundle, config: Config) -> None:
         )
 
 
-def _entry_of(bundle: Bundle) -> str:
-    """Return the container's name in the configuration: <namespace>/<container> in a pod, else its id."""
-    return oci.pod_entry(bundle.annotations) or bundle.id
-
-
 def listed(bundle: Bundle, policy: Policy) -> bool:
     """Return whether policy.privileged_containers lists this container; "*" lists every privileged one."""
     if bundle.sys_admin and "*" in policy.privileged_containers:
         return True
     if _fits(bundle.claimed_entry, policy):
         refuse_claims(bundle)
-    return _fits(_entry_of(bundle), policy)
+    return _fits(bundle.entry, policy)
 
 
 def _fits(entry: str, policy: Policy) -> bool:
@@ -144,13 +187,56 @@ def refuse_claims(bundle: Bundle) -> None:
     )
 
 
-def refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
+def _on_one_device(request: Request, scene: Scene) -> Request:
+    """Return the request with one device if a scheduler counted its memory once (policy.amounts). Every CUDA image sets
+    NVIDIA_VISIBLE_DEVICES=all, which then means any device. Raise RequestError for several devices."""
+    keys = (constants.ANNOTATIONS[constants.ENV_MEMORY], *constants.MEMORY_ENDS)
+    amount = next((pair for pair in request.sources if pair[0] == constants.ENV_MEMORY or pair[0].endswith(keys)), None)
+    if amount is None or any(name.startswith(constants.OF_PLUGINS) for name, _ in scene.bundle.env):
+        return request
+    selection, count = request.selection, request.selection.count
+    if selection.kind == "list":
+        count = len({one for name in selection.names for one in find_devices("", "", name, scene.node.inventory)})
+    elif selection.kind == "all":
+        allowed = scene.node.config.policy.allowed_devices
+        count = sum(not allowed or is_among(one, allowed) for one in usable_devices(scene.node.inventory))
+    if count < 2:
+        return request
+    if selection.kind == "all" and request.dialect == "own+nvidia":
+        line = f"{nvidia.ENV_DEVICES}: policy.amounts is container, so the container gets one device"
+        return request._replace(selection=Selection("any", count=1), ignored=(*request.ignored, line))
+    raise RequestError(
+        f"{setting(*amount)} is one amount, which the scheduler counts once, and {count} devices are requested",
+        f"set {constants.ENV_DEVICES}=any, or name one device (policy.amounts)",
+    )
+
+
+def _refuse_void(own: Optional[Request], bundle: Bundle) -> None:
+    """Refuse `void` beside a device in config.json: that would be a GPU without a limit."""
+    if bundle.minors and own is not None and own.selection == gpushare_env.VOID:
+        raise RequestError(
+            f"{setting(*own.sources[0])}, but config.json has {bundle.injected}", "leave one of them out"
+        )
+
+
+def _with_replaced(request: Request, bundle: Bundle) -> Request:
+    """Note the devices of config.json that are replaced by the request."""
+    minors = bundle.minors if "injected" not in request.dialect else ()
+    if not minors:
+        return request
+    paths = ",".join(f"{nvidia.DEVICE_PREFIX}{minor}" for minor in minors)
+    return request._replace(
+        ignored=(*request.ignored, f"{paths} in config.json: {shown_name(request.sources[0][0])} names the devices")
+    )
+
+
+def _refuse_unlisted(request: Request, bundle: Bundle, policy: Policy) -> None:
     if bundle.privileged and not listed(bundle, policy):
         name, value = request.sources[0]
         raise PolicyError(
             f"{setting(name, value)}: this container is privileged (CAP_SYS_ADMIN in the host's user namespace), and "
             "not among policy.privileged_containers",
-            f"add {shown(_entry_of(bundle))} there in the node's config.yaml, which lets it undo limits, or run it "
+            f"add {shown(bundle.entry)} there in the node's config.yaml, which lets it undo limits, or run it "
             "without the capability or in a user namespace of its own",
         )
 
@@ -192,14 +278,6 @@ def refuse_second(request: Request, bundle: Bundle, live: Iterable[Lease]) -> No
             f"{shown_name(name)} is for the whole pod, and container {other.id} already has the share that it requests",
             f"write {shown_name(f'{bundle.container_name}.{own}')}",
         )
-
-
-def accepted_nvidia(bundle: Bundle, policy: Policy, limited: bool) -> Bundle:
-    """Return the bundle without NVIDIA requests that policy does not accept. That is no error: every CUDA image has
-    them. `limited`: the container has a limit by GPUSHARE_*."""
-    if not accepted(policy.accept_env, bundle) or (policy.nvidia_visible_devices == "with_limit" and not limited):
-        bundle = bundle._replace(env=tuple(pair for pair in bundle.env if pair[0] != nvidia.ENV_DEVICES))
-    return bundle if accepted(policy.accept_volume_mounts, bundle) else bundle._replace(volumes=())
 
 
 def named_backends(request: Request) -> tuple[str, ...]:

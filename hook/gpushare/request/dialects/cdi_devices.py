@@ -7,8 +7,6 @@
     reaches(rule)                           -> bool                whether a rule could open NVIDIA's devices
     rules_reach(spec)                       -> bool                whether any rule of a spec does
     rule_for_nvidia(rules)                  -> str                 "195:0" of a rule that names NVIDIA's major
-    same_gpus(one, other, inventory)        -> bool                whether two selections name the same GPUs
-    narrowest(one, other, inventory)        -> Selection | None    of two that do: what both name; None: nothing
 
 Often with NVIDIA_VISIBLE_DEVICES=void, which then only means that the devices are there already. A privileged container
 with access to every device has the host's whole list in its spec; that is not a request. Runs on the start path.
@@ -22,7 +20,6 @@ from ...core import constants
 from ...core.errors import DeviceError
 from ...core.model import Bundle, Device, Inventory, Request, Selection
 from ...gpu import mig
-from ...gpu.selectors import find_devices
 from .. import speckeys
 from . import nvidia
 
@@ -65,28 +62,6 @@ def rule_for_nvidia(rules: list[Any]) -> str:
         return ""
     minor = rule.get("minor")
     return f"{constants.NVIDIA_MAJOR}:{minor if type(minor) is int and minor >= 0 else '*'}"
-
-
-def _devices(selection: Selection, inventory: Inventory) -> list[Device]:
-    """GPUs, and MIG devices of divided ones."""
-    return [device for name in selection.names for device in find_devices("", "", name, inventory)]
-
-
-def same_gpus(one: Selection, other: Selection, inventory: Inventory) -> bool:
-    """By GPU, not by name: an index and a uuid can be the same one, and a MIG device has its GPU's node."""
-
-    def gpus(selection: Selection) -> set[str]:
-        return {device.parent or device.uuid for device in _devices(selection, inventory)}
-
-    return gpus(one) == gpus(other)
-
-
-def narrowest(one: Selection, other: Selection, inventory: Inventory) -> Optional[Selection]:
-    """Differs from both only where a GPU is divided: who names a part of it does not mean the others."""
-    allowed = {device.uuid for device in _devices(other, inventory)}
-    uuids = (device.uuid for device in _devices(one, inventory) if device.uuid in allowed)
-    both = tuple(dict.fromkeys(uuids))
-    return one._replace(names=both) if both else None
 
 
 def _minor_of(path: object) -> int:
@@ -188,6 +163,5 @@ def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     return Request(
         "injected",
         Selection("list", names=uuids),
-        nvidia.capabilities(bundle.env),
         sources=(("devices in config.json", text),),
     )

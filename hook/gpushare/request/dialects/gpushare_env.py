@@ -1,8 +1,7 @@
 """Our own dialect: GPUSHARE_* variables and gpushare.io/ annotations, one row each.
 
     read(bundle, inventory)                 -> Request | None
-    unknown(env)                            -> [(name, value)]     GPUSHARE_ names that mean nothing
-    unattributed(bundle)                    -> [(name, value)]     scoped, where the container's own name is unknown
+    refuse_unknown(bundle)                  GPUSHARE_ names that mean nothing, and annotations for another container
 
 In the Request, Selection("any", count=0) means that no device was named, and Selection("void") that the container
 wants to be left alone; request.resolve turns both into something definite.
@@ -108,7 +107,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return next((name for name in known if _near(word, name)), "")
 
 
-def unknown(env: Env) -> list[tuple[str, str]]:
+def _unknown(env: Env) -> list[tuple[str, str]]:
     """Return GPUSHARE_* variables that gpushare does not define."""
     return [
         (name, value)
@@ -120,14 +119,6 @@ def unknown(env: Env) -> list[tuple[str, str]]:
     ]
 
 
-def unattributed(bundle: Bundle) -> list[tuple[str, str]]:
-    """Return annotations for one container of a pod if the engine does not name this container."""
-    if bundle.container_name:
-        return []
-    suffixes = tuple("." + key for key in (*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))
-    return [pair for pair in bundle.annotations.items() if pair[0].endswith(suffixes)]
-
-
 def _misspelt(env: Env) -> list[tuple[str, str]]:
     """Return variables with a misspelt GPUSHARE_ prefix."""
     return [(name, value) for name, value in env if name.upper().startswith(PREFIXES) and name[:9].upper() != _PREFIX]
@@ -135,7 +126,7 @@ def _misspelt(env: Env) -> list[tuple[str, str]]:
 
 def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> None:
     """Refuse misspelt names: a misspelt limit must not become no limit."""
-    for name, value in unknown(env) + _misspelt(env):
+    for name, value in _unknown(env) + _misspelt(env):
         meant = _meant(name, ROWS)
         if meant:
             raise wrong(name, value, "unknown name", f"did you mean {meant}?")
@@ -150,6 +141,16 @@ def _refuse_misspelt(env: Env, annotations: dict[str, str], container: str) -> N
                 else f"use {', '.join((*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))}"
             )
             raise wrong(key, value, "unknown annotation", hint)
+
+
+def refuse_unknown(bundle: Bundle) -> None:
+    """Refuse unknown GPUSHARE_* variables beside a request: GPUSHARE_MEM=4Gi was meant as a limit."""
+    for name, value in _unknown(bundle.env):
+        raise wrong(name, value, "unknown name", f"use {', '.join(ROWS)}")
+    suffixes = tuple("." + key for key in (*constants.ANNOTATIONS.values(), *constants.MEMORY_ENDS))
+    for name, value in () if bundle.container_name else bundle.annotations.items():
+        if name.endswith(suffixes):
+            raise wrong(name, value, "the engine does not name this container", "leave out the prefix")
 
 
 def _from_cdi(env: Env, value: Optional[str]) -> Optional[Found]:
@@ -261,7 +262,6 @@ def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     fields.setdefault("selection", UNNAMED)
     return Request(
         dialect="own",
-        capabilities=nvidia.capabilities(env),
         sources=tuple((item.name, item.value) for item in found.values()),
         ignored=tuple(ignored),
         **fields,

@@ -1,10 +1,8 @@
 """The NVIDIA dialect: NVIDIA_VISIBLE_DEVICES, NVIDIA_DRIVER_CAPABILITIES, volume requests.
 
     read(bundle, inventory)                 -> Request | None
-    capabilities(env)                       -> tuple[str, ...]     default compute,utility
     names_device(bundle)                    -> bool                cheap: whether this container names a device
     device_source(bundle)                   -> (name, value)       that names devices; the value may be empty
-    selection(bundle, inventory)            -> Selection | None    the devices only
     unqualified(value)                      -> str                 devices without the vendor and class of CDI
     conflicts(spec)                         -> tuple[str, ...]     what other tools added to config.json
     memory_hook_gpus(hook)                  -> uuids or None       of a hook that limits memory in the driver
@@ -20,10 +18,10 @@ from typing import Any, Optional
 
 from ...core import constants
 from ...core.errors import RequestError
-from ...core.model import Bundle, Inventory, Request, Selection
+from ...core.model import Bundle, Inventory, Request
 from ...core.quoting import shown
 from .. import speckeys
-from . import Env, expand_capabilities, one_value, parse_devices
+from . import Env, one_value, parse_devices
 
 ENV_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 ENV_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
@@ -47,16 +45,6 @@ def _values(env: Env, name: str) -> list[str]:
     return [value for key, value in env if key == name]
 
 
-def capabilities(env: Env) -> tuple[str, ...]:
-    """Return the capabilities of NVIDIA_DRIVER_CAPABILITIES, which GPUSHARE_* requests use too."""
-    return expand_capabilities(ENV_CAPABILITIES, one_value(ENV_CAPABILITIES, _values(env, ENV_CAPABILITIES)))
-
-
-def constraints_only(env: Env) -> Env:
-    """Return the variables that count without accepted requests: the constraints of the image."""
-    return tuple(pair for pair in env if pair[0].startswith(("NVIDIA_REQUIRE_", "NVIDIA_DISABLE_REQUIRE")))
-
-
 def names_device(bundle: Bundle) -> bool:
     """Return whether the container names a device in this dialect. The names are not checked."""
     value = "".join(_values(bundle.env, ENV_DEVICES)[-1:])  # the last one counts, as in the container's libc
@@ -70,12 +58,6 @@ def device_source(bundle: Bundle) -> tuple[str, str]:
     if bundle.volumes:
         return f"mounts at {VOLUME_ROOT}", ",".join(bundle.volumes)
     return ENV_DEVICES, one_value(ENV_DEVICES, _values(bundle.env, ENV_DEVICES)) or ""
-
-
-def selection(bundle: Bundle, inventory: Inventory) -> Optional[Selection]:
-    """Return the devices; None if none are named."""
-    name, value = device_source(bundle)
-    return parse_devices(name, unqualified(value), inventory, any_allowed=False)
 
 
 def unqualified(value: str) -> str:
@@ -115,7 +97,7 @@ def read(bundle: Bundle, inventory: Inventory) -> Optional[Request]:
     named = _values(bundle.env, ENV_CAPABILITIES)
     if named and named[-1]:
         sources.append((ENV_CAPABILITIES, named[-1]))
-    return Request("nvidia", chosen, capabilities(bundle.env), sources=tuple(sources), ignored=tuple(ignored))
+    return Request("nvidia", chosen, sources=tuple(sources), ignored=tuple(ignored))
 
 
 def target_of(path: object) -> str:
@@ -143,13 +125,14 @@ def memory_hook_gpus(hook: Any) -> Optional[tuple[str, ...]]:
 
 def is_driver_mount(mount: Any) -> bool:
     """Return whether an entry of `mounts` places a driver library where a loader could find it before the shim."""
-    target = target_of(mount.get("destination")) if isinstance(mount, dict) else ""
-    return target.rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
+    path = mount.get("destination") if isinstance(mount, dict) else ""
+    return "lib" in str(path) and target_of(path).rpartition("/")[2].startswith(_DRIVER_LIBRARIES)
 
 
 def is_node_mount(mount: Any) -> bool:
     """Return whether an entry of `mounts` places a device node of the driver where programs look for it."""
-    return isinstance(mount, dict) and target_of(mount.get("destination")).startswith(DEVICE_PREFIX)
+    path = mount.get("destination") if isinstance(mount, dict) else ""
+    return "nvidia" in str(path) and target_of(path).startswith(DEVICE_PREFIX)
 
 
 def is_device(device: Any) -> bool:

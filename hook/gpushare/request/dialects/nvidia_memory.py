@@ -19,7 +19,7 @@ from ...core.quantity import MAX_BYTES, human, wrong
 from ...core.quoting import setting
 from . import nvidia, parse_devices
 from .parsed_request import Limit, ParsedRequest, fraction, number, quantity
-from .registry import Value, is_scoped
+from .registry import Value
 
 _MIB, _MB = 1 << 20, 10**6
 _MODES = ("time-slicing", "sm-sharing")
@@ -40,7 +40,7 @@ class Ends(NamedTuple):
 
 
 def _bytes(one: Value) -> int:
-    if not is_scoped(one.name):
+    if not one.is_scoped:
         return number(one, 1, MAX_BYTES // _MIB, "a number of MiB") * _MIB
     size = quantity(one, "write a quantity such as 4Gi")
     if size < _MIB:
@@ -62,7 +62,7 @@ def _ends(request: Optional[Value], limit: Optional[Value]) -> Optional[Ends]:
 
 def _agree(one: Value, size: int, other: Value, other_size: int) -> bool:
     """Return whether two spellings have one amount. An annotation is exact, and its variable rounded."""
-    if is_scoped(other.name) and not is_scoped(one.name):
+    if other.is_scoped and not one.is_scoped:
         return abs(size - other_size) < _MIB or size // _MIB == other_size // _MB
     return size == other_size
 

@@ -2,19 +2,16 @@
 
     Limit, Beyond, ParsedRequest                plain data
     memory, quantity, number, fraction, percent, flag    parse values of these systems; RequestError quotes both
-    once(values)                                -> each name once; contradicting duplicates are refused
 
 Loaded only if a variable of another scheduler occurs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, Optional, Union
 
 from ...core.model import Selection
 from ...core.quantity import MAX_BYTES, UNITS, wrong
-from . import one_value
 from .registry import Value
 
 BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -67,15 +64,10 @@ class ParsedRequest(NamedTuple):
     ignored: tuple[str, ...] = ()
     beyond: tuple[Beyond, ...] = ()
 
-
-def once(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Return each name once. Equal duplicates are accepted."""
-    found: dict[str, list[Value]] = {}
-    for one in values:
-        found.setdefault(one.name, []).append(one)
-    for name, several in found.items():
-        one_value(name, [one.value for one in several])
-    return tuple(several[0] for several in found.values())
+    @property
+    def limits(self) -> list[Limit]:
+        """Its limits, without values for "no limit"."""
+        return [limit for limit in (*self.memory, *self.compute) if not limit.is_none]
 
 
 def _split(text: str) -> tuple[str, str]:

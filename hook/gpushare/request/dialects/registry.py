@@ -6,9 +6,10 @@
     KEY_BEGINNINGS                  prefixes of such annotations
     VARIABLES                       prefixes of all their variables
     matches(env, annotations, container) -> tuple[Match, ...]     the rows that occur, with their values
-    is_scoped(name), is_annotation(name)  whether a value is an annotation, of one container of a pod or of any kind
-    any_annotation(names)           whether one of them is
+    any_annotation(names)           whether one of them is an annotation of a row
     reader(row)                     -> the parser: `read` of the module with the row's name
+    parsed(match, inventory)        -> ParsedRequest
+    OWN                             subject -> our variable for it
 
 A new system is a row here, a module beside this one, and `make docs`. A start loads a parser only if one of its
 variables occurs."""
@@ -18,15 +19,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Optional
 
-from . import Env
+from ...core import constants
+from ...core.model import Inventory
+from . import Env, one_value
 
 # Prefix of annotations that name their container: nvidia.com/container.<container>.<name>
 SCOPE = "nvidia.com/container."
 # Subjects of a key
-MEMORY, COMPUTE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
-    "memory", "compute", "devices", "priority", "beyond", "switch", "everything", "other",
+MEMORY, COMPUTE, MODE, DEVICES, PRIORITY, BEYOND, SWITCH, EVERYTHING, OTHER = (
+    "memory", "compute", "mode", "devices", "priority", "beyond", "switch", "everything", "other",
 )  # fmt: skip
 _ASKS = (MEMORY, COMPUTE, DEVICES, EVERYTHING)
+OWN = {
+    MODE: constants.ENV_COMPUTE_MODE,
+    MEMORY: constants.ENV_MEMORY,
+    COMPUTE: constants.ENV_COMPUTE,
+    PRIORITY: constants.ENV_PRIORITY,
+    DEVICES: constants.ENV_DEVICES,
+    BEYOND: constants.ENV_OVERSUBSCRIBE,
+}
 
 
 class Key(NamedTuple):
@@ -69,6 +80,15 @@ class Value(NamedTuple):
     name: str
     value: str
     number: Optional[int] = None
+
+    @property
+    def is_scoped(self) -> bool:
+        """Whether it is an annotation of one container of a pod."""
+        return self.name.startswith(SCOPE)
+
+    @property
+    def is_annotation(self) -> bool:
+        return is_annotation(self.name)
 
 
 class Match(NamedTuple):
@@ -292,12 +312,8 @@ BEGINNINGS = _shortest(tuple(name for row in SCHEDULERS for name in _beginnings(
 KEY_BEGINNINGS = _shortest(tuple(sorted({*KEYS, SCOPE})))
 
 
-def is_scoped(name: str) -> bool:
-    return name.startswith(SCOPE)
-
-
 def is_annotation(name: str) -> bool:
-    return name in KEYS or is_scoped(name)
+    return name in KEYS or name.startswith(SCOPE)
 
 
 def any_annotation(names: Iterable[str]) -> bool:
@@ -308,7 +324,7 @@ def _scoped(annotations: dict[str, str], container: str) -> list[tuple[Row, Valu
     """Return the annotations for this container; for any container if the engine does not name it."""
     found = []
     for name, value in annotations.items():
-        whose, _, rest = name[len(SCOPE) :].partition(".") if is_scoped(name) else ("", "", "")
+        whose, _, rest = name[len(SCOPE) :].partition(".") if name.startswith(SCOPE) else ("", "", "")
         if rest in _SCOPED and container in ("", whose):
             row, key = _SCOPED[rest]
             found.append((row, Value(key, name, value)))
@@ -346,3 +362,13 @@ def reader(row: Row) -> Callable[..., Any]:
     module = __import__(f"{__package__}.{row.name.replace('-', '_')}", fromlist=["read"])
     found: Callable[..., Any] = module.read
     return found
+
+
+def parsed(match: Match, inventory: Inventory) -> Any:
+    """Return the ParsedRequest of a row's values, each name once. Equal duplicates are accepted."""
+    found: dict[str, list[Value]] = {}
+    for one in match.values:
+        found.setdefault(one.name, []).append(one)
+    for name, several in found.items():
+        one_value(name, [one.value for one in several])
+    return reader(match.row)(tuple(several[0] for several in found.values()), inventory)
