@@ -16,8 +16,10 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
   memory limit of another scheduler, but not its compute limit. An image can set variables. So where
   `policy.accept.widening` does not accept them, as in the cluster profile, gpushare ignores a GPUSHARE_* limit that is
   larger than the other scheduler's.
-* Two dialects may request the same. If they disagree, the container does not start, and the error names both variables
-  with their values.
+* A container with variables of two schedulers does not start, because nothing tells which of them chose its share.
+  Exceptions are dialects that one system sets together ("Beside" below). They may request the same; if they disagree,
+  the container does not start either. The error names both variables with their values. Leave one scheduler's
+  variables out, or list its dialect in `policy.dialects.disabled`.
 * A dialect that names devices overrides `NVIDIA_VISIBLE_DEVICES=all`, which images set. It contradicts a list of other
   devices in that variable.
 * Limits without devices request a device, as in gpushare's own dialect; limits of an MPS client do not. An annotation
@@ -67,6 +69,10 @@ ABOUT = {
 }
 
 
+def _rows(names: tuple[str, ...]) -> str:
+    return "any dialect" if "*" in names else ", ".join(f"`{name}`" for name in names)
+
+
 def section(row: registry.Row) -> str:
     lines = [f"## {row.name}\n", f"{row.system}.\n"]
     keys = [("variable", key) for key in row.variables] + [("annotation", key) for key in row.annotations]
@@ -77,6 +83,7 @@ def section(row: registry.Row) -> str:
         lines.append("")
     lines += [f"* {label}: {text}." for label, text in (("Memory", row.memory), ("Compute", row.compute)) if text]
     lines += [f"* Only where `{row.gate}` is set."] if row.gate else []
+    lines += [f"* Beside: {_rows(row.beside)}."] if row.beside else []
     lines += [f"* {row.trap}"] if row.trap else []
     return "\n".join(lines) + "\n"
 

@@ -350,14 +350,15 @@ FRACTIONS = st.sampled_from(["REQUEST", "LIMIT", "REQUESTS", "LIMITS"]).flatmap(
     st.booleans(),
 )
 def test_limit_of_any_scheduler_applies(limits: Any, switches: list[str], own_device: bool) -> None:
-    env = [line for line, _ in limits] + switches + ["ALIYUN_COM_GPU_MEM_DEV=16"]
+    env = [line for line, _ in limits] + switches
+    env += ["ALIYUN_COM_GPU_MEM_DEV=16"] if any(line.startswith("ALIYUN") for line in env) else []
     try:
         found = asked(*env, "GPUSHARE_DEVICES=1" if own_device else NVIDIA)
         (share,) = placement.grant(found, node(), ledger())
     except RequestError as error:
         assert any(
             text in error.message
-            for text in ("set different limits", "is given twice", "contradict", "below the request")
+            for text in ("set different limits", "two schedulers", "is given twice", "contradict", "below the request")
         )
         return
     assert share.memory_limit_bytes is not None

@@ -4,13 +4,14 @@
     without_limits(own)                    -> Request | None     gpushare's own request
     within(own, theirs, node)              -> its request less limits above the schedulers', notes
 
-GPUSHARE_* wins for each setting. Two schedulers may request the same, also if one of them rounds. If they disagree, the
-error names both. A variable that policy does not accept never lifts a limit: if it would have limited a device, the
-container is refused. Pure.
+GPUSHARE_* wins for each setting. Two schedulers' dialects merge only if one system sets both (registry.Row.beside).
+Such dialects may request the same, also if one of them rounds; if they disagree, the error names both. A variable that
+policy does not accept never lifts a limit: if it would have limited a device, the container is refused. Pure.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -147,6 +148,9 @@ def _limited(request: Request, found: Candidates, node: Node) -> Request:
         lines = [line(item, "no device is requested") for item in dict.fromkeys(values)]
         return request._replace(ignored=request.ignored + found.ignored + tuple(lines))
     _refuse_refused(found, request)
+    for one, other in itertools.combinations(found.rows, 2):
+        if not registry.are_together(one.row, other.row):
+            raise _disagree(one.values[0], other.values[0], "are of two schedulers")
     late = [registry.parsed(match, node.inventory) for match in found.later]
     parsed_requests = [_switched(parsed, found) for parsed in (*found.schedulers, *late)]
     any_device = request.selection.kind == "any"

@@ -9,6 +9,7 @@
     any_annotation(names)           whether one of them is an annotation of a row
     reader(row)                     -> the parser: `read` of the module with the row's name
     parsed(match, inventory)        -> ParsedRequest
+    are_together(one, other)        -> bool     whether one system sets the variables of both rows
     OWN                             subject -> our variable for it
 
 A new system is a row here, a module beside this one, and `make docs`. A start loads a parser only if one of its
@@ -52,7 +53,8 @@ class Row(NamedTuple):
     """One dialect. `memory`, `compute`: the format of amounts. `gate`: a variable without which the others belong to
     another program. `asks` False: it only sets how much of a device that another dialect names. `container`: an
     annotation that names the container of a pod to which the others apply. `scoped`: annotations below SCOPE.
-    `empty`: an empty value counts, and its parser refuses it."""
+    `empty`: an empty value counts, and its parser refuses it. `beside`: rows whose variables one system sets together
+    with these; "*": any row."""
 
     name: str
     system: str
@@ -66,6 +68,7 @@ class Row(NamedTuple):
     container: str = ""
     scoped: tuple[Key, ...] = ()
     empty: bool = False
+    beside: tuple[str, ...] = ()
 
     @property
     def is_numbered(self) -> bool:
@@ -110,6 +113,7 @@ SCHEDULERS = (
             Key("GPU_CORE_UTILIZATION_POLICY", SWITCH),
             Key("CUDA_DISABLE_CONTROL", SWITCH),
         ),
+        beside=("runai", "koordinator"),
         memory="`3000m`: k, m, g are 1024-based; without a letter bytes",
         compute="percent; 0 and 100 are no limit",
         trap="The number counts devices inside the container, not on the host. Priority 0 is the high one. "
@@ -171,6 +175,7 @@ SCHEDULERS = (
         memory="bytes, for each device",
         compute="percent, for each device; 0 and 100 are no limit",
         gate="AMP_VGPU_ENABLE",
+        beside=("aliyun",),
         trap="Without `AMP_VGPU_ENABLE` the other two variables belong to another program and are ignored.",
     ),
     Row(
@@ -234,6 +239,7 @@ SCHEDULERS = (
             Key("gpu-compute.mode", OTHER),
         ),
         empty=True,
+        beside=("*",),
         memory="variables: whole MiB, for each device; annotations: a Kubernetes quantity, such as 4Gi",
         compute="a portion of the device above 0 and up to 1, which is no limit; rounded to whole percent",
         trap="A request alone is also the limit, and a limit alone is also the request. Memory above the "
@@ -257,6 +263,7 @@ SCHEDULERS = (
         memory="`0=1G,1=512MB`: by slot, 1024-based",
         compute="percent; 100 is no limit",
         asks=False,
+        beside=("*",),
         trap="MPS applies them to each process; gpushare applies them to all processes of the container together. They "
         "request no device. The shim enforces the limits, without an MPS daemon.",
     ),
@@ -372,3 +379,7 @@ def parsed(match: Match, inventory: Inventory) -> Any:
     for name, several in found.items():
         one_value(name, [one.value for one in several])
     return reader(match.row)(tuple(several[0] for several in found.values()), inventory)
+
+
+def are_together(one: Row, other: Row) -> bool:
+    return not {"*", other.name}.isdisjoint(one.beside) or not {"*", one.name}.isdisjoint(other.beside)
