@@ -10,7 +10,7 @@
  *
  *   alone, or beside a container without a hard limit
  *                     no turns: the bucket alone decides
- *   own turn          launch what ends within it
+ *   own turn          launch what ends within it; it is over when the next launch does not fit
  *   short bursts      a container that saved credit launches short bursts into another one's turn,
  *                     and the others launch nothing until its burst is over
  *   otherwise         sleep until the turn of the holder ends
@@ -307,9 +307,12 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
             return *own = t->in_turn = true, 0;
         }
         gs_bucket_give_back(t, 0, now);
-        advertise_work(t, ends_at(t, now), now);
-        if (!rested)
-            return atomic_load(&turn->until_ns);
+        uint64_t ends = ends_at(t, now);
+        advertise_work(t, ends, now);
+        if (!rested) {
+            atomic_store(&turn->until_ns, min64(ends, atomic_load(&turn->until_ns)));
+            return ends;
+        }
     }
     turn_is_over(t, now);
     if (may_cut_in(t, ns, now))
@@ -339,6 +342,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         atomic_store(&turn->until_ns, 0);
         again = now + STEP_BACK;
     }
+    if (again > now + LOOK) /* that turn may end early: look again before */
+        again = now + max64(LOOK, (again - now) * 3 / 4);
     again = max64(again, now + 50 * US);
     atomic_store(&turn->arrival_ns, arrival);
     atomic_store(&turn->wants_until_ns, again + RENEWED);

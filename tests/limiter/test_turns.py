@@ -42,6 +42,14 @@ def test_limit_holds_in_each_second(limits: tuple[float, ...], seed: int) -> Non
         assert ledger.mae(limit, 1000, WARM_MS) <= 1.5
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_turn_ends_when_the_next_launch_does_not_fit(seed: int) -> None:
+    """Graphs of 3.4 ms: the others do not wait for the rest of the turn, in which nothing can be launched."""
+    first, second = simulate([Tenant(30, "1ms", "graph"), Tenant(70, "1ms", "graph")], ms=5500, seed=seed, **TURNS)
+    assert first.share(WARM_MS) >= 28.3
+    assert first.share(WARM_MS) + second.share(WARM_MS) >= 97.3
+
+
 def device(slice_us: int, preempt_us: int) -> dict[str, Any]:
     """Return a device with these slices, whose switches take a quarter of a slice at most."""
     preempt_us = min(preempt_us, slice_us // 4)
