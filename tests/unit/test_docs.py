@@ -144,3 +144,20 @@ def test_capabilities_features_and_constraints_are_documented() -> None:
     words = [*dialects.CAPABILITIES, *constraints.PROPERTIES, *nvidia_driver_env.MIG_RIGHTS, nvidia_driver_env.ENV_IMEX]
     words += [feature.variable for feature in drivertable.FEATURES.values()]
     assert [word for word in words if f"`{word}`" not in text] == []
+
+
+FOREIGN = {"uvm_pmm_gpu.c", "os-interface.c", "gpu_rmapi.c", "gpushare-hook.py"}  # NVIDIA's kernel modules; installed
+
+
+def test_pages_for_contributors_name_existing_files() -> None:
+    files = {
+        f"/{path.relative_to(TREE)}"
+        for folder in ("hook", "shim", "tests", "tools", "config", "docs", "packaging", "simulator", "bench", "demo")
+        for path in (TREE / folder).rglob("*.*")
+    }
+    missing = []
+    for page in [*(TREE / "docs" / "internals").rglob("*.md"), TREE / "CONTRIBUTING.md", *TREE.glob("*/README.md")]:
+        for name in re.findall(r"`([\w./-]+\.(?:py|c|h|md|mk|sh|tsv|txt|yaml))`", page.read_text()):
+            known = name.rpartition("/")[2] in FOREIGN or any(path.endswith(f"/{name}") for path in files)
+            missing += [] if known else [f"{page.relative_to(TREE)}: {name}"]
+    assert missing == []

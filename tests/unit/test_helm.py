@@ -62,6 +62,12 @@ def test_lint_finds_nothing() -> None:
     assert done.returncode == 0 and "0 chart(s) failed" in done.stdout, done.stdout + done.stderr
 
 
+def test_files_of_the_chart_are_links_to_the_manifests() -> None:
+    """A copy would be out of date after the next change."""
+    files = list((CHART / "files").iterdir())
+    assert files and [path.name for path in files if not path.is_symlink() or not path.exists()] == []
+
+
 def test_missing_registry_is_named() -> None:
     done = call("template", "gpushare", CHART)
     assert done.returncode != 0 and "set image.registry to where you pushed gpushare's images" in done.stderr
