@@ -82,6 +82,23 @@ def test_memory_above_other_schedulers_limit_is_ignored(word: str) -> None:
     assert limited(*THEIRS, word, widening="always")[0] != 1 << 30
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        ("CUDA_DEVICE_MEMORY_LIMIT=1g", "NVIDIA_VISIBLE_DEVICES=none"),
+        ("CUDA_DEVICE_MEMORY_LIMIT=1g", "CUDA_DISABLE_CONTROL=true"),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1G",),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1G", "NVIDIA_VISIBLE_DEVICES=0"),
+    ],
+    ids=lambda env: env[-1],
+)
+def test_memory_above_a_limit_that_alone_requests_no_device_is_ignored(env: tuple[str, ...]) -> None:
+    rules = node(accept_widening="never", nvidia_visible_devices="with_limit")
+    found = request.resolve(bundle(*env, "GPUSHARE_MEMORY=8Gi"), rules)
+    assert found is not None and found.memory[0][1].limit_bytes == 1 << 30
+    assert any("GPUSHARE_MEMORY=" in line and "policy.accept.widening" in line for line in found.ignored)
+
+
 def test_compute_above_other_schedulers_limit_is_ignored() -> None:
     size, percent, ignored = limited(*THEIRS, "GPUSHARE_COMPUTE=80", "GPUSHARE_MEMORY=512Mi")
     assert (size, percent) == (512 << 20, 30)

@@ -1,6 +1,6 @@
 """One candidate for each dialect: what its values request, as far as they count in this container.
 
-    collect(own, scene, judged) -> Candidates
+    collect(own, scene, dropped) -> Candidates
     unused(own, scene)       -> lines    for explain: why the values of schedulers request nothing
 
 A GPUSHARE_* variable wins over other variables for the same setting. merge.py merges the candidates. The table of other
@@ -9,8 +9,8 @@ schedulers' dialects is dialects/registry.py. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Optional
 
 from ..core import constants
 from ..core.errors import DeviceError, RequestError
@@ -37,7 +37,7 @@ class Candidates(NamedTuple):
     only set how much of a device that another row names; they are parsed for a container that gets one."""
 
     own: Optional[Request]
-    own_limits: tuple[tuple[str, str], ...] = ()  # sources of `own`
+    own_limits: tuple[tuple[str, str], ...] = ()  # sources that set limits in GPUSHARE_*, also dropped ones
     devices: Optional[Request] = None
     asks: bool = True  # schedulers' values request devices
     schedulers: tuple[ParsedRequest, ...] = ()
@@ -57,11 +57,13 @@ def line(item: Value, why: str) -> str:
     return f"{setting(item.name, item.value)}: {why}"
 
 
-def collect(own: Optional[Request], scene: Scene, judged: bool = False) -> Candidates:
-    """Parse all values that count. `judged`: only to see what the schedulers grant, so a value that policy refuses is
-    no error. Raise RequestError or DeviceError for an invalid value that GPUSHARE_* does not override."""
+def collect(own: Optional[Request], scene: Scene, dropped: Collection[str] = ()) -> Candidates:
+    """Parse all values that count. `dropped`: variables of `own` whose limits do not count; they still request a device.
+    Raise RequestError or DeviceError for an invalid value that GPUSHARE_* does not override."""
+    limits = _limits(own) if own else ()
+    own = _without(own, dropped) if own else None
     found = _schedulers(own, scene) if scene.matches else Candidates(own)
-    found = found._replace(own_limits=_limits(own) if own else (), refused=() if judged else found.refused)
+    found = found._replace(own_limits=limits)
     if own is not None and own.selection != gpushare_env.UNNAMED:
         return found  # other variables do not count, so they cannot be wrong
     limited = bool(found.own_limits) or any(parsed.limits for parsed in found.schedulers)
@@ -75,6 +77,12 @@ def _limits(own: Request) -> tuple[tuple[str, str], ...]:
     keys = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
     suffixes = (*(constants.ANNOTATIONS[key] for key in keys), *constants.MEMORY_ENDS)
     return tuple(pair for pair in own.sources if pair[0] in keys or pair[0].endswith(suffixes))
+
+
+def _without(own: Request, dropped: Collection[str]) -> Request:
+    left = tuple(pair for pair in own.sources if pair[0] not in dropped)
+    fields: dict[str, Any] = {gpushare_env.ROWS[name][0]: () for name, _ in own.sources if name in dropped}
+    return own._replace(sources=left, **fields)
 
 
 def _accepted(found: Candidates, scene: Scene, asks: bool) -> Bundle:

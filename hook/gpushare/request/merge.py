@@ -1,8 +1,8 @@
 """Merge the candidates of all dialects into one request: its devices, then each other setting by one rule of RULES.
 
     merged(found, node)                    -> Request | None
-    without_limits(own)                    -> Request | None     gpushare's own request
-    within(own, theirs, node)              -> its request less limits above the schedulers', notes
+    larger(own, theirs, node)              -> the variables of gpushare that set more than other schedulers
+    OWN_LIMITS                             the variables of gpushare that set limits
 
 GPUSHARE_* wins for each setting. Two schedulers' dialects merge only if one system sets both (registry.Row.beside).
 Such dialects may request the same, also if one of them rounds; if they disagree, the error names both. A variable that
@@ -12,7 +12,7 @@ policy does not accept never lifts a limit: if it would have limited a device, t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ..core import constants
@@ -28,7 +28,7 @@ from .dialects.parsed_request import Limit, ParsedRequest
 from .dialects.registry import BEYOND, COMPUTE, EVERYTHING, MEMORY, MODE, PRIORITY, Value
 
 _TOLERANCE = 100  # fractions have two decimals: they may differ from an amount by less than 1/100 of the device
-_LIMITS = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
+OWN_LIMITS = (constants.ENV_MEMORY, constants.ENV_COMPUTE)
 _MICRO = 10**6  # decimals of a percentage in an Amount
 
 
@@ -108,7 +108,7 @@ def _with_own(own: Request, limits: Sequence[tuple[str, str]], others: Optional[
         return own
     if others is not None and others.selection.kind != "none":
         return own._replace(
-            dialect=f"own+{others.dialect}",
+            dialect=f"own+{others.dialect}" if own.sources else others.dialect,
             selection=others.selection,
             sources=others.sources + own.sources,
             ignored=others.ignored + own.ignored,
@@ -373,23 +373,10 @@ def _memory(limit: Limit, device: Optional[Device]) -> Amount:
 # GPUSHARE_* beside the limits of another scheduler
 
 
-def _without(own: Request, limits: Collection[str]) -> Optional[Request]:
-    left = tuple(pair for pair in own.sources if pair[0] not in limits)
-    fields: dict[str, Any] = {gpushare_env.ROWS[name][0]: () for name in limits}
-    return own._replace(sources=left, **fields) if left else None
-
-
-def without_limits(own: Request) -> Optional[Request]:
-    """Return gpushare's own request without limits by variables; None if nothing is left."""
-    return _without(own, [name for name, _ in own.sources if name in _LIMITS])
-
-
-def within(own: Request, theirs: Optional[Request], node: Node) -> tuple[Optional[Request], list[str]]:
-    """Return (`own` without limits by variables above the schedulers' limits in `theirs`, notes about these)."""
-    limits = [pair for pair in own.sources if pair[0] in _LIMITS]
-    larger = {name: value for name, value in limits if theirs and _is_larger(name, own, theirs, node)}
-    why = "policy.accept.widening does not accept more than another scheduler's limit"
-    return _without(own, larger), [f"{setting(*pair)}: {why}" for pair in larger.items()]
+def larger(own: Request, theirs: Optional[Request], node: Node) -> dict[str, str]:
+    """Return the variables of `own` with limits above the schedulers' limits, which are in `theirs`."""
+    limits = [pair for pair in own.sources if pair[0] in OWN_LIMITS]
+    return {name: value for name, value in limits if theirs and _is_larger(name, own, theirs, node)}
 
 
 def _is_larger(variable: str, own: Request, theirs: Request, node: Node) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Optional
 from ..core import constants
 from ..core.errors import RequestError
 from ..core.model import Bundle, Inventory, Node, Request
-from ..core.quoting import shown_name
+from ..core.quoting import setting, shown_name
 from ..gpu.drivernodes import of_cdi_device
 from ..gpu.selectors import find_devices
 from . import candidates, deny_devices, merge, policy, speckeys
@@ -91,14 +91,16 @@ def resolve(bundle: Bundle, node: Node, with_injected: bool = False, on_host: bo
     own = candidates.DIALECTS["own"](bundle, node.inventory)
     if own is not None:
         policy.refuse_unaccepted(own, scene)
-    counting, notes = own, list[str]()
+    larger: dict[str, str] = {}
     if own is not None and scene.matches and not scene.accepts.widening:
         # an image can set variables, so one replaces a scheduler's limit by a larger one only if policy accepts that
-        judged = candidates.collect(merge.without_limits(own), scene, judged=True)
-        counting, notes = merge.within(own, merge.merged(judged, node), node)
-    found = candidates.collect(counting, scene)
+        theirs = candidates.collect(own, scene, merge.OWN_LIMITS)._replace(refused=())
+        larger = merge.larger(own, merge.merged(theirs, node), node)
+    found = candidates.collect(own, scene, larger)
     request = merge.merged(found, node)
     if request is not None:
+        why = "policy.accept.widening does not accept more than another scheduler's limit"
+        notes = (f"{setting(*pair)}: {why}" for pair in larger.items())
         request = request._replace(uid=bundle.uid, shm=bundle.shm, ignored=(*request.ignored, *notes))
         gpushare_env.refuse_unknown(bundle)
     request = policy.applied(request, own, scene)
