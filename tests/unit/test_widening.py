@@ -57,6 +57,13 @@ def test_priority_variable_of_other_scheduler_is_ignored() -> None:
     assert found.priority == 0 and any("policy.accept.widening" in line for line in found.ignored)
 
 
+def test_variable_beside_annotation_of_other_scheduler_is_ignored() -> None:
+    env, fraction = ("NVIDIA_VISIBLE_DEVICES=0", "CUDA_TASK_PRIORITY=0"), {"gpu-fraction": "0.5"}
+    found = request.resolve(bundle(*env, annotations=fraction), node(accept_widening="never"))
+    assert found is not None and found.memory[0][1].limit_bytes == 8 << 30
+    assert found.priority == 0 and any("policy.accept.widening" in line for line in found.ignored)
+
+
 def test_cluster_profile_accepts_no_widening() -> None:
     assert profiles.CLUSTER["policy.accept.widening"] == "never"
     assert "policy.accept.widening" not in profiles.WORKSTATION

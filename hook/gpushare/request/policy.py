@@ -123,7 +123,7 @@ def _without_widening(request: Request) -> Request:
     for field, (variable, least) in _MORE.items():
         said = [(name, value) for name, value in request.sources if name == variable]
         key = constants.ANNOTATIONS[variable]
-        annotated = any(name.endswith(key) or registry.is_annotation(name) for name, _ in request.sources)
+        annotated = any(name.endswith(key) for name, _ in request.sources)  # no scheduler has such annotations
         if getattr(request, field) == least or (annotated and not said):
             continue
         fields[field] = least
