@@ -57,6 +57,15 @@ def test_pod_annotation_without_cri_is_refused_with_remedy(claims: dict[str, str
     assert "gpushare runtime configure containerd" in refused.value.hint
 
 
+@pytest.mark.parametrize("rules", [{}, {"accept_cdi": "never"}, {"require_limits": True}])
+def test_entry_of_a_forged_name_matters_only_where_an_entry_is_needed(rules: dict[str, Any]) -> None:
+    host = node(privileged_containers=(f"{POD['io.kubernetes.cri.sandbox-namespace']}/*",), **rules)
+    forged: dict[str, Any] = {"annotations": POD, "cri": False}
+    assert request.resolve(bundle("NVIDIA_VISIBLE_DEVICES=0", **forged), host) is not None
+    with pytest.raises(RequestError, match="would make this a container of a pod"):
+        request.resolve(bundle("GPUSHARE_MEMORY=1Gi", process=ADMIN, **forged), host)
+
+
 def test_podman_pod_container_annotation_counts() -> None:
     cri_annotations = {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.SandboxID": "p"}
     one = bundle(annotations={**cri_annotations, "gpushare.io/memory": "1Gi"}, cri=False)

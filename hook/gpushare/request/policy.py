@@ -103,7 +103,8 @@ def refuse_unaccepted(own: Request, scene: Scene) -> None:
 def _injected(bundle: Bundle, policy: Policy) -> str:
     """Return the device that config.json names; "" if none. A rule alone does not count if an entry of
     policy.privileged_containers allows it; otherwise deny_devices.py removes it."""
-    return "" if not bundle.minors and listed(bundle, policy) else bundle.injected
+    is_rule = bundle.injected != "" and not bundle.minors
+    return "" if is_rule and listed(bundle, policy) else bundle.injected
 
 
 # field of Request that widens a limit -> our variable, its default
