@@ -321,6 +321,19 @@ def test_nvidia_memory_annotation_is_for_one_container() -> None:
         resolve(NVIDIA, annotations=pod("train", **{name: "4Gi"}), rules={"accept_annotations": "never"})
 
 
+# Two schedulers
+
+
+def test_overridden_devices_of_a_second_scheduler_are_no_conflict() -> None:
+    """gpushare parses them although GPUSHARE_DEVICES overrides them: they number the limits of vgpu-manager."""
+    own = ("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30")
+    theirs = (f"MANAGER_VISIBLE_DEVICES={UUIDS[0]}", "CUDA_MEM_LIMIT_0=1g", "CUDA_TASK_PRIORITY=0")
+    found = asked(*own, *theirs)
+    assert (found.dialect, found.selection.names, found.priority) == ("own+hami", ("1",), 1)
+    with pytest.raises(RequestError, match="are of two schedulers"):
+        asked(*own[:2], *theirs, "CUDA_CORE_LIMIT_0=30")
+
+
 # The smallest requested limit applies
 
 AMOUNTS = {"1g": 1 << 30, "2048m": 2 << 30, "3221225472": 3 << 30}

@@ -209,7 +209,7 @@ def _schedulers(own: Optional[Request], scene: Scene) -> Candidates:
             # a device that is overridden still tells what the numbers of its limits mean
             if not (why or key) or (not off and row.is_numbered and item.key.about == DEVICES and DEVICES in ours):
                 left.append(item)
-        if any(item.key.about in _ASKING for item in left):
+        if any(item.key.about in _ASKING and item.key.about not in ours for item in left):
             collected.append(Match(row, tuple(left)))
     rows = tuple(one for one in collected if one.row.asks)
     schedulers = tuple(registry.parsed(one, scene.node.inventory) for one in rows)
