@@ -15,7 +15,7 @@ that the scheduler writes, and enforces the limits itself. The scheduler's own n
 * GPUSHARE_* names override other dialects, each for its own setting. With `GPUSHARE_MEMORY=4Gi`, gpushare ignores the
   memory limit of another scheduler, but not its compute limit. An image can set variables. So where
   `policy.accept.widening` does not accept them, as in the cluster profile, gpushare ignores a GPUSHARE_* limit that is
-  larger than the other scheduler's.
+  larger than the other scheduler's. If it is larger on one device and smaller on another, the container does not start.
 * A container with variables of two schedulers does not start, because nothing tells which of them chose its share.
   Exceptions are dialects that one system sets together ("Beside" below). They may request the same; if they disagree,
   the container does not start either. The error names both variables with their values. Leave one scheduler's

@@ -10,7 +10,7 @@ from gpushare.core.errors import RequestError
 from gpushare.core.model import Request
 from gpushare.request import request
 
-from tests.unit.pure import bundle, node
+from tests.unit.pure import bundle, device, node
 
 LIMITS = ("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30")
 WIDENING = (
@@ -104,6 +104,40 @@ def test_memory_above_a_limit_that_alone_requests_no_device_is_ignored(env: tupl
     found = request.resolve(bundle(*env, "GPUSHARE_MEMORY=8Gi"), rules)
     assert found is not None and found.memory[0][1].limit_bytes == 1 << 30
     assert any("GPUSHARE_MEMORY=" in line and "policy.accept.widening" in line for line in found.ignored)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        ("CUDA_DEVICE_MEMORY_LIMIT_0=1g", "CUDA_DEVICE_MEMORY_LIMIT_1=16g"),
+        ("CUDA_MEM_LIMIT_0=1g", "CUDA_MEM_LIMIT_1="),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1G",),
+        ("CUDA_DEVICE_SM_LIMIT_0=10", "CUDA_DEVICE_SM_LIMIT_1=0"),
+        ("NVIDIA_GPU_MEMORY_REQUEST=1024", "NVIDIA_GPU_MEMORY_LIMIT=8192"),
+    ],
+    ids=lambda theirs: theirs[0],
+)
+def test_smaller_limit_on_one_device_does_not_raise_own_limit_on_another(theirs: tuple[str, ...]) -> None:
+    """Ignored as a whole, the user's variable would leave the image's limit of the other device, or none."""
+    env = ("NVIDIA_VISIBLE_DEVICES=0,1", "GPUSHARE_MEMORY=4Gi", "GPUSHARE_COMPUTE=30", *theirs)
+    with pytest.raises(RequestError, match="on some devices more than another scheduler's limit, and on some less"):
+        request.resolve(bundle(*env), node(accept_widening="never"))
+    found = request.resolve(bundle(*env), node())
+    assert found is not None and (found.memory[0][1].limit_bytes, found.compute) == (4 << 30, ((None, 30),))
+
+
+@pytest.mark.parametrize(("name", "bytes_"), [("0", 1 << 30), ("any", None)])
+def test_own_part_is_compared_on_the_devices_of_the_container(name: str, bytes_: int | None) -> None:
+    host = node(accept_widening="never")
+    devices = (device(0), device(1, memory_bytes=1 << 30))
+    host = host._replace(inventory=host.inventory._replace(devices=devices))
+    one = bundle(f"GPUSHARE_DEVICES={name}", "CUDA_DEVICE_MEMORY_LIMIT=1g", "GPUSHARE_MEMORY=50%")
+    if bytes_ is None:
+        with pytest.raises(RequestError, match="on some devices more"):
+            request.resolve(one, host)
+        return
+    found = request.resolve(one, host)
+    assert found is not None and found.memory[0][1].limit_bytes == bytes_
 
 
 def test_compute_above_other_schedulers_limit_is_ignored() -> None:

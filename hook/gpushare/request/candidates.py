@@ -58,7 +58,7 @@ def line(item: Value, why: str) -> str:
 
 
 def collect(own: Optional[Request], scene: Scene, dropped: Collection[str] = ()) -> Candidates:
-    """Parse all values that count. `dropped`: variables of `own` whose limits do not count; they still request a device.
+    """Parse all values that count. `dropped`: variables of `own` whose limits do not count, but still request a device.
     Raise RequestError or DeviceError for an invalid value that GPUSHARE_* does not override."""
     limits = _limits(own) if own else ()
     own = _without(own, dropped) if own else None

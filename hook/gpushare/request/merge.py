@@ -12,7 +12,7 @@ policy does not accept never lifts a limit: if it would have limited a device, t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ..core import constants
@@ -374,18 +374,48 @@ def _memory(limit: Limit, device: Optional[Device]) -> Amount:
 
 
 def larger(own: Request, theirs: Optional[Request], node: Node) -> dict[str, str]:
-    """Return the variables of `own` with limits above the schedulers' limits, which are in `theirs`."""
-    limits = [pair for pair in own.sources if pair[0] in OWN_LIMITS]
-    return {name: value for name, value in limits if theirs and _is_larger(name, own, theirs, node)}
+    """Return the variables of `own` with limits above the schedulers' limits, which are in `theirs`. Raise RequestError
+    for one that is also below them: without it, an image could raise the user's limit on another device."""
+    found: dict[str, str] = {}
+    for name, value in own.sources:
+        if theirs is None or name not in OWN_LIMITS:
+            continue
+        above, below = _compared(name, own, theirs, node)
+        if above and below:
+            raise RequestError(
+                f"{setting(name, value)}: on some devices more than another scheduler's limit, and on some less",
+                "leave it out, or request at most the scheduler's limit of each device (policy.accept.widening)",
+            )
+        if above:
+            found[name] = value
+    return found
 
 
-def _is_larger(variable: str, own: Request, theirs: Request, node: Node) -> bool:
-    """Return whether the limits of `own` by that variable exceed those of `theirs` on any device of this host."""
+def _compared(variable: str, own: Request, theirs: Request, node: Node) -> tuple[bool, bool]:
+    """Return whether the limits of `own` by that variable are above those of `theirs`, and whether they are below them,
+    on any device that a slot of the container may get."""
     field = gpushare_env.ROWS[variable][0]
-    ones, others = getattr(own, field), getattr(theirs, field)
-    pairs = [(a, b) for slot, a in ones for other, b in others if slot == other or None in (slot, other)]
-    if variable == constants.ENV_COMPUTE:
-        return any(a > b for a, b in pairs)
-    sizes = [(device.memory_bytes, device.granularity_bytes) for device in usable_devices(node.inventory)]
-    pairs += [(a.ceiling or a, b.ceiling or b) for a, b in pairs]
-    return any(bytes_of(a, *size) > bytes_of(b, *size) for a, b in pairs for size in sizes)
+    ones, others = dict(getattr(own, field)), dict(getattr(theirs, field))
+    devices = named_devices.named(theirs, node)
+    places: Iterable[tuple[int, Device]] = enumerate(devices)
+    if theirs.selection.kind == "any":
+        places = itertools.product(range(theirs.selection.count), devices)
+    above = below = False
+    for slot, device in places:
+        one, other = (by_slot.get(slot, by_slot.get(None)) for by_slot in (ones, others))
+        if one is None or other is None:
+            continue
+        (request, limit), (least, most) = (_ends(amount, device) for amount in (one, other))
+        above = above or request > least or limit > most
+        below = below or limit < most
+    return above, below
+
+
+def _ends(amount: Any, device: Device) -> tuple[int, int]:
+    """Return request and limit: bytes of memory, or percent of compute."""
+    if isinstance(amount, int):
+        return amount, amount
+    low, high = (
+        bytes_of(one, device.memory_bytes, device.granularity_bytes) for one in (amount, amount.ceiling or amount)
+    )
+    return low, high
