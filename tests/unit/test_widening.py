@@ -10,7 +10,7 @@ from gpushare.core.errors import RequestError
 from gpushare.core.model import Request
 from gpushare.request import request
 
-from tests.unit.pure import bundle, device, node
+from tests.unit.pure import UUIDS, bundle, device, node
 
 LIMITS = ("GPUSHARE_MEMORY=1Gi", "GPUSHARE_COMPUTE=30")
 WIDENING = (
@@ -49,6 +49,16 @@ def test_widening_variable_of_privileged_container_can_be_accepted() -> None:
 def test_widening_annotation_counts() -> None:
     found = asked(annotations={"gpushare.io/compute-mode": "soft"})
     assert (found.compute_mode, found.ignored) == ("soft", ())
+
+
+def test_parameters_of_a_claim_count() -> None:
+    """Only root can give a container the variable of a claim (programs/system_variables.py)."""
+    claim = f"GPUSHARE_CLAIM_0_0={UUIDS[0]};memory=1Gi;compute=30;compute-mode=soft"
+    rules = node(accept_widening="never")
+    found = request.resolve(bundle(claim, "GPUSHARE_PRIORITY=high"), rules)
+    assert found is not None and (found.compute_mode, found.priority) == ("soft", 0)
+    found = request.resolve(bundle(f"{claim};priority=high"), rules)
+    assert found is not None and (found.priority, found.ignored) == (1, ())
 
 
 def test_priority_variable_of_other_scheduler_is_ignored() -> None:

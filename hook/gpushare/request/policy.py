@@ -69,7 +69,7 @@ def applied(request: Optional[Request], own: Optional[Request], scene: Scene) ->
     _refuse_unlisted(request, bundle, config.policy)
     require_allowed_backends(request, config.policy)
     if not (scene.on_host or scene.accepts.widening):  # a program on the host has no image either
-        request = _without_widening(request)
+        request = _without_widening(request, bundle)
     if any(amount.ceiling for _, amount in request.memory):
         request = request._replace(ignored=(*request.ignored, *lending.notes(request, config)))
     return request
@@ -116,16 +116,19 @@ _MORE: dict[str, tuple[str, Any]] = {
 }
 
 
-def _without_widening(request: Request) -> Request:
+def _without_widening(request: Request, bundle: Bundle) -> Request:
     """Return `request` without what variables add to its limits. This is not an error: an image may have set them, and
-    the user's limit holds in any case."""
+    the user's limit holds in any case. Parameters of a claim count, as annotations do."""
+    claims = [value.split(";") for name, value in bundle.env if name.startswith(constants.ENV_CLAIM_PREFIX)]
+    claimed = {item.partition("=")[0] for items in claims for item in items}
     fields: dict[str, Any] = {}
     ignored = []
     for field, (variable, least) in _MORE.items():
         said = [(name, value) for name, value in request.sources if name == variable]
         key = constants.ANNOTATIONS[variable]
         annotated = any(name.endswith(key) for name, _ in request.sources)  # no scheduler has such annotations
-        if getattr(request, field) == least or (annotated and not said):
+        is_claimed = key[len(constants.ANNOTATION_PREFIX) :] in claimed
+        if getattr(request, field) == least or is_claimed or (annotated and not said):
             continue
         fields[field] = least
         shown_as = setting(*said[0]) if said else f"{field} of {request.dialect}"
