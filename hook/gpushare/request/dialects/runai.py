@@ -55,9 +55,11 @@ def _limit(one: Value) -> Limit:
 
 def _counts(limits: list[Limit]) -> tuple[Limit, ...]:
     """Return the portion of this container, else the pod's request, else its maximum. A request in MiB may exceed the
-    maximum a little: older versions count in MB."""
-    portions = [limit for limit in limits if limit.source.name not in (*KEYS, _CEILING)]
+    maximum a little: older versions count in MB. Whole devices, a variable that an image can set, lift no request."""
     requests = [limit for limit in limits if limit.source.name in KEYS]
+    is_limited = any(not limit.is_none for limit in requests)
+    portions = [limit for limit in limits if limit.source.name not in (*KEYS, _CEILING)]
+    portions = [limit for limit in portions if not (is_limited and limit.is_none)]
     ceiling = [limit for limit in limits if limit.source.name == _CEILING]
     if not portions and requests and ceiling and (ceiling[0].size or 0) < (requests[0].size or 0):
         return tuple(ceiling) if ceiling[0].size else tuple(requests)
