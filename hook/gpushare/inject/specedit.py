@@ -50,9 +50,8 @@ class Editor:
         self.record = Record(os.urandom(16).hex(), [], [], [], [], {}, leased, [], [], [], [], [])
         for path, empty in PLACES:
             above = place(self.spec, path[:-1])
-            (speckeys.items if isinstance(empty, list) else speckeys.section)(
-                self.spec, *path
-            )  # raises for any other type
+            read = speckeys.items if isinstance(empty, list) else speckeys.section
+            read(self.spec, *path)  # raises for any other type
             if above.get(path[-1]) is None:
                 self.record.made[".".join(path)] = path[-1] in above
                 above[path[-1]] = type(empty)()

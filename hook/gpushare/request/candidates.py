@@ -1,7 +1,7 @@
 """One candidate for each dialect: what its values request, as far as they count in this container.
 
     collect(own, scene, dropped) -> Candidates
-    unused(own, scene)       -> lines    for explain: why the values of schedulers request nothing
+    unused(own, scene)           -> lines    for explain: why the values of schedulers request nothing
 
 A GPUSHARE_* variable wins over other variables for the same setting. merge.py merges the candidates. The table of other
 schedulers' dialects is dialects/registry.py. Pure.

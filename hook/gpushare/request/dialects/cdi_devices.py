@@ -111,8 +111,10 @@ def facts(spec: dict[str, Any], sys_admin: bool) -> dict[str, Any]:
         target[len(root) :].strip("/") for target in requests if isinstance(target, str) and target.startswith(root)
     ]
     everything = sys_admin and any(map(allows_every_device, rules))
-    found = [] if everything else [*map(_minor_of_device, _objects(spec, "linux", "devices"))]
-    found += [] if everything else map(_minor_of, _mounted_nodes(mounts))
+    found: list[int] = []
+    if not everything:
+        found += map(_minor_of_device, _objects(spec, "linux", "devices"))
+        found += map(_minor_of, _mounted_nodes(mounts))
     minors = tuple(dict.fromkeys(minor for minor in found if 0 <= minor < _MODESET_MINOR))
     rule = "" if minors or everything else rule_for_nvidia(rules)
     return {

@@ -1,9 +1,7 @@
 """The parsed values of another scheduler, before the devices of the container are known.
 
-    Limit, Beyond, ParsedRequest                plain data
-    memory, quantity, number, fraction, percent, flag    parse values of these systems; RequestError quotes both
-
-Loaded only if a variable of another scheduler occurs.
+Limit, Beyond, ParsedRequest                plain data
+memory, quantity, number, fraction, percent, flag    parse values of these systems; RequestError quotes both
 """
 
 from __future__ import annotations
