@@ -216,7 +216,8 @@ _KEYS = (
         "the limit that a user sets: GPUSHARE_COMPUTE_MODE=soft, GPUSHARE_PRIORITY=high, GPUSHARE_OVERSUBSCRIBE, other "
         "schedulers' variables of the same meaning, NVIDIA_NVSWITCH, NVIDIA_MOFED, NVIDIA_GDRCOPY, NVIDIA_GDS and "
         "NVIDIA_IMEX_CHANNELS. In other containers they are ignored and the limit stays, also another scheduler's "
-        "limit next to a larger GPUSHARE_MEMORY or GPUSHARE_COMPUTE. Annotations always count."),
+        "limit next to a larger GPUSHARE_MEMORY or GPUSHARE_COMPUTE. Annotations and parameters of a claim always "
+        "count."),
     Key("policy.dialects.enabled", "policy.enabled_dialects", LIST,
         {"type": "array", "items": {"enum": ["*", *_SCHEDULERS]}},
         "Other schedulers whose variables and annotations count (docs/dialects.md); * means all. Requests in the "
