@@ -219,7 +219,7 @@ class Trial:
             raise Trouble("\n".join((f"{self.where}: {command.text} printed", output, *wrong)))
 
     def shell(self, command: str) -> str:
-        done = self.debian.call("bash", "-c", f"cd /root\n{command} 2>&1", timeout_s=LIMIT_S)
+        done = self.debian.call("bash", "-c", f"cd /root\n{{ {command}\n}} 2>&1", timeout_s=LIMIT_S)
         if done.returncode:
             raise Trouble(f"{self.where}: {command}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
@@ -259,7 +259,7 @@ class Trial:
         refused = [self.shell(REFUSE).splitlines()[-1] for _ in range(REFUSED)]
         for one in (refused[0], refused[-1]):
             reason = json.loads(self.shell(f"gpushare inspect {one} -o json"))["last_refusal"]
-            if "17Gi" not in str(reason):
+            if "17 GiB" not in str(reason):
                 raise Trouble(f"{self.where}: the start of {one} was refused for another reason: {reason}")
         running = self.shell("docker ps --no-trunc --quiet").split()
         for one in running:
