@@ -136,7 +136,7 @@ unit: root $(SETUP) shim sim $(PROGRAMS) $(LAUNCHERS) ## the unit tests, in 90 s
 quick: root build gpu-programs ## unit tests, golden texts, and the tests that notice most faults, in 3 minutes
 	@$(VENV_PYTHON) -m pytest -q $(SIDE_BY_SIDE) -m "not long" tests/unit $(NOT_UNIT) $(QUICK) $(PYTEST_ARGS)
 
-planted: root build gpu-programs ## plant faults in a copy of the tree: does a test notice each? PLANTED="shim/ NAME" selects
+planted: root build gpu-programs dist $(TEST_SETUP) ## plant faults in a copy of the tree: does a test notice each? PLANTED="shim/ NAME" selects
 	@$(VENV_PYTHON) -m tests.planted $(PLANTED)
 
 test-parts: $(TEST_PARTS)

@@ -31,7 +31,7 @@ from tests.planted import TREE, Fault, faults
 COPY = TREE / "build" / "planted"
 # Folders of build/ that the tests only read, and what the copy has no use for
 LINKED = re.compile(r"venv|include|zstd|userland-\d+|newest|trixie|helm|kubectl")
-LEFT_OUT = re.compile(r"planted|dist|matrix|plugin|test-all|fuzz|site|.*_cache|.*\.lock|\.tests-.*|shim-(?!asan).*")
+LEFT_OUT = re.compile(r"planted|matrix|plugin|test-all|fuzz|site|.*_cache|.*\.lock|\.tests-.*|shim-(?!asan).*")
 SECONDS = 300  # of one test
 IN_PROCESS = ("tests/unit/", "tests/golden/", "tests/integration/test_apply")  # their tests import Python code
 
