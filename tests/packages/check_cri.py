@@ -72,7 +72,7 @@ def test_upgrade_reports_the_entry_of_an_earlier_version(
     assert upgraded.returncode == 0 and REMEDY in upgraded.stderr, upgraded.stderr
     assert (root.path / CONTAINERD[1:]).read_text() == before  # an upgrade configures nothing
     status = root.call("gpushare", "runtime", "status")
-    assert REMEDY in status.stderr and "damaged" in status.stdout
+    assert REMEDY in status.stderr and "incomplete" in status.stdout
     checked = json.loads(root.call("gpushare", "doctor", "--format", "json").stdout)
     (engines,) = [one for one in checked["checks"] if one["name"] == "engines"]
     assert engines["result"] == "fail" and REMEDY in engines["detail"]

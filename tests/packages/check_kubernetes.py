@@ -19,10 +19,12 @@ from tests.support.dra import ApiServer, Kubelet
 from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.image import make_root
 from tests.support.host import BIN, TREE, Node, version
-from tests.support.rootfs import run
+from tests.support.rootfs import run, unmount_below
 from tests.support.runc import Container
 
 from .conftest import PACKAGES
+
+OPT = Path("/opt/gpushare")
 
 GIB = 1 << 30
 NRI = TREE / "packaging/kubernetes/nri/daemonset.yaml"
@@ -98,8 +100,10 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_nri_daemon_set_gives_shares(engine: test_nri.Engine, image: daemonset.Image, tmp_path: Path) -> None:
     """Its container, without privileges, adds the node's hook over the socket of a real containerd."""
-    places = {path: Path(path) for path in paths_of(NRI)}
-    given = daemonset.arguments(NRI, image, places, ["nri", f"--hook={BIN}/gpushare-hook"])
+    run("mount", "-t", "tmpfs", "tmpfs", OPT.parent)
+    (OPT / "current").mkdir(parents=True)
+    run("mount", "--bind", BIN.parent, OPT / "current")
+    given = daemonset.arguments(NRI, image, {path: Path(path) for path in paths_of(NRI)})
     plugin = Container(tmp_path / "pods", **given)
     try:
         plugin.start()
@@ -114,6 +118,7 @@ def test_nri_daemon_set_gives_shares(engine: test_nri.Engine, image: daemonset.I
             assert test_nri.limit(one) == 2 * GIB and test_nri.has_no_gpu(created)
     finally:
         plugin.close()
+        unmount_below(OPT.parent)
 
 
 folder = test_dra.folder  # a fixture

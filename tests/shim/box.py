@@ -98,6 +98,8 @@ class Box:
         self.simhost = simhost or make_simhost(self.directory / "host", gpus=gpus, memory_bytes=gpu_bytes, costs=costs)
         self.shim = shim or TREE / "build" / os.environ.get("GPUSHARE_TEST_SHIM", "shim")
         self.driver = driver or (self.simhost / LIBDIR[1:] / "libcuda.so.1").resolve()
+        beside = self.driver.with_name("libnvidia-ml.so.1")  # of another machine
+        self.nvml = beside if driver and beside.exists() else self.simhost / LIBDIR[1:] / "libnvidia-ml.so.1"
         self.devices = host_devices(self.simhost, gpu_bytes, CONTEXT_BYTES)
         self.nonce = int.from_bytes(os.urandom(8), "little")
         percent = [*(compute or ()), *(100,) * len(self.devices)]
@@ -193,6 +195,7 @@ class Box:
             "simhost": str(self.simhost),
             "shim": str(self.shim),
             "driver": str(self.driver),
+            "nvml": str(self.nvml),
             "company": str(self.company) if self.page else "",
             "pages": " ".join(f"{self.devices[slot].uuid}:{number}" for slot, number in enumerate(self.page)),
         }
@@ -263,8 +266,7 @@ def enter(inside: dict[str, str]) -> None:
             if os.path.lexists(f"{LIBDIR}/{link}"):
                 os.unlink(f"{LIBDIR}/{link}")
             os.symlink(text, f"{LIBDIR}/{link}")
-    nvml = f"{simhost}{LIBDIR}/libnvidia-ml.so.1"
-    for source, stem in ((inside["driver"], "libcuda"), (nvml, "libnvidia-ml")):
+    for source, stem in ((inside["driver"], "libcuda"), (inside["nvml"], "libnvidia-ml")):
         bind(source, f"{PRIVATE}/driver/{stem}-real.so.1")
     if os.path.exists(f"{scratch}/limits"):
         bind(f"{scratch}/limits", f"{PRIVATE}/limits")

@@ -101,10 +101,16 @@ def arguments(manifest: Path, image: Image, node: dict[str, Path], args: Sequenc
 
     return {
         "args": [*container.get("command", image.entrypoint), *(args or container.get("args", image.cmd))],
-        "env": {**image.env, **{one["name"]: one["value"] for one in container.get("env", [])}},
+        "env": {**image.env, **{one["name"]: _value(one) for one in container.get("env", [])}},
         "rootfs": image.rootfs,
         "edit": edit,
     }
+
+
+def _value(variable: dict[str, Any]) -> str:
+    """A variable's value; of a field of the pod, the field's name."""
+    value: str = variable["value"] if "value" in variable else variable["valueFrom"]["fieldRef"]["fieldPath"]
+    return value
 
 
 def _all_capabilities() -> list[str]:
