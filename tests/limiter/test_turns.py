@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 
 from tests.limiter.cells import Ledger, Tenant, simulate
-from tests.limiter.turns import BESIDE, COMPANIES, SEEDS, TURNS, WARM_MS, percentile, requests_us, saturating, work
+from tests.limiter.turns import (
+    BESIDE,
+    COMPANIES,
+    SEEDS,
+    TURNS,
+    WARM_MS,
+    distance,
+    percentile,
+    requests_us,
+    saturating,
+    work,
+)
 
 EQUAL = {2: (50, 50), 4: (25,) * 4, 8: (12.5,) * 8}
 LEAST_SUM = {2: 97, 4: 95, 8: 94}
@@ -40,6 +51,13 @@ def test_limit_holds_in_each_second(limits: tuple[float, ...], seed: int) -> Non
     ledgers = simulate([saturating(limit) for limit in limits], ms=5500, seed=seed, **TURNS)
     for limit, ledger in zip(limits, ledgers):
         assert ledger.mae(limit, 1000, WARM_MS) <= 1.5
+
+
+@pytest.mark.parametrize("program", ["stream", "streams", "graph"])
+@pytest.mark.parametrize("n", COMPANIES)
+def test_long_launches_keep_near_the_limit(n: int, program: str) -> None:
+    """A launch of milliseconds seldom ends with its turn."""
+    assert distance(COMPANIES[n], "1ms", program) <= 2.4
 
 
 @pytest.mark.parametrize("seed", SEEDS)
