@@ -168,8 +168,8 @@ $(CLUSTER_SETUP): packaging/bootstrap $(TEST_SETUP)
 	@packaging/bootstrap cluster
 	@touch $@
 
-cluster: root build dist $(PLUGIN)/.complete $(CLUSTER_SETUP) ## one node of a real Kubernetes cluster, from the binaries in KUBE=DIR; CONTAINERD=1.7, CHECKS="node dra"
-	@$(VENV_PYTHON) -m tools.cluster --kube "$(KUBE)" $(if $(CONTAINERD),--containerd "$(CONTAINERD)") $(if $(RECORD),--record) $(CHECKS)
+cluster: root build dist $(PLUGIN)/.complete $(CLUSTER_SETUP) ## one node of a real Kubernetes cluster, from the binaries in KUBE=DIR; CONTAINERD=1.7, CRIO=DIR, CHECKS="node dra"
+	@$(VENV_PYTHON) -m tools.cluster --kube "$(KUBE)" $(if $(CONTAINERD),--containerd "$(CONTAINERD)") $(if $(CRIO),--crio "$(CRIO)") $(if $(RECORD),--record) $(CHECKS)
 
 ENGINES ?=
 engines: root build $(TEST_SETUP) ## the tests of engines with programs of other releases: ENGINES=DIR, with containerd, crio or dockerd in each DIR/NAME

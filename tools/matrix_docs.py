@@ -79,12 +79,14 @@ def python_section(pythons: list[dict[str, Any]]) -> list[str]:
 CLUSTER = """\
 ## Kubernetes
 
-`make cluster` runs one node of a real cluster: API server, controller manager, scheduler, kubelet, etcd and containerd,
-with simulated GPUs. node-feature-discovery is not there; the tool itself gives the node its labels and its memory.
+`make cluster` runs one node of a real cluster: API server, controller manager, scheduler, kubelet, etcd, and containerd
+or CRI-O, with simulated GPUs. node-feature-discovery is not there; the tool itself gives the node its labels and its
+memory.
 
 ```sh
 make cluster KUBE=DIR                   # DIR: kube-apiserver, kubelet, kubectl and the others of one release
 make cluster KUBE=DIR CONTAINERD=1.7    # Debian's containerd 1.7 in place of 2.1, or a folder
+make cluster KUBE=DIR CRIO=DIR          # CRI-O of a folder with crio and pinns
 ```
 """
 
@@ -93,8 +95,10 @@ def cluster_section(clusters: Sequence[dict[str, Any]]) -> list[str]:
     """A row for each check, and a column for each cluster."""
     if not clusters:
         return []
-    facts = ("containerd", "etcd", "runc", "cgroups", "kernel", "when", "commit")
-    rows: list[tuple[object, ...]] = [(name, *(one[name] for one in clusters)) for name in facts]
+    facts = ("containerd", "crio", "etcd", "runc", "cgroups", "kernel", "when", "commit")
+    rows: list[tuple[object, ...]] = [
+        (name, *(one.get(name, "") for one in clusters)) for name in facts if any(name in one for one in clusters)
+    ]
     outcomes = [{check["name"]: (check["about"], check["passed"]) for check in one["checks"]} for one in clusters]
     for name, (about, _) in {name: row for one in outcomes for name, row in one.items()}.items():
         words = ("not run" if name not in one else "passed" if one[name][1] else "**failed**" for one in outcomes)

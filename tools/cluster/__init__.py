@@ -9,3 +9,7 @@ ADDRESS = "10.99.0.1"  # of the node and of the API server, in a network namespa
 SERVICE = "10.96.0.1"  # of the Service `kubernetes`: an address of the same namespace, so it needs no kube-proxy
 PAUSE = "localhost/gpushare-test:1"
 GPUS, GPU_BYTES = 2, 16 << 30
+
+
+class Trouble(Exception):
+    """One line: a step of the tool cannot go on."""

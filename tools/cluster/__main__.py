@@ -1,12 +1,12 @@
 """Run gpushare on one node of a real Kubernetes cluster: make cluster KUBE=DIR.
 
-python -m tools.cluster --kube DIR [--containerd 1.7|2.1|DIR] [--record] [--keep] [--list] [CHECK]...
+python -m tools.cluster --kube DIR [--containerd 1.7|2.1|DIR | --crio DIR] [--record] [--keep] [--list] [CHECK]...
 
 DIR holds kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and kubectl of one release. etcd and
-containerd come from Debian. The cluster runs in namespaces of its own (mounts, processes, network, cgroups), which end
-with the tool, also when it is killed. The node's root is an overlay over this machine's root, with simulated GPUs.
-node-feature-discovery is not there: the tool itself gives the node the labels and the memory of the installer's file,
-and defines custom resources without a schema.
+containerd come from Debian; CRI-O's programs can take containerd's place. The cluster runs in namespaces of its own
+(mounts, processes, network, cgroups), which end with the tool, also when it is killed. The node's root is an overlay
+over this machine's root, with simulated GPUs. node-feature-discovery is not there: the tool itself gives the node the
+labels and the memory of the installer's file, and defines custom resources without a schema.
 
 Each check starts with the state that the earlier ones left. Logs are in build/cluster/logs, results in
 build/cluster/result.json. --record copies them to tests/matrix/cluster.json, from which docs/versions.md is made.
@@ -31,10 +31,11 @@ from tests.support import helm
 from tests.support.host import BUILD, TREE
 from tests.support.rootfs import run
 from tools import newest
-from tools.cluster import ADDRESS, PLACE, SERVICE, images
+from tools.cluster import ADDRESS, PLACE, SERVICE, Trouble, images
 from tools.cluster.checks import CHECKS, about
 from tools.cluster.cluster import Cluster
-from tools.cluster.node import CONTAINERD_PROGRAMS, Cgroups, Node, Trouble, version_of
+from tools.cluster.engine import Containerd, Crio, Engine
+from tools.cluster.node import Cgroups, Node
 from tools.cluster.plane import Plane
 
 FOLDER = BUILD / "cluster"
@@ -65,15 +66,14 @@ def enter(argv: list[str]) -> int:
         Cgroups(name).remove()
 
 
-def containerd_folder(wanted: str) -> Path:
-    """The folder with the programs of containerd."""
-    if wanted in DEBIAN:
-        suite = DEBIAN[wanted]
-        return newest.unpack(BUILD / ("newest" if suite == newest.SUITE else suite), suite)
-    folder = Path(wanted).resolve()
-    if not all((folder / name).is_file() for name in CONTAINERD_PROGRAMS):
-        raise Trouble(f"--containerd {wanted!r}: write 1.7, 2.1, or a folder with containerd, its shim and ctr")
-    return folder
+def chosen_engine(containerd: str, crio: str) -> Engine:
+    """CRI-O of the folder `crio`; else containerd of this release or folder."""
+    if crio:
+        return Crio(Path(crio).resolve())
+    if containerd in DEBIAN:
+        suite = DEBIAN[containerd]
+        return Containerd(newest.unpack(BUILD / ("newest" if suite == newest.SUITE else suite), suite))
+    return Containerd(Path(containerd).resolve())
 
 
 def make_network() -> None:
@@ -89,7 +89,7 @@ def make_network() -> None:
         run("ip", *words.split())
 
 
-def bring_up(kube: Path, containerd: Path, etcd: Path) -> Cluster:
+def bring_up(kube: Path, engine: Engine, etcd: Path) -> Cluster:
     """Start the control plane and the node."""
     for name in ("logs", "images"):
         shutil.rmtree(FOLDER / name, ignore_errors=True)
@@ -103,7 +103,7 @@ def bring_up(kube: Path, containerd: Path, etcd: Path) -> Cluster:
     make_network()
     plane = Plane(work / "plane", FOLDER / "logs", kube, etcd)
     plane.write_secrets()
-    node = Node(work / "node", FOLDER / "logs", kube, containerd, os.environ[INSIDE])
+    node = Node(work / "node", FOLDER / "logs", kube, engine, os.environ[INSIDE])
     node.prepare()
     for name in ("kubelet.conf", "ca.crt"):
         node.write(f"{PLACE}/{name}", (plane.folder / name).read_text(), 0o600)
@@ -117,12 +117,14 @@ def bring_up(kube: Path, containerd: Path, etcd: Path) -> Cluster:
     return cluster
 
 
-def versions(kube: Path, containerd: Path, etcd: Path) -> dict[str, str]:
+def versions(kube: Path, engine: Engine, etcd: Path) -> dict[str, str]:
     return {
         "kubernetes": run(kube / "kubelet", "--version").split()[-1].removeprefix("v"),
-        "containerd": version_of(containerd),
+        engine.name: engine.version,
         "etcd": run(etcd, "--version").split()[2],
-        "runc": run(shutil.which("runc", path=f"{containerd}:{os.environ['PATH']}") or "runc", "--version").split()[2],
+        "runc": run(shutil.which("runc", path=f"{engine.folder}:{os.environ['PATH']}") or "runc", "--version").split()[
+            2
+        ],
         "kernel": os.uname().release,
         "cgroups": "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1",
         "commit": run("git", "-C", str(TREE), "rev-parse", "--short=8", "HEAD").strip(),
@@ -150,11 +152,14 @@ def run_checks(
 
 
 def record(result: dict[str, Any]) -> None:
-    """Replace the result of the same releases of Kubernetes and containerd in RECORD."""
+    """Replace the result of the same releases of Kubernetes and the engine in RECORD."""
+
+    def releases(one: dict[str, Any]) -> list[str]:
+        return [one.get(name, "") for name in ("kubernetes", "crio", "containerd")]
+
     old = json.loads(RECORD.read_text()) if RECORD.exists() else []
-    key = [result[name] for name in ("kubernetes", "containerd")]
-    kept = [one for one in old if [one[name] for name in ("kubernetes", "containerd")] != key]
-    rows = sorted([*kept, result], key=lambda one: (one["kubernetes"], one["containerd"]))
+    kept = [one for one in old if releases(one) != releases(result)]
+    rows = sorted([*kept, result], key=releases)
     RECORD.write_text(json.dumps(rows, indent=2) + "\n")
 
 
@@ -162,6 +167,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make cluster")
     parser.add_argument("--kube", default="", help="folder with kube-apiserver, kubelet and the others")
     parser.add_argument("--containerd", default="2.1", help="1.7 or 2.1 (Debian's), or a folder")
+    parser.add_argument("--crio", default="", help="folder with crio and pinns, in place of containerd")
     parser.add_argument("--record", action="store_true", help="copy the result to tests/matrix/cluster.json")
     parser.add_argument("--keep", action="store_true", help="open a shell on the node after the checks")
     parser.add_argument("--list", action="store_true", help="print the names of the checks")
@@ -178,19 +184,19 @@ def main(argv: list[str]) -> int:
     if not options.kube or missing:
         parser.error(f"KUBE={options.kube}: no program {' '.join(missing)} there; unpack a release of Kubernetes")
     try:
-        containerd = containerd_folder(options.containerd)
+        engine = chosen_engine(options.containerd, options.crio)
         etcd = newest.unpack(BUILD / "etcd", "trixie", "etcd") / "etcd"
         helm.program("helm"), helm.program("kubectl")  # before the network is gone
         if INSIDE not in os.environ:  # these programs are there now: inside, no network is
             return enter(argv)
 
         def save(rows: Rows) -> None:
-            result = {**versions(kube, containerd, etcd), "checks": rows}
+            result = {**versions(kube, engine, etcd), "checks": rows}
             (FOLDER / "result.json").write_text(json.dumps(result, indent=2) + "\n")
             if options.record:
                 record(result)
 
-        cluster = bring_up(kube, containerd, etcd)
+        cluster = bring_up(kube, engine, etcd)
         try:
             rows = run_checks(cluster, options.checks, save)
             if options.keep:

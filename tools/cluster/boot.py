@@ -18,8 +18,14 @@ from pathlib import Path
 from simulator.simhost import MARKER, make_simhost
 from tests.support.rootfs import run
 from tools.cluster import GPU_BYTES, GPUS, PLACE, SIMULATED
+from tools.cluster.engine import ENGINES
 
-PERSISTENT = ("var/lib/containerd", "var/lib/kubelet", "var/log/pods", "var/log/containers")  # not on the overlay
+PERSISTENT = (
+    *(place for one in ENGINES for place in one.places),
+    "var/lib/kubelet",
+    "var/log/pods",
+    "var/log/containers",
+)  # not on the overlay
 NODES = ("null", "zero", "full", "random", "urandom", "tty", "kmsg", "fuse")
 # kubelet would write these values for the whole machine: it finds them and writes nothing
 SYSCTLS = {
@@ -40,6 +46,13 @@ def controllers() -> list[str]:
         _, name, _ = line.split(":", 2)
         found += [name] if name else []
     return found
+
+
+def mounted_controllers() -> str:
+    """/proc/cgroups without the controllers of cgroup v1 that no hierarchy has: CRI-O gives each container their
+    limits, and runc fails."""
+    text = Path("/proc/cgroups").read_text()
+    return "".join(line for line in text.splitlines(keepends=True) if line.split()[1] != "0" or not controllers())
 
 
 def mount_cgroups(place: Path) -> None:
@@ -93,6 +106,9 @@ def make_root(folder: Path, logs: Path) -> Path:
         own.parent.mkdir(exist_ok=True)
         own.write_text(f"{value}\n")
         run("mount", "--bind", own, root / "proc/sys" / name)
+    mounted = folder / "cgroups"
+    mounted.write_text(mounted_controllers())
+    run("mount", "--bind", mounted, root / "proc/cgroups")
     run("mount", "-t", "sysfs", "sysfs", root / "sys")
     mount_cgroups(root / "sys/fs/cgroup")
     make_dev(root / "dev", simulated)

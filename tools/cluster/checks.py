@@ -6,6 +6,7 @@ A check raises Trouble, or AssertionError, with one line that tells what was dif
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from tools.cluster.cluster import (
     with_image,
 )
 from tools.cluster.images import UPGRADED
-from tools.cluster.node import version_of, wait_for
+from tools.cluster.node import wait_for
 
 MEMORY_MIB = GPUS * GPU_BYTES >> 20
 PROFILE_KINDS = ("ConfigMap", "ServiceAccount", "ClusterRole", "ClusterRoleBinding")
@@ -60,12 +61,12 @@ def manifests_are_accepted(c: Cluster) -> None:
 
 
 def installer_installs(c: Cluster) -> None:
-    """The installer's pod installs gpushare and restarts containerd."""
-    before = c.containerd_pid()
+    """The installer's pod installs gpushare and restarts the engine."""
+    before = c.engine_pid()
     c.plane.do("label", "--overwrite", "node", NAME, f"{GPU_LABEL}=true")
     c.apply(c.built("."))
     c.rollout("gpushare-installer")
-    assert c.containerd_pid() != before, "the installer did not restart containerd"
+    assert c.engine_pid() != before, "the installer did not restart the engine"
     c.label_as_nfd()
     found = c.plane.get("node", NAME)["status"]["allocatable"].get("gpushare.io/memory-mib")
     assert found == str(MEMORY_MIB), f"the scheduler counts {found} MiB"
@@ -140,9 +141,9 @@ def refusals_are_visible(c: Cluster) -> None:
 
 
 def pods_outlive_restarts(c: Cluster) -> None:
-    """Shares outlive restarts of kubelet and containerd."""
+    """Shares outlive restarts of kubelet and the engine."""
     before = c.shares()
-    for unit in ("kubelet", "containerd"):
+    for unit in ("kubelet", c.node.engine.name):
         c.node.run("systemctl", "restart", unit)
         wait_for("the node Ready", c.ready, 120)
         c.shows("one", 4096)
@@ -200,17 +201,17 @@ def current(c: Cluster) -> str:
 
 def upgrade(c: Cluster) -> None:
     """A new version restarts the engine once, and shares keep the old version."""
-    old, pid, shares = current(c), c.containerd_pid(), c.shares()
+    old, pid, shares = current(c), c.engine_pid(), c.shares()
     c.apply(with_image(c.built("."), UPGRADED))
     c.rollout("gpushare-installer")
     assert current(c) != old, "the new version is not the current one"
-    assert c.containerd_pid() != pid, "the engine was not restarted"
+    assert c.engine_pid() != pid, "the engine was not restarted"
     assert c.shares() == shares, c.shares()
     c.node.run("test", "-d", f"/opt/gpushare/{old}")  # its pods still need it
-    pid = c.containerd_pid()
+    pid = c.engine_pid()
     c.plane.do("delete", "pod", "--wait", "-n", SYSTEM, "-l", "app.kubernetes.io/name=gpushare-installer")
     c.rollout("gpushare-installer")
-    assert c.containerd_pid() == pid, "another pod of the same version restarted the engine"
+    assert c.engine_pid() == pid, "another pod of the same version restarted the engine"
     c.create(share("new", 1024, "nvidia-smi"))
     assert "1024MiB" in c.until("new", "Succeeded")
     c.remove("one", "two", "new")
@@ -263,7 +264,7 @@ def plugin(c: Cluster) -> None:
 
 
 def nri(c: Cluster) -> None:
-    """The NRI plugin adds the hook, also after a restart of containerd."""
+    """The NRI plugin adds the hook, also after a restart of the engine."""
     objects = [one for one in with_image(c.built("nri"), UPGRADED) if one["metadata"]["name"] == "gpushare-nri"]
     c.apply(objects)
     c.rollout("gpushare-nri")
@@ -273,25 +274,25 @@ def nri(c: Cluster) -> None:
     c.create(pod("held", env=asks))
     c.until("held", "Running")
     shares = c.shares()
-    c.node.run("systemctl", "restart", "containerd")
+    c.node.run("systemctl", "restart", c.node.engine.name)
     wait_for("the node Ready", c.ready, 120)
     assert c.shares() == shares and c.restarts("held") == 0, c.shares()
     c.remove("hooked")
     c.rollout("gpushare-nri")
-    wait_for("the NRI plugin in containerd again", lambda: _hooked(c), 60)
+    wait_for("the NRI plugin in the engine again", lambda: _hooked(c), 60)
     c.remove("held")
     c.delete(objects)
 
 
 def nri_required(c: Cluster) -> None:
-    """With containerd 2.2 and newer, pods wait while the required NRI plugin does not run (2.1 changes nothing)."""
+    """With CRI-O and containerd 2.2, pods wait while the required NRI plugin does not run (2.1 changes nothing)."""
     objects = with_image(c.built("nri-required"), UPGRADED)
     c.apply(objects)
     c.rollout("gpushare-installer")
     c.rollout("gpushare-nri")
-    newer = [int(part) for part in version_of(c.node.containerd).split(".")[:2]] >= [2, 2]
+    newer = c.node.engine.can_require_nri
     if newer:
-        wait_for("the requirement in containerd", lambda: "gpushare" in required(c), 60)
+        wait_for("the requirement in the engine", lambda: "gpushare" in required(c), 150)
     plugins = [one for one in objects if one["metadata"]["name"] == "gpushare-nri"]
     c.delete(plugins)
     c.create(pod("without", "true"))
@@ -308,8 +309,9 @@ def nri_required(c: Cluster) -> None:
 
 
 def required(c: Cluster) -> str:
-    lines = c.node.run("containerd", "config", "dump").splitlines()
-    return "".join(line for line in lines if "required_plugins" in line)
+    """The setting of the engine, with its list of plugins."""
+    found = re.search(r"required_plugins = \[[^]]*\]", c.node.run(*c.node.engine.show_words()))
+    return found[0] if found else ""
 
 
 def _hooked(c: Cluster) -> bool:
@@ -458,7 +460,7 @@ def drain(c: Cluster) -> None:
     """A drained node has no shares, and gives new ones afterwards."""
     c.create(share("drained", 1024))
     c.until("drained", "Running")
-    pid = c.containerd_pid()
+    pid = c.engine_pid()
     c.plane.do(
         "drain", NAME, "--force", "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=90s", timeout_s=120
     )
@@ -466,15 +468,15 @@ def drain(c: Cluster) -> None:
     c.plane.do("uncordon", NAME)
     c.create(share("drained", 1024))
     c.until("drained", "Running")
-    assert c.containerd_pid() == pid
+    assert c.engine_pid() == pid
     c.remove("drained")
 
 
 def power_fails(c: Cluster, name: str) -> str:
-    """Let the node reboot, and wait until the pod runs again; return the pid of the new containerd."""
+    """Let the node reboot, and wait until the pod runs again; return the pid of the new engine."""
     c.node.fail()
     c.node.boot()
-    began = c.containerd_pid()
+    began = c.engine_pid()
     wait_for(f"kubelet to start pod {name} again", lambda: c.restarts(name) > 0, 180)
     wait_for("the node Ready", c.ready, 120)
     c.until(name, "Running")
@@ -489,7 +491,7 @@ def reboot(c: Cluster) -> None:
     wait_for("its share", lambda: list(c.shares()) == ["default/kept/main"], 60)
     c.shows("kept", 1024)
     c.rollout("gpushare-installer")
-    assert c.containerd_pid() == began, "the installer restarted the engine"
+    assert c.engine_pid() == began, "the installer restarted the engine"
     c.remove("kept")
 
 
@@ -514,8 +516,8 @@ def removal(c: Cluster) -> None:
     assert "1024MiB" in c.until("meanwhile", "Succeeded")
     c.remove("kept", "meanwhile")
     c.rollout("gpushare-installer", 200)
-    places = "/opt/gpushare /etc/gpushare /etc/containerd/conf.d/gpushare.toml"
-    left = c.node.call("sh", "-c", f"ls -d {places}; grep -l runtimes.gpushare /etc/containerd/*")
+    places = f"/opt/gpushare /etc/gpushare {c.node.engine.drop_in}"
+    left = c.node.call("sh", "-c", f"ls -d {places}; grep -lr runtimes.gpushare /etc/containerd /etc/crio")
     assert not left.stdout, f"left on the node: {left.stdout}"
     c.create(pod("plain", "sh", "-c", "echo hello"))
     log = c.until("plain", "Succeeded")

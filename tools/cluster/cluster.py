@@ -13,9 +13,9 @@ import yaml
 
 from tests.support import helm
 from tests.support.host import TREE
-from tools.cluster import NAME, SIMULATED
+from tools.cluster import NAME, SIMULATED, Trouble
 from tools.cluster.images import CUDA, KUBERNETES
-from tools.cluster.node import Node, Trouble, wait_for
+from tools.cluster.node import Node, wait_for
 from tools.cluster.plane import Plane
 
 SYSTEM = "gpushare"  # the namespace of gpushare's own pods
@@ -67,7 +67,8 @@ class Cluster:
         return [one for text in texts for one in yaml.safe_load_all(text) if one]
 
     def apply(self, objects: list[Any], *words: str) -> str:
-        text = yaml.safe_dump_all(objects)
+        """Apply objects, for the node's engine."""
+        text = yaml.safe_dump_all(with_engine(objects, self.node.engine.name))
         return self.plane.do("apply", "--server-side", "--force-conflicts", *words, "-f", "-", stdin=text)
 
     def delete(self, objects: list[Any]) -> None:
@@ -188,8 +189,8 @@ class Cluster:
         except Trouble as error:
             raise Trouble(f"{error}: {seen}; {self.events(name)}") from None
 
-    def containerd_pid(self) -> str:
-        return self.node.run("systemctl", "show", "containerd", "--property=MainPID", "--value").strip()
+    def engine_pid(self) -> str:
+        return self.node.run("systemctl", "show", self.node.engine.name, "--property=MainPID", "--value").strip()
 
     def shell(self) -> None:
         environment = {"KUBECONFIG": self.plane.file("admin.conf"), "PS1": "cluster# "}
@@ -219,6 +220,17 @@ def share(name: str, mib: int, *command: str, **spec: Any) -> dict[str, Any]:
 def example(path: str) -> list[Any]:
     """The objects of an example in packaging/kubernetes."""
     return [one for one in yaml.safe_load_all((KUBERNETES / path).read_text()) if one]
+
+
+def with_engine(objects: list[Any], name: str) -> list[Any]:
+    """The same objects for an installer that configures this engine in place of containerd."""
+    changed = copy.deepcopy(objects)
+    for one in changed:
+        for container in one["spec"]["template"]["spec"]["containers"] if one["kind"] == "DaemonSet" else ():
+            for variable in container.get("env", ()):
+                if (variable["name"], variable.get("value")) == ("GPUSHARE_ENGINE", "containerd"):
+                    variable["value"] = name
+    return changed
 
 
 def with_image(objects: list[Any], tag: str) -> list[Any]:

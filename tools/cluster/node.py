@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -12,37 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.host import TREE
-from tools.cluster import ADDRESS, NAME, PAUSE, PLACE
+from tools.cluster import ADDRESS, NAME, PLACE, Trouble
+from tools.cluster.engine import Engine
 
 BOOT_S = 60
-# containerd's release -> its configuration file
-_CRI_1 = """version = 2
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{image}"
-  enable_cdi = true
-  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
-  disable_apparmor = true
-  restrict_oom_score_adj = true
-  stream_server_address = "127.0.0.1"
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "/usr/lib/cni"
-    conf_dir = "{place}/cni"
-[plugins."io.containerd.nri.v1.nri"]
-  disable = false
-"""
-_CRI_2 = """version = 3
-imports = ["/etc/containerd/conf.d/*.toml"]
-[plugins."io.containerd.cri.v1.images".pinned_images]
-  sandbox = "{image}"
-[plugins."io.containerd.cri.v1.runtime"]
-  disable_apparmor = true
-  restrict_oom_score_adj = true
-  [plugins."io.containerd.cri.v1.runtime".cni]
-    bin_dirs = ["/usr/lib/cni"]
-    bin_dir = ""
-    conf_dir = "{place}/cni"
-"""
-CONTAINERD = {"1": _CRI_1, "2": _CRI_2}
 NETWORK = """{
   "cniVersion": "0.4.0", "name": "cluster",
   "plugins": [
@@ -66,11 +38,9 @@ StandardOutput=append:{place}/logs/{name}.log
 StandardError=append:{place}/logs/{name}.log
 ExecStart={program}
 """
-CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
 TARGETS = ("sysinit", "basic", "shutdown", "umount", "final", "multi-user")
 KUBELET = f"""apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
-containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 cgroupDriver: cgroupfs
 failCgroupV1: false
 failSwapOn: false
@@ -126,8 +96,8 @@ class Cgroups:
 class Node:
     """`folder`: what the node writes; `logs`: of its daemons; `kube`: the folder with the Kubernetes programs."""
 
-    def __init__(self, folder: Path, logs: Path, kube: Path, containerd: Path, cgroup: str) -> None:
-        self.folder, self.logs, self.kube, self.containerd = folder, logs, kube, containerd
+    def __init__(self, folder: Path, logs: Path, kube: Path, engine: Engine, cgroup: str) -> None:
+        self.folder, self.logs, self.kube, self.engine = folder, logs, kube, engine
         self.cgroups = Cgroups(cgroup)
         self.pid = 0
         self._outside: subprocess.Popen[bytes] | None = None
@@ -143,26 +113,25 @@ class Node:
         """Put programs, units and configurations on the node."""
         programs = self.folder / "upper/usr/local/bin"
         programs.mkdir(parents=True)
-        for name in CONTAINERD_PROGRAMS:
-            shutil.copy2(self.containerd / name, programs)
-        if (self.containerd / "runc").exists():
-            shutil.copy2(self.containerd / "runc", programs)
+        for name in (*self.engine.programs, "runc"):
+            if (self.engine.folder / name).exists():
+                shutil.copy2(self.engine.folder / name, programs)
         for name in ("kubelet", "kubectl"):
             shutil.copy2(self.kube / name, programs)
-        self.write(
-            "/etc/containerd/config.toml", CONTAINERD[version_of(self.containerd)[0]].format(image=PAUSE, place=PLACE)
-        )
+        for path, text in self.engine.files().items():
+            self.write(path, text, 0o755 if text.startswith("#!") else 0o644)
         self.write(f"{PLACE}/cni/10-cluster.conflist", NETWORK)
-        self.write(f"{PLACE}/kubelet.yaml", KUBELET)
+        self.write(f"{PLACE}/kubelet.yaml", f"{KUBELET}containerRuntimeEndpoint: unix://{self.engine.socket}\n")
         for target in TARGETS:
             self.write(f"{PLACE}/units/{target}.target", "[Unit]\nDefaultDependencies=no\n")
-        wants = "[Unit]\nDefaultDependencies=no\nWants=containerd.service kubelet.service\nAfter=containerd.service\n"
+        name = self.engine.name
+        wants = f"[Unit]\nDefaultDependencies=no\nWants={name}.service kubelet.service\nAfter={name}.service\n"
         self.write(f"{PLACE}/units/node.target", wants)
         units = {
-            "containerd": ("notify", "", "/usr/local/bin/containerd"),
+            name: ("notify", "", f"/usr/local/bin/{name}"),
             "kubelet": (
                 "exec",
-                "After=containerd.service\nWants=containerd.service",
+                f"After={name}.service\nWants={name}.service",
                 f"/usr/local/bin/kubelet --config={PLACE}/kubelet.yaml --kubeconfig={PLACE}/kubelet.conf "
                 f"--hostname-override={NAME} --node-ip={ADDRESS} --v=2",
             ),
@@ -219,13 +188,13 @@ class Node:
         return done.stdout
 
     def load(self, archive: Path) -> None:
-        """Import images into containerd."""
+        """Import images into the engine."""
         inside = ["nsenter", "--target", str(self.pid), "--mount", "--pid", "--"]
         with open(archive, "rb") as file:
-            words = [*inside, "/usr/local/bin/ctr", "--namespace", "k8s.io", "images", "import", "--local", "-"]
+            words = [*inside, *self.engine.import_words()]
             done = subprocess.run(words, stdin=file, capture_output=True, text=True)
         if done.returncode:
-            raise Trouble(f"containerd did not import {archive.name}: {done.stderr.strip()}")
+            raise Trouble(f"{self.engine.title} did not import {archive.name}: {done.stderr.strip()}")
 
     def fail(self) -> None:
         """The power fails: every process ends at once."""
@@ -235,19 +204,6 @@ class Node:
             self._outside.wait(30)
             self._outside = None
         self.cgroups.remove()
-
-
-class Trouble(Exception):
-    """One line: a step of the tool cannot go on."""
-
-
-def version_of(folder: Path) -> str:
-    """The version of containerd in `folder`, such as "2.1.9+unknown"."""
-    done = subprocess.run([folder / "containerd", "--version"], capture_output=True, text=True)
-    found = re.search(r"\bv?(\d+\.\d+\.\S+)", done.stdout)
-    if not found:
-        raise Trouble(f"{folder}/containerd --version printed {done.stdout!r}: {done.stderr.strip()}")
-    return found[1]
 
 
 def wait_for(what: str, true: Callable[[], object], seconds: float = BOOT_S) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.support.rootfs import run
-from tools.cluster import ADDRESS, NAME, SERVICE
-from tools.cluster.node import Trouble, wait_for
+from tools.cluster import ADDRESS, NAME, SERVICE, Trouble
+from tools.cluster.node import wait_for
 
 # name -> (user, groups); the token is the name
 USERS = {
