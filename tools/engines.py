@@ -33,7 +33,7 @@ FOLDER = BUILD / "engines"
 # Program -> engine in the names of tests. A folder is that of its first program here: docker's also has containerd
 ENGINES = {"dockerd": "docker", "crio": "crio", "containerd": "containerd"}
 _CHANGED = ("--", ".", ":!tests/matrix")  # the records of the releases before are no change of the tree
-FILES = ("engines", "effective_handlers")  # of all engines; the others have the engine's name
+FILES = ("engines", "effective_handlers", "node_life")  # of all engines; the others have the engine's name
 
 
 def of_folder(folder: Path) -> tuple[str, str]:

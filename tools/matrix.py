@@ -291,13 +291,14 @@ def engine_of(test: str) -> tuple[str, str, str] | None:
     newest = "newest-" if "newest" in parameters else ""
     low_level = "crun" if "crun" in parameters else "runc"
     way = next((word for word in ("runtime", "hook", "cdi") if word in parameters), "")
+    way = "installer" if "test_node_life" in file else way
     if "test_systemd_cgroups" in file:
         return low_level, "systemd", way
     for engine in ("docker", "containerd", "podman", "crio"):
         if "test_systemd_engines" in file:
             if engine in parameters:
                 return f"{engine} with crun" if low_level == "crun" else engine, "systemd", way
-        elif engine in file or ("test_engines" in file and engine in parameters):
+        elif engine in file or (engine in parameters and re.search("test_(engines|node_life)", file)):
             rootless = " rootless" if "rootless" in file else ""
             with_crun = " with crun" if low_level == "crun" else ""
             return (

@@ -1,12 +1,12 @@
-"""A node of a cluster: real containerd, a simulated GPU, and the installer's image, which runs as in its pod.
+"""A node of a cluster: a real engine, a simulated GPU, and the installer's image, which runs as in its pod.
 
-    with Stage(image_root) as stage:                        containerd's image is loaded; containerd does not run
-        with stage.booted() as node:                        a node without gpushare, on which containerd runs
+    with Stage("crio", image_root) as stage:                the engine has its image, and does not run
+        with stage.booted() as node:                        a node without gpushare, on which the engine runs
             pod = node.install(stage.release("1"))          and wait until it is ready
             with node.pod() as one: one.run(Want(SLEEP, SHARE))
 
 /etc, /opt, /run, /usr/local/sbin and /var/lib of this process's mount namespace are the node's. `systemctl restart
-containerd` on the node restarts the containerd of the test.
+containerd` on the node restarts the engine of the test.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any
 
 from simulator.simhost import make_simhost
+from tests.integration.node_engines import ENGINES, NodeEngine
 from tests.support import processes
-from tests.support.engines import containerd_daemon
 from tests.support.engines.places import DefaultPlaces
 from tests.support.engines.pods import PodEngine, remove_cgroups, remove_pods
 from tests.support.host import BUILD
@@ -38,14 +38,10 @@ from tests.support.rootfs import mount_tmpfs, run, unmount_below
 
 GIB = 1 << 30
 OPT, PROGRAMS = Path("/opt/gpushare"), Path("/usr/local/sbin")
-CONFIG = Path("/etc/containerd/config.toml")
-RESTART = "running: systemctl restart containerd"
-# gpushare of a release that breaks the engine: CRI refuses the setting, and containerd runs without it
+# gpushare of a release that breaks the engine
 _BREAKING = f"""#!/bin/sh
 {OPT}/current/libexec/gpushare "$@" || exit
-case "$*" in "runtime configure containerd"*)
-    sed -i 's/^  stream_server_address/  stream_idle_timeout = "never"\\n&/' {CONFIG} ;;
-esac
+case "$*" in "runtime configure "*) sed -i {{words}} ;; esac
 """
 _SYSTEMCTL = """#!/usr/bin/python3 -ISE
 import socket, sys
@@ -67,9 +63,9 @@ mount -t overlay -o lowerdir={release}:{bundle} gpushare-test {image}/gpushare""
 class Systemctl:
     """The node's systemctl. `restart` returns whether the engine has started."""
 
-    def __init__(self, path: Path, restart: Callable[[], bool]) -> None:
+    def __init__(self, path: Path, engine: str, restart: Callable[[], bool]) -> None:
         self.started = 0  # microseconds of the monotonic clock
-        self._restart = restart
+        self._engine, self._restart = engine, restart
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen()
@@ -82,13 +78,17 @@ class Systemctl:
                 client, _ = self._socket.accept()
             except OSError:
                 return
-            with client, client.makefile() as file, contextlib.suppress(BrokenPipeError):
-                client.sendall(self._answer(file.read().split("\0")).encode())
+            # While CRI-O restarts, it calls systemctl itself
+            threading.Thread(target=self._serve_client, args=(client,)).start()
+
+    def _serve_client(self, client: socket.socket) -> None:
+        with client, client.makefile() as file, contextlib.suppress(BrokenPipeError):
+            client.sendall(self._answer(file.read().split("\0")).encode())
 
     def _answer(self, words: list[str]) -> str:
         if words[0] == "show":
             return f"0 ActiveState=active\nExecMainStartTimestampMonotonic={self.started}\n"
-        return "1 " if words != ["restart", "containerd"] or not self._restart() else "0 "
+        return "1 " if words != ["restart", self._engine] or not self._restart() else "0 "
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -97,10 +97,11 @@ class Systemctl:
 
 
 class Node(PodEngine):
-    """A node on which containerd runs."""
+    """A node on which the engine runs."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.daemon, self.directory = stage, stage.daemon, stage.directory
+        self.stage, self.engine, self.directory = stage, stage.engine, stage.directory
+        self.daemon = self.engine.daemon
         self.restarts = 0
         self.fails: str | None = None  # the engine does not start while its entry contains this text
         self.during_restart: Callable[[], object] = lambda: None
@@ -111,28 +112,20 @@ class Node(PodEngine):
     @property
     def entry(self) -> str:
         """The program in gpushare's entry; "" without an entry."""
-        files = [*Path("/etc/containerd/conf.d").glob("*.toml"), CONFIG]
-        lines = [line for path in files for line in path.read_text().splitlines()]
-        return next(
-            (one.partition('"')[2].rstrip('"') for one in lines if "BinaryName" in one and "gpushare" in one), ""
-        )
+        return self.engine.entry
 
     def start_engine(self) -> bool:
-        """Start containerd as systemd does: it has started when it notifies systemd, also without CRI."""
+        """Start the engine, and return whether it has started."""
         self.stage.systemctl.started = time.monotonic_ns() // 1000
-        file = CONFIG
-        if self.fails is not None and self.fails in self.entry:
-            file = CONFIG.with_name("broken.toml")
-            file.write_text(f'required_plugins = ["io.containerd.none.v1.none"]\n{CONFIG.read_text()}')
         try:
-            self.daemon.start(file, wait_for_cri="never" not in file.read_text())
+            self.engine.start(self.fails is not None and self.fails in self.entry)
         except AssertionError:
             return False
         return True
 
     def restart_engine(self) -> bool:
         self.restarts += 1
-        self.daemon.kill(signal.SIGTERM)
+        self.daemon.stop()
         self.during_restart()
         return self.start_engine()
 
@@ -149,7 +142,7 @@ class Node(PodEngine):
         (image / "install.py").write_text(text.replace(first, f'FIRST = "{os.getpid()}"'))
         words = {"image": image, "release": release, "bundle": BUILD / "dist/gpushare"}
         setup = _SETUP.format_map({name: shlex.quote(str(path)) for name, path in words.items()})
-        pod = Pod(image, setup, verb, **variables)
+        pod = Pod(image, setup, verb, **{"GPUSHARE_ENGINE": self.engine.name, **variables})
         self._pods.append(pod)
         return pod
 
@@ -187,6 +180,8 @@ class Node(PodEngine):
             pod.kill()
         self.daemon.kill()
         self.stage.end_processes()
+        remove_cgroups()
+        self.engine.unmount()
         self.stage.empty_run()
 
 
@@ -198,37 +193,37 @@ def here() -> dict[str, Any]:
 
 
 class Stage:
-    """The directories of all nodes of a module, and containerd with its image."""
+    """The directories of all nodes of a module, and the engine with its image. `engine`: a key of ENGINES."""
 
-    def __init__(self, image_root: Path) -> None:
+    engine: NodeEngine
+
+    def __init__(self, engine: str, image_root: Path) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="gs-"))
         self._closing = contextlib.ExitStack()
         self._closing.callback(run, "rm", "-rf", self.directory)
         try:
-            self._places(image_root)
+            self._places(engine, image_root)
         except BaseException:
             self._closing.close()
             raise
 
-    def _places(self, image_root: Path) -> None:
+    def _places(self, engine: str, image_root: Path) -> None:
         make_simhost(self.directory / "gpu", gpus=1, memory_bytes=16 * GIB, late_return_ms=0)
         self._closing.callback(DefaultPlaces(self.directory / "places").close)
         for place in (OPT.parent, PROGRAMS):  # in memory: the installer writes each program to the disk
             mount_tmpfs(place, "mode=755")
             self._closing.callback(run, "umount", "--lazy", place)
-        for name in ("containerd", "containerd-shim-runc-v2", "ctr", "runc"):
+        self.engine = ENGINES[engine](self.directory / "d")
+        self._closing.callback(self.engine.close)
+        for name in self.engine.programs:
             (PROGRAMS / name).symlink_to(Path(shutil.which(name) or name).resolve())
-        self.systemctl = Systemctl(self.directory / "systemctl", lambda: self._node.restart_engine())
+        self.systemctl = Systemctl(self.directory / "systemctl", self.engine.name, lambda: self._node.restart_engine())
         self._closing.callback(self.systemctl.close)
         (PROGRAMS / "systemctl").write_text(_SYSTEMCTL.format(socket=str(self.directory / "systemctl")))
         (PROGRAMS / "systemctl").chmod(0o755)
-        self.daemon = containerd_daemon.Daemon(self.directory / "d")
-        self._closing.callback(self.daemon.close)
         self._run_folders()
         self._write_configuration()
-        self.daemon.start(CONFIG)
-        self.daemon.load(image_root)
-        self.daemon.kill(signal.SIGTERM)
+        self.engine.load(image_root)
 
     def __enter__(self) -> Stage:
         return self
@@ -244,18 +239,17 @@ class Stage:
         return folder
 
     def breaking_release(self) -> Path:
-        """The image of a release with which containerd has no CRI."""
+        """The image of a release with which the engine cannot start containers."""
         folder = self.release("breaking")
         (folder / "bin").mkdir(exist_ok=True)
-        (folder / "bin/gpushare").write_text(_BREAKING)
+        (folder / "bin/gpushare").write_text(_BREAKING.format(words=shlex.join(map(str, self.engine.breaking))))
         (folder / "bin/gpushare").chmod(0o755)
         return folder
 
     def _run_folders(self) -> None:
         run("mount", "--make-shared", "/run")
-        for path in ("/run/systemd/system", "/run/containerd"):  # sd_booted(3)
-            Path(path).mkdir(parents=True)
-        Path("/run/containerd/containerd.sock").symlink_to(self.daemon.socket)
+        Path("/run/systemd/system").mkdir(parents=True)  # sd_booted(3)
+        self.engine.make_run_folders()
 
     def empty_run(self) -> None:
         run("umount", "--lazy", "/run")
@@ -264,16 +258,16 @@ class Stage:
 
     def _write_configuration(self) -> None:
         """An administrator's files, which the installer keeps."""
-        for path in ("/etc/containerd", "/etc/gpushare"):
-            shutil.rmtree(path, ignore_errors=True)
-            Path(path).mkdir()
-        CONFIG.write_text(self.daemon.text().replace(f'"{self.daemon.directory}/state"', '"/run/containerd"'))
+        self.engine.put_configuration()
+        shutil.rmtree("/etc/gpushare", ignore_errors=True)
+        Path("/etc/gpushare").mkdir()
         own = {"version": 1, "driver": {"root": str(self.directory / "gpu")}, "log": {"decisions": "/run/decisions"}}
         Path("/etc/gpushare/config.yaml").write_text(json.dumps(own))
 
     def end_processes(self) -> None:
-        """End shims and containers, whose processes become children of this one when their parents have ended."""
-        mine = {pid for pid, command in processes.children().items() if "containerd-shim" in command}
+        """End monitors and containers, whose processes become children of this one when their parents have ended."""
+        name = self.engine.daemon.process_name
+        mine = {pid for pid, command in processes.children().items() if name in command}
         for pid in mine:
             below = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
             for one in (pid, *below):
@@ -297,12 +291,13 @@ class Stage:
     def _close_node(self) -> None:
         for pod in self._node._pods:
             pod.close()
-        if self.daemon.pid:
-            remove_pods(self.daemon.cri)
-        self.daemon.kill(signal.SIGTERM)
+        daemon = self.engine.daemon
+        if daemon.pid:
+            remove_pods(daemon.cri)
+        daemon.stop()
         self.end_processes()
         remove_cgroups()
-        unmount_below(self.daemon.directory)
+        self.engine.unmount()
         unmount_below(Path("/run/gpushare"))
         shutil.rmtree(OPT, ignore_errors=True)
         shutil.rmtree("/var/lib/gpushare", ignore_errors=True)

@@ -1,4 +1,5 @@
-"""docs/node-life.md with real containerd 1.7 and 2.1: the installer's image over a node on which containers run.
+"""docs/node-life.md with real containerd 1.7 and 2.1, and with CRI-O where it is in PATH (make engines): the
+installer's image over a node on which containers run.
 
 tests/unit/test_node_life.py has the rows in which the engine has no part, and more causes of each.
 """
@@ -13,19 +14,19 @@ from typing import Any
 import pytest
 
 from tests.integration import engines
-from tests.integration.node_life_stage import CONFIG, OPT, RESTART, Node, Stage, here
+from tests.integration.node_engines import ENGINES
+from tests.integration.node_life_stage import OPT, Node, Stage, here
 from tests.support.engines.base import SLEEP, Want
 from tests.support.engines.containerd import Containerd
 from tests.support.engines.cri import CriError
 from tests.support.engines.image import PROBE
 from tests.support.engines.pods import PodContainer
 
-ENGINES = ["newest containerd", "trixie containerd"]
 GIB = 1 << 30
 PLAIN, SHARE = Want(SLEEP), Want(SLEEP, {"GPUSHARE_MEMORY": "2Gi"})
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=["newest containerd", "trixie containerd"])
 def engine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Containerd]:
     with engines.programs(request.param), engines.containerd("runtime", image_root) as made:
         yield made
@@ -33,7 +34,7 @@ def engine(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Contain
 
 @pytest.fixture(scope="module", params=ENGINES)
 def stage(request: pytest.FixtureRequest, image_root: Path) -> Iterator[Stage]:
-    with engines.programs(request.param), Stage(image_root) as made:
+    with engines.programs(request.param), Stage(request.param, image_root) as made:
         yield made
 
 
@@ -99,7 +100,7 @@ def test_pod_killed_while_the_engine_restarts_leaves_a_node_that_works(node: Nod
         share = pod.run(SHARE)
         killed = node.begin("install", node.stage.release("2"))
         node.during_restart = killed.kill
-        killed.until(RESTART)
+        killed.until(f"running: {node.engine.restart}")
         killed.process.wait(60)
         node.during_restart = lambda: None
         (OPT / "new/bin").mkdir(parents=True)  # as a pod that was killed while it copied leaves it
@@ -124,17 +125,17 @@ def test_upgrade_restarts_the_engine_once_and_keeps_the_version_in_use(node: Nod
         assert node.current != first and (share.pid, plain.pid) == pids
         assert version_of(node, share) == first and total_bytes(share) == 2 * GIB
         check_new_pod(node)
-        for one in (share, plain):  # and then the pause container is left
+        for one in (share, plain):  # and then the pause container is left, if there is one
             assert node.versions == {first, node.current}
             one.remove()
             node.tidy()
-        assert node.versions == {first, node.current} and node.shares() == []
+        assert node.versions == {*([first] if node.engine.pause else []), node.current} and node.shares() == []
     node.tidy()
     assert node.versions == {node.current} and node.restarts == 2
 
 
 def test_version_stays_until_the_engine_is_restarted(node: Node) -> None:
-    """With GPUSHARE_RESTART=never: until then containerd starts pods by the earlier version."""
+    """With GPUSHARE_RESTART=never: until then the engine starts pods by the earlier version."""
     node.settle(node.stage.release("1"))
     first = node.current
     upgrade = node.begin("install", node.stage.release("2"), GPUSHARE_RESTART="never")
@@ -152,7 +153,7 @@ def test_version_stays_until_the_engine_is_restarted(node: Node) -> None:
 def test_failed_restart_of_an_upgrade_is_undone(node: Node) -> None:
     """Containers that run and new pods have the earlier version."""
     node.settle(node.stage.release("1"))
-    first, before = node.current, CONFIG.read_text()
+    first, before = node.current, node.engine.files()
     with node.pod() as pod:
         share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
         pids, entry = (share.pid, plain.pid), node.entry
@@ -163,25 +164,26 @@ def test_failed_restart_of_an_upgrade_is_undone(node: Node) -> None:
         upgrade.until("gpushare: ")
         assert "that was undone, and the engine runs as before" in upgrade.lines[-1], upgrade.lines
         assert not upgrade.ready and node.restarts == 3
-        assert (node.entry, node.current, CONFIG.read_text()) == (entry, first, before)
+        assert (node.entry, node.current, node.engine.files()) == (entry, first, before)
         assert (share.pid, plain.pid) == pids and total_bytes(share) == 2 * GIB
         pod.run(SHARE, "next").remove()
         check_new_pod(node)
 
 
-def test_release_with_which_containerd_has_no_cri_is_undone(node: Node) -> None:
-    """It wrote more into the engine's file than the earlier version knows. The next release replaces its pod."""
+def test_release_that_breaks_the_engine_is_undone(node: Node) -> None:
+    """It wrote more into the engine's file than the earlier version knows: containerd runs without CRI, CRI-O does not
+    start. The next release replaces its pod."""
     node.settle(node.stage.release("1"))
-    first, before = node.current, CONFIG.read_text()
+    first, before = node.current, node.engine.files()
     with node.pod() as pod:
         share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
         pids, entry = (share.pid, plain.pid), node.entry
         upgrade = node.begin("install", node.stage.breaking_release())
         upgrade.until("gpushare: ")
-        assert "containerd runs without CRI" in upgrade.lines[-1], upgrade.lines
+        assert node.engine.broken in upgrade.lines[-1], upgrade.lines
         assert "that was undone, and the engine runs as before" in upgrade.lines[-1], upgrade.lines
         assert not upgrade.ready and node.restarts == 3
-        assert (node.entry, node.current, CONFIG.read_text()) == (entry, first, before)
+        assert (node.entry, node.current, node.engine.files()) == (entry, first, before)
         assert (share.pid, plain.pid) == pids and total_bytes(share) == 2 * GIB
         check_new_pod(node)
         upgrade.kill()
@@ -191,7 +193,7 @@ def test_release_with_which_containerd_has_no_cri_is_undone(node: Node) -> None:
 
 
 def test_failed_restart_of_the_first_installation_leaves_the_engine_s_own_files(node: Node) -> None:
-    before = CONFIG.read_text()
+    before = node.engine.files()
     with node.pod(handler="") as pod:
         plain = pod.run(PLAIN)
         pid = plain.pid
@@ -199,7 +201,7 @@ def test_failed_restart_of_the_first_installation_leaves_the_engine_s_own_files(
         installer = node.begin("install", node.stage.release("1"))
         installer.until("gpushare: ")
         assert "that was undone" in installer.lines[-1] and not installer.ready, installer.lines
-        assert CONFIG.read_text() == before and node.entry == "" and node.restarts == 2
+        assert node.engine.files() == before and node.entry == "" and node.restarts == 2
         assert plain.pid == pid and plain.exec("true").code == 0
         with node.pod(handler="") as other:
             other.run(PLAIN)
@@ -227,7 +229,7 @@ def test_engine_that_never_starts_leaves_containers_running(node: Node) -> None:
         check_new_pod(node)
     node.fails = ""
     removal = node.begin("remove", second)
-    removal.until("waiting until nothing uses gpushare: `systemctl restart containerd` ended with 1")
+    removal.until(f"waiting until nothing uses gpushare: `{node.engine.restart}` ended with 1")
     node.fails = None
     removal.process.send_signal(signal.SIGHUP)
     removal.until("gpushare is removed from this node")
@@ -238,7 +240,7 @@ def test_version_that_cannot_configure_the_engine_is_not_current(node: Node) -> 
     """The engine's file was broken since the engine's start."""
     node.settle(node.stage.release("1"))
     first = node.current
-    CONFIG.write_text(CONFIG.read_text() + "[[[\n")
+    node.engine.config.write_text(node.engine.config.read_text() + "[[[\n")
     upgrade = node.begin("install", node.stage.release("2"))
     upgrade.until("gpushare: `/opt/gpushare/current/bin/gpushare runtime configure")
     assert upgrade.process.wait(60) == 1 and not upgrade.ready
@@ -269,7 +271,7 @@ def test_reboot_needs_no_restart_of_the_engine(node: Node) -> None:
 
 
 def test_removal_waits_while_something_uses_gpushare(node: Node) -> None:
-    release, before = node.stage.release("1"), CONFIG.read_text()
+    release, before = node.stage.release("1"), node.engine.files()
     node.settle(release)
     with node.pod() as pod:
         share, plain = pod.run(SHARE), pod.run(PLAIN, "plain")
@@ -277,19 +279,18 @@ def test_removal_waits_while_something_uses_gpushare(node: Node) -> None:
         name = pod.config["metadata"]["name"]
         removal.until(f"waiting until nothing uses gpushare: container default/{name}/main holds a share, ")
         share.remove()
-        for ids in ({pod.id, plain.id}, {pod.id}):
+        by_pod, by_plain = node.engine.what_uses(pod), node.engine.what_uses(plain)
+        for left in ([by_pod, by_plain], [by_pod]):
             removal.process.send_signal(signal.SIGHUP)
             removal.until("waiting until nothing uses gpushare: ")
-            assert {
-                one for one in (pod.id, plain.id) if f"container {one} has gpushare's runtime" in removal.lines[-1]
-            } == ids
+            assert [text for text in (by_pod, by_plain) if text in removal.lines[-1]] == left
             assert not removal.ready and node.restarts == 1 and node.entry
             check_new_pod(node)
             plain.remove()
     removal.process.send_signal(signal.SIGHUP)
     removal.until("gpushare is removed from this node")
     assert removal.stop() == 0 and node.restarts == 2
-    assert not OPT.exists() and CONFIG.read_text() == before and node.entry == ""
+    assert not OPT.exists() and node.engine.files() == before and node.entry == ""
     with node.pod(handler="") as other:
         other.run(PLAIN)
     with pytest.raises(CriError, match="gpushare"):
@@ -304,7 +305,7 @@ def test_killed_removal_is_repaired_or_completed_by_the_next_pod(node: Node) -> 
         check_new_pod(node)
         killed = node.begin("remove", release)
         node.during_restart = killed.kill
-        killed.until(RESTART)
+        killed.until(f"running: {node.engine.restart}")
         killed.process.wait(60)
         node.during_restart = lambda: None
         assert node.entry == "" and node.current

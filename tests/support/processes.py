@@ -39,6 +39,11 @@ def wait_exit(pid: int, timeout_s: float) -> int | None:
         os.close(fd)
 
 
+def parent(pid: int) -> int:
+    """The parent of a process. Raises OSError."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def kill_and_reap(pid: int) -> None:
     """End child `pid` if it still runs."""
     try:

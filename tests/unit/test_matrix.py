@@ -19,6 +19,7 @@ XML = """<testsuites><testsuite>
 <testcase classname="tests.integration.test_podman_cgroups" name="test_v1[podman, hook]"><skipped/></testcase>
 <testcase classname="tests.integration.test_systemd_cgroups" name="test_reload[cdi-crun]"/>
 <testcase classname="tests.integration.test_systemd_engines" name="test_reload[crun-docker-cdi any]"/>
+<testcase classname="tests.integration.test_node_life" name="test_first_start_installs[crio]"/>
 <testcase classname="tests.unit.test_plan" name="test_plan"/>
 </testsuite></testsuites>"""
 
@@ -26,8 +27,9 @@ XML = """<testsuites><testsuite>
 def test_counts_are_those_of_the_xml(tmp_path: Path) -> None:
     (tmp_path / "x.xml").write_text(XML)
     found = matrix.outcomes(tmp_path / "x.xml")
-    assert matrix.count([result for _, result in found]) == {"passed": 4, "failed": 1, "skipped": 1}
+    assert matrix.count([result for _, result in found]) == {"passed": 5, "failed": 1, "skipped": 1}
     assert [tuple(row.values()) for row in matrix.by_engine(found)] == [
+        ("crio", "cgroupfs", "installer", 1, 0, 0),
         ("crun", "systemd", "cdi", 1, 0, 0),
         ("docker", "cgroupfs", "runtime", 1, 0, 0),
         ("docker with crun", "systemd", "cdi", 1, 0, 0),

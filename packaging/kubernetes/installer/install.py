@@ -84,7 +84,8 @@ MOST_BYTES = 16 << 20  # of a record or of a file of a process
 # containerd's record of each task, in a directory for each container; a shim's working directory is such a directory
 TASKS = "/run/containerd/io.containerd.runtime.v2.task"
 RUNTIME_FILES = ("runtime", "options.json")  # they name the program that containerd calls until the task is deleted
-# CRI-O's record of each container and sandbox. CRI-O looks the handler up in its configuration to stop them.
+# CRI-O's record of each container and sandbox; that of a sandbox names its handler. CRI-O looks the handler up in its
+# configuration to stop them.
 CRIO = ("/run/containers/storage", "/var/lib/containers/storage")
 HANDLER = re.compile(rb'"io\.kubernetes\.cri-o\.RuntimeHandler": ?"gpushare"')
 # Mounts in gpushare's state directory from which new containers get theirs (system/idmap.py): they use no version

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import select
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from .cri import CriError
 from .image import IMAGE, make_archive
 
 NAMESPACE = "k8s.io"  # containerd's namespace of CRI containers
-_READY_S = 60
 _numbers = itertools.count(1)
 
 # Plugins that this machine lacks or no test needs. `opt` would create a directory outside the test's directory.
@@ -55,32 +52,8 @@ class Daemon(pods.Daemon):
         return MAIN.format(directory=self.directory, disabled=disabled, imports=json.dumps(list(imports)), image=IMAGE)
 
     def start(self, config: Path, wait_for_cri: bool = True) -> None:
-        """Start containerd, and wait until it is ready (sd_notify) and CRI has loaded the existing containers. Raises
-        AssertionError."""
-        ready = self.directory / "notify"
-        ready.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.log, "ab") as log:
-            notify.bind(str(ready))
-            notify.settimeout(_READY_S)
-            process = subprocess.Popen(
-                ["containerd", "--config", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(ready)},
-            )
-            self.pid = process.pid
-            process.returncode = 0  # kill() waits for the pid, so Popen must not
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                poll = select.poll()
-                poll.register(notify, select.POLLIN)
-                poll.register(pidfd, select.POLLIN)
-                came = dict(poll.poll(_READY_S * 1000))
-            finally:
-                os.close(pidfd)
-            if notify.fileno() not in came:
-                raise AssertionError(f"containerd did not start\n{self.log.read_text()[-3000:]}")
+        """Start containerd, and wait until CRI has loaded the existing containers. Raises AssertionError."""
+        self.start_program("containerd", "--config", str(config))
         if wait_for_cri:
             self._wait_for("the CRI service", self._initialized)
 

@@ -58,6 +58,8 @@ enable_nri = false
 class Daemon(pods.Daemon):
     """One CRI-O; the caller makes /etc/crio private before."""
 
+    process_name = "conmon"
+
     def __init__(self, directory: Path, low_level: str = "runc") -> None:
         super().__init__(directory)
         self.log = directory / "crio.log"
@@ -65,16 +67,20 @@ class Daemon(pods.Daemon):
         for name in ("ns", "exits", "attach", "cni"):
             (directory / name).mkdir(parents=True)
         DROP_INS.mkdir(parents=True, exist_ok=True)
-        MAIN.write_text(_MAIN.format(directory=directory, image=IMAGE))
-        path = shutil.which(low_level)
-        (DROP_INS / "10-crio.conf").write_text(DEFAULT.format(name=low_level, path=path, directory=directory))
+        for path, text in self.files().items():
+            path.write_text(text)
 
-    def start(self) -> None:
-        """Start CRI-O, and wait until it answers."""
-        with open(self.log, "ab") as log:
-            process = subprocess.Popen(["crio"], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.pid = process.pid
-        process.returncode = 0  # kill() waits for the pid, so Popen must not
+    def files(self) -> dict[Path, str]:
+        """The configuration without gpushare's handler."""
+        path = shutil.which(self._low_level)
+        return {
+            MAIN: _MAIN.format(directory=self.directory, image=IMAGE),
+            DROP_INS / "10-crio.conf": DEFAULT.format(name=self._low_level, path=path, directory=self.directory),
+        }
+
+    def start(self, *options: str) -> None:
+        """Start CRI-O, and wait until it answers. Raises AssertionError."""
+        self.start_program("crio", *options)
         try:
             self.cri.call("ListPodSandbox")
         except CriError as error:

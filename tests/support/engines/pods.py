@@ -9,6 +9,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ HANDLER = "gpushare"
 NAME = "main"  # of a pod's only container
 RUNNING = 1  # ContainerState in cri.proto
 CGROUP_PARENT = f"/gpushare-test-{os.getpid()}"  # parallel test runs must not end each other's containers
+_READY_S = 60
 _numbers = itertools.count(1)
 
 
@@ -34,6 +36,7 @@ class Daemon:
 
     cri: Cri
     process_name = ""
+    log: Path
 
     def __init__(self, directory: Path) -> None:
         processes.become_subreaper()
@@ -41,6 +44,31 @@ class Daemon:
         self.directory = directory
         self.pid = 0
         self.cri = Cri(directory / "sock")
+
+    def start_program(self, *words: str) -> None:
+        """Start the daemon, and wait until it is ready (sd_notify). Raises AssertionError."""
+        ready = self.directory / "notify"
+        ready.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.log, "ab") as log:
+            notify.bind(str(ready))
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(ready)},
+            )
+            self.pid = process.pid
+            process.returncode = 0  # kill() waits for the pid, so Popen must not
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                poll = select.poll()
+                poll.register(notify, select.POLLIN)
+                poll.register(pidfd, select.POLLIN)
+                came = dict(poll.poll(_READY_S * 1000))
+            finally:
+                os.close(pidfd)
+            assert notify.fileno() in came, f"{words[0]} did not start\n{self.log.read_text()[-3000:]}"
 
     def exec_as(self, user: str, container: str, *args: str) -> subprocess.CompletedProcess[str]:
         """Run a program in a container as another user, which CRI cannot request."""
@@ -54,12 +82,16 @@ class Daemon:
                 processes.kill_and_reap(self.pid)
             self.pid = 0
 
+    def stop(self) -> None:
+        """End the daemon as systemd does."""
+        self.kill(signal.SIGTERM)
+
     def close(self) -> None:
         """Remove daemon, monitors, mounts, cgroups and files."""
         if self.pid:
             remove_pods(self.cri)
         self.cri.close()
-        self.kill(signal.SIGTERM)
+        self.stop()
         for pid, command in processes.children().items():
             if self.process_name in command and str(self.directory) in command:
                 processes.kill_and_reap(pid)
@@ -152,9 +184,11 @@ class Pod:
     def remove(self) -> None:
         """Remove the pod as kubelet does, and wait for its shim; a second call does nothing."""
         if self.id:
-            shim = _pidfd_of_parent(self.info().get("pid", 0))
-            self.daemon.cri.call("StopPodSandbox", pod_sandbox_id=self.id)
-            self.daemon.cri.call("RemovePodSandbox", pod_sandbox_id=self.id)
+            try:
+                shim = _pidfd_of_parent(self.info().get("pid", 0))
+            except CriError:  # CRI-O removes the pods of the last boot
+                shim = -1
+            remove_pod(self.daemon.cri, self.id)
             self.id = ""
             wait_gone(shim)
         unmount_below(self.directory)
@@ -315,8 +349,7 @@ def read_log(path: Path) -> dict[str, str]:
 def _pidfd_of_parent(pid: int) -> int:
     """A pidfd of the shim that is the parent of `pid`; -1 if either is gone."""
     try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return os.pidfd_open(parent)
+        return os.pidfd_open(processes.parent(pid))
     except OSError:
         return -1
 
@@ -333,18 +366,25 @@ def wait_gone(pidfd: int, timeout_s: float = 20) -> None:
     assert came, f"a process still runs after {timeout_s} s"
 
 
+def remove_pod(cri: Cri, pod: str) -> None:
+    """First its containers, as kubelet does: StopPodSandbox of CRI-O waits for programs that ignore SIGTERM."""
+    for one in cri.call("ListContainers", filter={"pod_sandbox_id": pod, "state": {"state": RUNNING}}).containers:
+        cri.call("StopContainer", container_id=one.id, timeout=0)
+    cri.call("StopPodSandbox", pod_sandbox_id=pod)
+    cri.call("RemovePodSandbox", pod_sandbox_id=pod)
+
+
 def remove_pods(cri: Cri) -> None:
     """Remove all pods that a failed test has left."""
     with contextlib.suppress(CriError):
         for pod in cri.call("ListPodSandbox", timeout_s=5).items:
-            cri.call("StopPodSandbox", pod_sandbox_id=pod.id)
-            cri.call("RemovePodSandbox", pod_sandbox_id=pod.id)
+            remove_pod(cri, pod.id)
 
 
 def remove_cgroups() -> None:
     top = Path("/sys/fs/cgroup")
     for folder in (*top.iterdir(), top):
         ours = folder / CGROUP_PARENT[1:]
-        for one in (*ours.glob("pod*"), ours):
+        for one, _, _ in os.walk(ours, topdown=False):
             with contextlib.suppress(OSError):
-                one.rmdir()
+                os.rmdir(one)
