@@ -75,7 +75,12 @@ class Node:
             if "--dry-run" not in words:
                 self.install.put_back({path: data.encode() for path, data in paths.items()})
             changes = [{"action": "change", "path": str(path)}] if text != before else []
-            return {"changes": changes, "steps": [], "next": RESTART if changes or text != self.running else None}
+            return {
+                "changes": changes,
+                "steps": [],
+                "notes": [],
+                "next": RESTART if changes or text != self.running else None,
+            }
         return {"action": ""}
 
     def run(self, *words: str, quiet: bool = False) -> str:
@@ -779,6 +784,18 @@ def test_removal_waits_for_the_nri_plugin(node: Node) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert node.install.remove() == ["the NRI plugin runs: delete its DaemonSet"]
     assert node.install.remove() == []
+
+
+def test_requirement_of_the_nri_plugin_waits_for_pods_of_crio_s_handler(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CRI-O 1.36.3 could not stop them: failed to find runtime handler gpushare."""
+    use, message = BLOCKS["handler of CRI-O"]
+    use(node, "")
+    assert not node.install.try_to_require_nri("crio", 60)
+    assert message in capsys.readouterr().err and not node.calls
+    node.end()
+    assert node.install.try_to_require_nri("crio", 60) and node.calls[0] == "runtime configure"
 
 
 def test_programs_stay_for_a_pod_that_starts_during_the_removal(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

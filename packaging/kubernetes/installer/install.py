@@ -457,7 +457,11 @@ def plugin_runs() -> str:
 
 def require_nri(engine: str, word: str = "--require-nri") -> None:
     """Make the engine refuse containers while the NRI plugin does not run, or with --undo stop that. Not before the
-    plugin has run: if its image cannot be pulled, the node must still start other containers."""
+    plugin has run: if its image cannot be pulled, the node must still start other containers. Raises Failed while
+    CRI-O has pods of the handler: the requirement takes the handler's place in CRI-O's file."""
+    handled = handled_sandboxes() if (engine, word) == ("crio", "--require-nri") else []
+    if handled:
+        raise Failed(f"CRI-O's container {handled[0]} has the handler gpushare, without which CRI-O cannot stop it")
     done = gpushare("runtime", "configure", engine, word, *config_file())
     for line in [*(f"{change['action']} {change['path']}" for change in done["changes"]), *done["notes"]]:
         print(line, flush=True)
@@ -721,6 +725,11 @@ def crio() -> Iterator[tuple[str, bytes]]:
         yield path.split("/")[-3], bytes_of(path)
 
 
+def handled_sandboxes() -> list[str]:
+    """The ids of CRI-O's sandboxes with gpushare's handler."""
+    return sorted({name for name, spec in crio() if HANDLER.search(spec)})
+
+
 def has_hook(spec: bytes) -> bool:
     """Whether a container's specification has a hook of gpushare."""
     try:
@@ -741,8 +750,7 @@ def users() -> list[str]:
         for name, program, words, _ in processes()
         if folder in program or (name.endswith("(conmon)") and folder in words)
     ]
-    handled = {name for name, spec in crio() if HANDLER.search(spec)}
-    found += [f"CRI-O's container {name} has the handler gpushare" for name in sorted(handled)]
+    found += [f"CRI-O's container {name} has the handler gpushare" for name in handled_sandboxes()]
     return [*found, *(["the NRI plugin runs: delete its DaemonSet"] if is_locked(on_node(PLUGIN_LOCK)) else [])]
 
 
