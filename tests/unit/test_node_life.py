@@ -798,6 +798,17 @@ def test_requirement_of_the_nri_plugin_waits_for_pods_of_crio_s_handler(
     assert node.install.try_to_require_nri("crio", 60) and node.calls[0] == "runtime configure"
 
 
+def test_entry_of_the_engine_stays_when_the_nri_plugin_takes_over(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUSHARE_ENGINE=none: CRI-O 1.36.3 could not remove the pods of the entry without it."""
+    node.install_now()
+    before = node.engine_file
+    node.install.write(f"{node.install.UNREAD}containerd", b"systemctl restart containerd 1")
+    monkeypatch.setenv("GPUSHARE_ENGINE", "none")
+    node.calls.clear()
+    node.install.lift_nri(keep=True)
+    assert node.engine_file == before and not node.calls
+
+
 def test_programs_stay_for_a_pod_that_starts_during_the_removal(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pause container has no hook, but the engine stops it by gpushare's runtime."""
     node.install_now()

@@ -486,11 +486,14 @@ def try_to_require_nri(engine: str, delay: int) -> bool:
 
 def lift_nri(keep: bool = False) -> None:
     """Stop requiring the NRI plugin, also for an earlier pod that was killed, even between the removal of the
-    requirement and the engine's restart. `keep`: a requirement that was not removed."""
+    requirement and the engine's restart. `keep`: a requirement that was not removed. An entry of gpushare stays:
+    CRI-O needs it to stop the pods that have it."""
     for engine, usual in DROP_INS.items():
-        required = any(OPTIONAL in contents(path) for path in [usual, *configured(engine)])
+        texts = [contents(path) for path in [usual, *configured(engine)]]
+        required = any(OPTIONAL in text for text in texts)
+        entry = any(f"{FOLDER}/".encode() in text for text in texts)
         left = os.environ.get("GPUSHARE_ENGINE") == "none" and os.path.lexists(on_node(UNREAD + engine))
-        if (required and not keep) or (left and not required):
+        if (required and not keep) or (left and not required and not entry):
             require_nri(engine, "--undo")
 
 
