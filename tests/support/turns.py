@@ -24,8 +24,8 @@ import pytest
 from . import kills
 from .host import BUILD
 
-# Tests that measure the cost of a call
-ALONE = ("tests/shim/test_compute_cost.py",)
+# Tests that measure the cost of a call, or how often threads meet that use all processors
+ALONE = ("tests/shim/test_compute_cost.py", "tests/shim/test_races.py::test_allocation_waits")
 # Judged by a real clock: shares of a device, reaction times. Each file is a group; the longest come first.
 CLOCK = (
     "tests/shim/test_compute_attacks.py",
