@@ -80,6 +80,8 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
     if (atomic_load(&f->ns) != GS_UNKNOWN) {
         if (!gs_throttle_even(f)) /* more timestamps, since each one carries less information */
             quantum /= 2;
+        if (t->in_turn && t->tiny) /* each marker costs as much as a launch */
+            quantum *= 4;
         quantum = is_blind(t) ? ns : gs_throttle_most(f, ns, quantum, now);
         gs_bucket_give_back(t, quantum, now);
     }

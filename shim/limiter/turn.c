@@ -169,6 +169,15 @@ static void advertise_work(struct gs_throttle *t, uint64_t until, uint64_t now) 
         ;
 }
 
+/* The turn is over, perhaps before its advertised end. The work that other processes of the
+ * container advertised stays. */
+static void end_turn(struct gs_throttle *t, uint64_t ends, uint64_t now) {
+    if (!t->siblings)
+        atomic_store(&t->turn->work_until_ns, ends);
+    else
+        advertise_work(t, ends, now);
+}
+
 /* When all work that this context launched is expected to be over: the device does it from when it
  * completed the last interval, or from when it switched to this container. */
 static uint64_t ends_at(const struct gs_throttle *t, uint64_t now) {
@@ -308,7 +317,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         }
         gs_bucket_give_back(t, 0, now);
         uint64_t ends = ends_at(t, now);
-        advertise_work(t, ends, now);
+        end_turn(t, ends, now);
         if (!rested) {
             atomic_store(&turn->until_ns, min64(ends, atomic_load(&turn->until_ns)));
             return ends;
@@ -317,7 +326,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     turn_is_over(t, now);
     if (may_cut_in(t, ns, now))
         return 0;
-    advertise_work(t, ends_at(t, now), now); /* of the last turn, which may be late */
+    end_turn(t, ends_at(t, now), now); /* of the last turn, which may be late */
     int64_t length = affordable(t, now), lacks = enough(t) - length;
     if (lacks > 0) {
         double share = t->rate_ppm / 1e6;

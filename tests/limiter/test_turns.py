@@ -7,6 +7,7 @@ another is named. With time slices two containers get 89.7 % together.
 from __future__ import annotations
 
 import itertools
+import statistics
 from typing import Any
 
 import pytest
@@ -55,9 +56,15 @@ def test_limit_holds_in_each_second(limits: tuple[float, ...], seed: int) -> Non
 
 @pytest.mark.parametrize("program", ["stream", "streams", "graph"])
 @pytest.mark.parametrize("n", COMPANIES)
-def test_long_launches_keep_near_the_limit(n: int, program: str) -> None:
-    """A launch of milliseconds seldom ends with its turn."""
-    assert distance(COMPANIES[n], "1ms", program) <= 2.4
+def test_long_launches_keep_the_limit(n: int, program: str) -> None:
+    """A launch of milliseconds seldom ends with its turn, which is then over before its advertised end."""
+    assert distance(COMPANIES[n], "1ms", program) <= 1.5
+
+
+@pytest.mark.parametrize("n", COMPANIES)
+def test_short_launches_in_many_streams_keep_the_limit(n: int) -> None:
+    """The host records a marker in each stream, and meanwhile the device has no work."""
+    assert distance(COMPANIES[n], "5us", "streams") <= 1.5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -200,9 +207,10 @@ def test_containers_that_wait_for_each_other_make_progress(third: Tenant | None)
     """Each kernel of one container spins until the other one's has run. A launch that spins without being waited for is
     charged too little, with turns and without; others have their share."""
     pair = [Tenant(30, "50us", "pair"), Tenant(30, "50us", "pair", more="waits_for=0")]
-    ledgers = simulate([*pair, *([third] if third else [])], ms=4500, **TURNS)
-    assert all(ledger.done > 10_000 for ledger in ledgers)
-    assert not third or ledgers[-1].share(WARM_MS) >= 37
+    tenants = [*pair, *([third] if third else [])]
+    runs = [simulate(tenants, ms=4500, seed=seed, **TURNS) for seed in range(10)]
+    assert all(ledger.done > 10_000 for run in runs for ledger in run)
+    assert not third or statistics.fmean(run[-1].share(WARM_MS) for run in runs) >= 37
 
 
 def test_turns_are_of_the_container() -> None:
