@@ -46,14 +46,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "ASAN_OPTIONS": "allow_addr2line=1", "PYTHONHASHSEED": "0"}
 
 
-def run(target: Target, seconds: float, work: Path, corpus: Path = CORPUS) -> Outcome:
-    """Run the corpus, then new inputs until `seconds` are over. Inputs with new coverage stay in `work`, which also
-    counts as corpus. The run ends at the first finding."""
+def run(target: Target, seconds: float, work: Path, corpus: Path = CORPUS, inputs: int = -1) -> Outcome:
+    """Run the corpus, then new inputs until `seconds` are over or there were so many `inputs`, with the corpus. Inputs
+    with new coverage stay in `work`, which also counts as corpus. The run ends at the first finding."""
     FOUND.mkdir(parents=True, exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
     known = set(FOUND.iterdir())
     options = {
         "max_total_time": max(1, round(seconds)),
+        "runs": inputs,  # -1: any number
         "max_len": target.longest,
         "timeout": HANGS_S,
         "artifact_prefix": f"{FOUND}/{target.name}-",

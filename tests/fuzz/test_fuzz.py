@@ -1,4 +1,4 @@
-"""Every target runs its corpus, and new inputs for a moment. `make fuzz` runs longer."""
+"""Every target runs its corpus, and some new inputs. `make fuzz` runs longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.targets import CORPUS, TARGETS, Target
 from tests.support import host
 from tests.support.host import TREE
 
-SECONDS = 1
+SECONDS, INPUTS = 60, 400
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the compiler
 
 
@@ -28,7 +28,7 @@ def outcomes(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """All targets, one per processor at a time."""
     work = tmp_path_factory.mktemp("fuzz")
     with ThreadPoolExecutor(runner.processors()) as pool:
-        yield {name: pool.submit(runner.run, one, SECONDS, work / name) for name, one in TARGETS.items()}
+        yield {name: pool.submit(runner.run, one, SECONDS, work / name, inputs=INPUTS) for name, one in TARGETS.items()}
 
 
 @pytest.mark.parametrize("name", TARGETS)
