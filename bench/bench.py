@@ -120,7 +120,7 @@ COMPUTE_UNITS = {
 def compute_shares(_directory: Path) -> dict[str, Figure]:
     """Measure, in virtual time, how closely the rate limiter holds each share of tests/limiter/matrix.py. Cells of
     misses.json count too."""
-    found = {**matrix.figures(matrix.measure()), **reaction.figures()}
+    found = {**matrix.figures(matrix.measure(matrix.cells())), **reaction.figures()}
     figures = {key: figure(values, COMPUTE_UNITS[key]) for key, values in found.items()}
     # for these keys low values are bad, so p99 is at the low end
     for key in ("compute.jain", "compute.throughput_ratio"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ COMPANIES: tuple[tuple[float, ...], ...] = (
 
 SWITCH_US = (15, 50, 125, 250, 500)
 SLICE_US = (500, 1024, 2000, 5000, 10_000, 30_000)
-EVERY_NTH = 7  # of the cells with other switch costs is in `make test`
+EVERY_NTH = 7  # of the cells with other switch costs is in the tests
 
 
 class Cell(NamedTuple):
@@ -164,11 +164,10 @@ def error(cell: Cell, seed: int = 1) -> Error:
     )
 
 
-def measure(seed: int = 1, every_nth: int = 1) -> dict[str, Error]:
+def measure(found: Sequence[Cell], seed: int = 1) -> dict[str, Error]:
     """Measure the cells; return the errors by name."""
-    everything = cells(every_nth)
-    errors = parallel(everything, lambda cell: error(cell, seed))
-    return dict(zip((cell.name for cell in everything), errors))
+    errors = parallel(found, lambda cell: error(cell, seed))
+    return dict(zip((cell.name for cell in found), errors))
 
 
 def misses() -> dict[str, list[float]]:
@@ -196,8 +195,8 @@ def summary(found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    measured = measure()
-    runs = [measured, *(measure(seed) for seed in SEEDS[1:])]
+    measured = measure(cells())
+    runs = [measured, *(measure(cells(), seed) for seed in SEEDS[1:])]
     found: dict[str, list[float]] = {}
     for name in measured:
         ones = [run[name] for run in runs]

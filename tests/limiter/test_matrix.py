@@ -5,35 +5,26 @@ from __future__ import annotations
 import pytest
 
 from tests.limiter.cells import simulate
-from tests.limiter.matrix import EVERY_NTH, RUN_MS, Error, cells, measure, misses, steady_cells, targets
+from tests.limiter.matrix import EVERY_NTH, RUN_MS, cells, measure, misses, steady_cells, targets
+
+PARTS = 3  # one of them is in `make test`
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Error]:
-    return measure(every_nth=EVERY_NTH)
-
-
-def test_every_unlisted_cell_holds(measured: dict[str, Error]) -> None:
-    """Bounds: 1 point over 1 s and 2 over 100 ms; for longer kernels 2, or one kernel per window."""
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_unlisted_cell_holds(part: int) -> None:
+    """Bounds: 1 point over 1 s and 2 over 100 ms; for longer kernels 2, or one kernel per window. A listed cell is no
+    worse than listed (another libm computes other kernel durations)."""
+    measured = measure(cells(EVERY_NTH)[part::PARTS])
     failed = {name: one for name, one in measured.items() if not one.holds() and name not in misses()}
+    for name in measured.keys() & misses().keys():
+        mae_1s, mae_100ms = misses()[name]
+        if measured[name].mae_1s > mae_1s * 1.25 + 0.5 or measured[name].mae_100ms > mae_100ms * 1.25 + 1.0:
+            failed[name] = measured[name]
     assert not failed
 
 
-def test_misses_are_no_worse_than_listed(measured: dict[str, Error]) -> None:
-    """A listed cell exists and is no worse than listed (another libm computes other kernel durations)."""
-    worse = {}
-    assert set(misses()) <= {cell.name for cell in cells()}
-    for name, (mae_1s, mae_100ms) in misses().items():
-        one = measured.get(name)
-        if not one:
-            continue
-        if one.mae_1s > mae_1s * 1.25 + 0.5 or one.mae_100ms > mae_100ms * 1.25 + 1.0:
-            worse[name] = one
-    assert not worse
-
-
-def test_most_cells_hold(measured: dict[str, Error]) -> None:
-    assert sum(one.holds() for one in measured.values()) >= 0.95 * len(measured)
+def test_every_listed_cell_exists() -> None:
+    assert set(misses()) <= {cell.name for cell in cells()} and len(misses()) < 0.05 * len(cells())
 
 
 @pytest.mark.parametrize("burst_ms", [5, 20, 200])
