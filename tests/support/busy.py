@@ -11,7 +11,7 @@ from typing import Any
 from .host import BUILD, TREE
 
 PROGRAMS = TREE / "tests" / "integration" / "programs"
-SOURCES = tuple(PROGRAMS / name for name in ("busy.c", "busy_classic.c", "busy_cuda.c", "busy_random.c", "busy_work.c"))
+SOURCES = tuple(PROGRAMS / name for name in ("busy.c", "busy_cuda.c", "busy_random.c", "busy_work.c"))
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 
 

@@ -36,7 +36,6 @@ CLOCK = (
     "tests/shim/test_compute_hangs.py",
     "tests/integration/test_compute.py",
     "tests/simulator/test_scheduling.py",
-    "tests/simulator/test_classic.py",
     "tests/conformance/test_conformance.py",
     "tests/shim/test_compute_turns.py",
     "tests/integration/test_backends.py::test_compute_limit_holds",

@@ -26,7 +26,6 @@
  *     blocks    of a kernel's grid; default one for each multiprocessor, which on the simulated
  *               device means that kernels of several streams run one after the other
  *     iterations-per-ms   of the kernels' loop; measured when it is not given
- *     classic   limits itself to so many percent, with the limiter common in the field
  *     device, devices   the first device, and the number that share the streams, default 1
  *     seed
  *
@@ -100,7 +99,6 @@ static bool read_option(struct options *o, const char *key, const char *value) {
         {"device", &o->device, 64},
         {"devices", &o->devices, MAX_DEVICES},
         {"seed", &o->seed, UINT64_MAX / 2},
-        {"classic", &o->classic, 100},
         {"iterations-per-ms", &o->iterations_per_ms, UINT64_MAX / 2},
     };
     char *end;

@@ -15,7 +15,7 @@ struct options {
     uint64_t mode, shape, n_times, time_us[MAX_TIMES], jitter;
     uint64_t streams, threads, processes, nodes, blocks;
     uint64_t ahead_us, mark_us, burst_us, pause_us, iterations_per_ms;
-    uint64_t milliseconds, device, devices, wait, drain, seed, classic;
+    uint64_t milliseconds, device, devices, wait, drain, seed;
 };
 
 /* The work of one thread, in memory shared by all processes: nothing is lost when the thread hangs
@@ -63,8 +63,5 @@ uint64_t now_ns(void);
 double uniform(uint64_t *state);
 double normal(uint64_t *state);
 double exponential(double x); /* e^x for |x| < 7 */
-
-/* busy_classic.c: return when the classic limiter admits a launch. */
-void classic_wait(const struct options *options, const struct shared *shared);
 
 #endif

@@ -202,8 +202,6 @@ static bool one(struct thread *t, uint64_t n) {
     bool ok;
     if (!enter(t, lane))
         return false;
-    if (t->o->classic)
-        classic_wait(t->o, t->shared);
     __atomic_store_n(&tally->calling_since_ns, before, __ATOMIC_RELAXED);
     if (t->o->mode == MODE_PAIR) {
         ok = pair(t, n, &ns);
