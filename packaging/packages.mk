@@ -77,9 +77,10 @@ $(PACKAGES_SETUP): packaging/bootstrap $(TEST_SETUP)
 # with the newer C library of the Debian release in which make test-packages runs programs.
 AARCH64 := build/aarch64
 AARCH64_CC = $(SHIM_ZIG) -target aarch64-linux-gnu.2.36
-$(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard simulator/*.[ch] simulator/*/*.[ch]) build/.setup-dist
+AARCH64_ZSTD := build/shim-release/aarch64/obj/cuda/zstd.o
+$(AARCH64)/sim/libcuda.so.1 $(AARCH64)/sim/libnvidia-ml.so.1 &: $(wildcard simulator/*.[ch] simulator/*/*.[ch]) $(AARCH64_ZSTD) build/.setup-dist
 	$(MAKE) --no-print-directory -f simulator/sim.mk BUILD=$(AARCH64) CC='$(AARCH64_CC)' PYTHON='$(PYTHON)' \
-	    CUDA_INCLUDE=$(CUDA_INCLUDE) NVML_INCLUDE=$(NVML_INCLUDE) \
+	    CUDA_INCLUDE=$(CUDA_INCLUDE) NVML_INCLUDE=$(NVML_INCLUDE) SIM_ZSTD=$(AARCH64_ZSTD) \
 	    $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/$(SIM_LIBNVML:build/%=%)
 	@ln -f $(AARCH64)/$(SIM_LIBCUDA:build/%=%) $(AARCH64)/sim/libcuda.so.1
 	@ln -f $(AARCH64)/$(SIM_LIBNVML:build/%=%) $(AARCH64)/sim/libnvidia-ml.so.1

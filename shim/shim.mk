@@ -36,12 +36,16 @@ SHIM_SOURCES_cuda := $(SHIM_CUDA_SOURCES)
 SHIM_SOURCES_nvml := $(SHIM_NVML_SOURCES)
 SHIM_INCLUDE_cuda := $(CUDA_INCLUDE)
 SHIM_INCLUDE_nvml := $(NVML_INCLUDE)
-SHIM_OTHERS_cuda := symbols.o layout.o linkable.o zstd.o
+SHIM_OTHERS_cuda := symbols.o layout.o linkable.o
 SHIM_OTHERS_nvml := symbols.o layout.o linkable.o
+
+# The library itself is neither sanitized nor analyzed, which takes as long as all of the shim.
+SHIM_ZSTD_cuda = $(if $(filter %/aarch64,$(1)),$(1),build/shim)/obj/cuda/zstd.o
 
 # shim_library(library, directory, compiler, flags, link flags)
 define shim_library
-$(2)/$(SHIM_FILE_$(1)): $$(addprefix $(2)/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) $(2)/stub/$(1).so shim/shim.mk
+$(2)/$(SHIM_FILE_$(1)): $$(addprefix $(2)/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) \
+		$$(call SHIM_ZSTD_$(1),$(2)) $(2)/stub/$(1).so shim/shim.mk
 	$(3) $$(SHIM_LDFLAGS) $(5) -Wl,-soname,$$(SHIM_SONAME_$(1)) -Wl,--version-script=$(2)/gen/$(1)/exports.map \
 		-o $$@.new $$(filter %.o,$$^) $(2)/stub/$(1).so $$(SHIM_LIBS)
 	@$$(PYTHON) shim/gen_symbols.py linkable $$@.new
@@ -67,7 +71,7 @@ $(2)/obj/$(1)/linkable.o: $(2)/gen/$(1)/linkable.s
 $(2)/obj/$(1)/zstd.o: build/zstd/zstd.c shim/shim.mk
 	@mkdir -p $$(@D)
 	$$(call progress,CC $$<)
-	$(3) $$(ZSTD_CFLAGS) $$(filter-out -fanalyzer,$(4)) -c -o $$@ $$<
+	$(3) $$(ZSTD_CFLAGS) $(4) -c -o $$@ $$<
 
 $(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
 	@mkdir -p $$(@D)
@@ -105,7 +109,8 @@ build/shim-release/x86_64/$(SHIM_FILE_$(1)): build/shim/$(SHIM_FILE_$(1)) build/
 	@mkdir -p $$(@D)
 	$$(SHIM_ZIG) -target x86_64-linux-gnu.2.17 $$(SHIM_LDFLAGS) -Wl,-s -Wl,-soname,$$(SHIM_SONAME_$(1)) \
 		-Wl,--version-script=build/shim/gen/$(1)/exports.map -o $$@.new \
-		$$(addprefix build/shim/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) build/shim/stub/$(1).so $$(SHIM_LIBS)
+		$$(addprefix build/shim/obj/$(1)/,$$(SHIM_SOURCES_$(1):.c=.o) $$(SHIM_OTHERS_$(1))) \
+		$$(call SHIM_ZSTD_$(1),build/shim) build/shim/stub/$(1).so $$(SHIM_LIBS)
 	@$$(PYTHON) shim/gen_symbols.py linkable $$@.new
 	@mv $$@.new $$@
 endef

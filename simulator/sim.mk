@@ -6,6 +6,7 @@ SIM_VERSION := 535.261.03
 # The same and the checkpoint API, for simhost.py --driver
 SIM_NEWER := 580.159.04
 SIM_OUT := $(BUILD)/sim
+SIM_ZSTD ?= build/shim/obj/cuda/zstd.o
 SIM_PYTHON ?= $(if $(PYTHON),$(PYTHON),python3)
 SIM_CFLAGS := -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -Werror \
 	-Wno-deprecated-declarations -I$(SIM_DIR) -I$(SIM_DIR)/cuda -isystem $(CUDA_INCLUDE) -isystem $(NVML_INCLUDE) -isystem build/zstd
@@ -35,10 +36,6 @@ $(SIM_OUT)/obj/%.o: $(SIM_DIR)/%.c $(SIM_HEADERS)
 	$(call progress,CC $<)
 	@$(CC) $(SIM_CFLAGS) -c -o $@ $<
 
-$(SIM_OUT)/zstd.o: build/zstd/zstd.c
-	@mkdir -p $(@D)
-	@$(CC) -Os -fPIC -fvisibility=hidden -ffunction-sections -fdata-sections -w -DZSTD_DISABLE_ASM=1 -c -o $@ $<
-
 $(SIM_OUT)/cuda.i: $(CUDA_INCLUDE)/cuda.h
 	@mkdir -p $(@D)
 	@printf '#define __CUDA_API_VERSION_INTERNAL\n#include <cuda.h>\n' | $(CC) -E -P -x c -isystem $(CUDA_INCLUDE) -o $@ -
@@ -56,7 +53,7 @@ $(SIM_OUT)/%.o: $(SIM_OUT)/%.c $(SIM_HEADERS)
 
 # Like the real ones: libcuda is bound to itself, NVML calls its own exports through its PLT.
 $(SIM_LIBCUDA) $(SIM_LIBCUDA_NEWER): $(SIM_OUT)/libcuda.so.%: \
-		$(SIM_CUDA_OBJECTS) $(SIM_OUT)/%/generated.o $(SIM_OUT)/%/generated_stubs.o $(SIM_OUT)/zstd.o | $(SIM_OUT)/%/libcuda.map
+		$(SIM_CUDA_OBJECTS) $(SIM_OUT)/%/generated.o $(SIM_OUT)/%/generated_stubs.o $(SIM_ZSTD) | $(SIM_OUT)/%/libcuda.map
 	@$(CC) -shared -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic -Wl,-z,nodelete -Wl,--gc-sections -Wl,--version-script=$(SIM_OUT)/$*/libcuda.map -o $@ $^ -lpthread -lrt -lm
 
 $(SIM_LIBNVML): $(SIM_NVML_OBJECTS) $(SIM_OUT)/nvml_stubs.o
