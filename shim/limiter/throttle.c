@@ -229,7 +229,7 @@ uint64_t gs_throttle_slow(struct gs_throttle *t, struct gs_throttle_stream *s,
     bool blind = t->open.blind || t->capturing;
     if (known && t->open.launches && !s->waited && !blind && atomic_load(&t->allowance_ns) >= ns) {
         if (!unlimited)
-            gs_bucket_give_back(t, gs_throttle_most(f, ns, QUANTUM, 0), UINT64_MAX - DEBT);
+            gs_bucket_give_back(t, gs_throttle_most(f, ns, t->quantum_ns, 0), UINT64_MAX - DEBT);
         atomic_fetch_sub(&t->allowance_ns, ns);
         note_launch(t, s, f, ns);
         return 0;

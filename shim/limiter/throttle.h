@@ -201,6 +201,7 @@ struct gs_throttle {
     struct gs_segment segment[GS_SEGMENTS]; /* marked: [charged, marked) */
     uint32_t charged, finished, marked;     /* counters; finished: all events have completed */
     uint32_t number;                        /* of the open interval, never 0 */
+    int64_t quantum_ns;                     /* advance payment, at most */
     int64_t in_flight_ns;                   /* expected work that is not known to have completed */
     uint64_t covered_ns;                    /* device time up to here belongs to an interval */
     uint64_t busy_from_ns, told_until_ns;

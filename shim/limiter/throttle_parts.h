@@ -12,13 +12,14 @@
 #define MS (1000 * US)
 
 #define QUANTUM (500 * (int64_t)US) /* advance payment, and the work between two markers */
-#define WINDOW (4 * (int64_t)MS)    /* expected work in flight: two slices */
-#define BURST (20 * MS)             /* largest credit of a container that was idle */
-#define DEBT (10000 * MS)           /* a container is never locked out for longer */
-#define POLL (200 * US)             /* between two checks of a waiting launch */
-#define TINY (10 * (int64_t)US)     /* launches that take less: the device waits for the host */
-#define STUCK (100 * MS)            /* nothing completes for so long: possibly a deadlock */
-#define DEFER (6 * MS)              /* a charge waits so long for the reports of peers */
+#define LONG_QUANTUM (4 * QUANTUM)
+#define WINDOW (4 * (int64_t)MS) /* expected work in flight: two slices */
+#define BURST (20 * MS)          /* largest credit of a container that was idle */
+#define DEBT (10000 * MS)        /* a container is never locked out for longer */
+#define POLL (200 * US)          /* between two checks of a waiting launch */
+#define TINY (10 * (int64_t)US)  /* launches that take less: the device waits for the host */
+#define STUCK (100 * MS)         /* nothing completes for so long: possibly a deadlock */
+#define DEFER (6 * MS)           /* a charge waits so long for the reports of peers */
 #define PROBE (2 * MS) /* further unknown launches wait for an unknown launch that takes longer */
 #define ORPHAN (1000 * MS)          /* charge for an unknown launch of a process that died */
 #define TAIL (100 * (int64_t)US)    /* alone on the device, no marker before a sync on less work */

@@ -71,7 +71,9 @@ static bool is_blind(const struct gs_throttle *t) {
 
 int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f, int64_t ns,
                             uint64_t now) {
-    int64_t quantum = QUANTUM;
+    /* Recording markers in many streams takes as long as many tiny launches, and without other work
+     * the device is idle meanwhile. */
+    int64_t quantum = t->quantum_ns = t->tiny && t->in_turn ? LONG_QUANTUM : QUANTUM;
     /* Its markers take a thousandth of its time. Where it fills the driver's queue, later ones are
      * further apart: no interval is so long that peers have dropped runs of that time. */
     if (t->limit.mode == GS_THROTTLE_UNLIMITED)
@@ -79,9 +81,7 @@ int64_t gs_throttle_quantum(struct gs_throttle *t, const struct gs_predictor *f,
                << (t->marked - t->finished) / (GS_SEGMENTS / 2);
     if (atomic_load(&f->ns) != GS_UNKNOWN) {
         if (!gs_throttle_even(f)) /* more timestamps, since each one carries less information */
-            quantum /= 2;
-        if (t->in_turn && t->tiny) /* each marker costs as much as a launch */
-            quantum *= 4;
+            quantum = QUANTUM / 2;
         quantum = is_blind(t) ? ns : gs_throttle_most(f, ns, quantum, now);
         gs_bucket_give_back(t, quantum, now);
     }
