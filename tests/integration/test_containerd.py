@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import os
 import signal
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from simulator.simhost import VERSION
 from tests.integration import engines
-from tests.support.engines.base import SLEEP, Want
+from tests.integration.nvidia_cdi import LIBDIR, cdi
+from tests.integration.test_k8s_plugin import COMPUTE, Plugin, folder, plugin, uuids
+from tests.support.engines.base import SLEEP, Result, Want
 from tests.support.engines.containerd import NO_ANNOTATIONS, Containerd
 from tests.support.engines.cri import CriError
 from tests.support.engines.image import PROBE
 from tests.support.engines.pods import PodContainer, wait_gone
+from tests.support.host import write_config
+from tests.support.kubelet import Kubelet
+from tests.support.launcher import require_no_python
+from tests.support.realnodes import ALLOWED, DENIED, NODES, access, real_nodes
+from tests.support.spec import Mount
+from tests.unit.test_system_variables import checkpoint
+
+__all__ = ["folder", "plugin"]  # fixtures
 
 GIB = 1 << 30
 TWO_GIB = {"GPUSHARE_MEMORY": "2Gi"}
+VOID = {"NVIDIA_VISIBLE_DEVICES": "void"}  # device plugins set this beside CDI devices
 BOTH = {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "16Gi"}  # starts only when nothing else is granted
 DEVICES = ("sh", "-c", "ls -d /dev/nvidia[0-9]* /usr/lib/gpushare 2>/dev/null")
 
@@ -36,14 +51,6 @@ def total_bytes(one: PodContainer) -> int:
 # Sandboxes, and containers without a request
 
 
-def test_pods_without_request_start_no_python(engine: Containerd) -> None:
-    with engine.pod() as pod:
-        one = pod.run(Want(SLEEP))
-        assert one.exec(*DEVICES).out == ""
-        one.remove()
-    assert engine.programs.started() == []
-
-
 def test_sandbox_does_not_get_its_pod_s_request(engine: Containerd) -> None:
     with engine.pod({"main.gpushare.io/memory": "1Gi", "gpushare.io/devices": "all"}) as pod:
         info = pod.info()
@@ -57,7 +64,9 @@ def test_sandbox_does_not_get_its_pod_s_request(engine: Containerd) -> None:
 
 def test_only_the_requesting_container_starts_python(engine: Containerd) -> None:
     with engine.pod() as pod:
-        pod.run(Want(SLEEP), "plain")
+        plain = pod.run(Want(SLEEP), "plain")
+        assert plain.exec(*DEVICES).out == ""
+        plain.remove()
         assert engine.programs.started() == []
         asks = pod.run(Want(SLEEP, TWO_GIB))
         assert engine.node.leases() == [asks.id]
@@ -158,19 +167,11 @@ def test_next_attempt_gets_the_share_of_the_ended_one(engine: Containerd) -> Non
 
 def test_refused_attempt_leaves_nothing(engine: Containerd) -> None:
     with engine.pod() as pod:
-        with pytest.raises(CriError, match="lots"):
+        with pytest.raises(CriError, match=r"GPUSHARE_MEMORY=\W+lots") as failed:
             pod.run(Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
+        assert "StartContainer" in str(failed.value) and "Traceback" not in failed.value.detail
         assert engine.node.leases() == []
         assert total_bytes(pod.run(Want(SLEEP, TWO_GIB), "next")) == 2 * GIB
-
-
-def test_removed_pod_releases_all_shares(engine: Containerd) -> None:
-    with engine.pod() as pod:
-        for name in "ab":
-            pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "all", "GPUSHARE_MEMORY": "8Gi"}), name)
-        assert len(engine.node.leases()) == 2
-    assert engine.node.leases() == []
-    assert engine.run(Want(env=BOTH)).answer()["total_bytes"] == 16 * GIB
 
 
 def test_each_container_sees_only_its_gpu(engine: Containerd) -> None:
@@ -183,13 +184,160 @@ def test_each_container_sees_only_its_gpu(engine: Containerd) -> None:
         assert both.exec(PROBE).answer()["devices"] == 2
 
 
-def test_share_survives_a_resource_update(engine: Containerd) -> None:
-    with engine.pod() as pod:
-        one = pod.run(Want(SLEEP, TWO_GIB))
+# Devices that a container's request had before gpushare, and real device nodes
+
+
+@pytest.fixture
+def real_root(containerd: Containerd, tmp_path: Path) -> Iterator[Path]:
+    with real_nodes(containerd.node, tmp_path / "real") as root:
+        yield root
+
+
+def device(root: Path, name: str) -> dict[str, str]:
+    """A device in a CRI request, as kubelet writes a device plugin's response."""
+    return {"container_path": f"/dev/{name}", "host_path": str(root / "dev" / name), "permissions": "rw"}
+
+
+def test_nodes_of_other_gpus_cannot_be_opened(containerd: Containerd, real_root: Path) -> None:
+    """Also after an update of the container's resources."""
+    with containerd.pod() as pod:
+        one = pod.run(Want(SLEEP, {"NVIDIA_VISIBLE_DEVICES": "1"}))
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
         limit = {"cpu_shares": 512, "memory_limit_in_bytes": 512 << 20}
         pod.daemon.cri.call("UpdateContainerResources", container_id=one.id, linux=limit)
         assert one.info()["runtimeSpec"]["linux"]["resources"]["memory"]["limit"] == 512 << 20
-        assert total_bytes(one) == 2 * GIB
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
+        other = pod.run(Want(SLEEP), "nothing")
+        assert (access(other, 0), access(other, 255)) == (DENIED, DENIED)
+
+
+def test_injected_devices_are_reduced_to_the_granted_ones(containerd: Containerd, real_root: Path) -> None:
+    """A device plugin added both GPUs and the container requests one: the other is removed."""
+    devices = [device(real_root, name) for name in NODES]
+    with containerd.pod() as pod:
+        want = Want(SLEEP, {**VOID, "GPUSHARE_DEVICES": "1"})
+        if containerd.way == "hook":
+            with pytest.raises(CriError, match="already has an NVIDIA device ./dev/nvidia"):
+                pod.run(want, devices=devices)
+            return
+        one = pod.run(want, devices=devices)
+        assert (access(one, 0), access(one, 1), access(one, 255)) == (DENIED, ALLOWED, ALLOWED)
+        assert one.exec("ls", "/dev/nvidia0").code != 0
+        alone = pod.run(Want(SLEEP, VOID), "alone", devices=[device(real_root, "nvidia0")])
+        assert containerd.node.leases() == sorted([one.id, alone.id])
+        with pytest.raises(CriError, match=f"held by {alone.id[:12]} "):  # no memory limit, so the whole device
+            pod.run(Want(SLEEP, {"GPUSHARE_DEVICES": "0"}), "late")
+
+
+# CDI. This containerd is older than CDI, so the test does what containerd 1.7 does with a specification.
+
+
+def inject(spec: dict[str, Any], described: dict[str, Any], name: str, root: Path) -> None:
+    """Applies a CDI device to a config.json. A simulated node is a file, so it is mounted."""
+    own = next(one["containerEdits"] for one in described["devices"] if one["name"] == name)
+    for edits in (own, described["containerEdits"]):
+        spec["process"]["env"] += edits.get("env", [])
+        for node in edits.get("deviceNodes", []):
+            path = node["path"]
+            mount = {"destination": path, "type": "bind", "source": f"{root}{path}", "options": ["bind", "rw"]}
+            spec["mounts"].append(mount)
+        for one in edits.get("mounts", []):
+            mount = {"destination": one["containerPath"], "type": "bind", "source": one["hostPath"]}
+            spec["mounts"].append({**mount, "options": one["options"]})
+        for hook in edits.get("hooks", []):
+            entry = {"path": hook["path"], "args": hook["args"]}
+            spec.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(entry)
+
+
+def ctr_spec(containerd: Containerd, env: dict[str, str]) -> dict[str, Any]:
+    spec = containerd.base_spec()
+    spec["process"]["args"] = [PROBE]
+    spec["process"]["env"] = [f"{key}={value}" for key, value in env.items()]
+    return spec
+
+
+def test_ctr_container_gets_its_share(containerd: Containerd) -> None:
+    """Without CRI: no pod, no annotations, one container. ctr shows a refusal."""
+    if containerd.way == "runtime":
+        words = ("--runc-binary", str(containerd.programs.runtime), "--env", "GPUSHARE_MEMORY=2Gi")
+        done = containerd.daemon.try_ctr("run", "--rm", *words, engines.IMAGE, "by-ctr", PROBE)
+    else:
+        done = containerd.ctr_run("by-ctr", ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"}))
+    assert Result(done.returncode, done.stdout, done.stderr).answer()["total_bytes"] == 2 * GIB
+    refused = containerd.ctr_run("by-ctr", ctr_spec(containerd, {"GPUSHARE_MEMORY": "lots"}))
+    assert refused.returncode != 0 and 'GPUSHARE_MEMORY="lots"' in refused.stderr
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_cdi_devices_get_a_share_or_are_refused(containerd: Containerd, index: str) -> None:
+    root = containerd.node.driver_root
+    spec = ctr_spec(containerd, {"GPUSHARE_MEMORY": "2Gi"})
+    inject(spec, cdi(root), index, root)
+    done = containerd.ctr_run("by-cdi", spec)
+    if containerd.way == "hook":
+        assert done.returncode != 0
+        assert 'already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook" and 9 more' in done.stderr
+        return
+    answer = Result(done.returncode, done.stdout, done.stderr).answer()
+    assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, 2 * GIB, 2 * GIB)
+
+
+def test_mounted_driver_files_are_covered(containerd: Containerd) -> None:
+    """Older device plugins mount the driver's files, which must not bypass the limit."""
+    root = containerd.node.driver_root
+    library = f"{LIBDIR}/libcuda.so.{VERSION}"
+    mounts = (Mount(root / library, f"/{library}"), Mount(root / "dev/nvidia1", "/dev/nvidia1", ("rw",)))
+    with containerd.pod() as pod:
+        if containerd.way == "hook":
+            with pytest.raises(CriError, match=f"already has an NVIDIA mount at ./{library}"):
+                pod.run(Want(SLEEP, {**VOID, **TWO_GIB}, mounts=mounts))
+            return
+        one = pod.run(Want(SLEEP, {**VOID, **TWO_GIB}, mounts=mounts))
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        assert one.exec("sh", "-c", "ls /dev/nvidia[0-9]*").out == "/dev/nvidia1\n"
+
+
+def test_containerd_s_default_device_rules_start_no_python(containerd: Containerd, tmp_path: Path) -> None:
+    with containerd.pod() as pod:
+        one = pod.run(Want(SLEEP))
+        for place, spec in (("pod", pod.info()["runtimeSpec"]), ("one", one.info()["runtimeSpec"])):
+            require_no_python(tmp_path / place, spec)
+
+
+def test_pod_gets_the_device_that_kubelet_chose(
+    containerd: Containerd, folder: Path, plugin: Callable[..., Plugin], tmp_path: Path
+) -> None:
+    """`gpushare k8s-plugin` answers kubelet. The pod gets 3 GiB and 30 % of the second device, although `any` would
+    choose the first. A neighbour in the pod has its own share; a container without an allocation has none."""
+    node, unit = containerd.node, "gpushare.io/memory-64mib"
+    records = tmp_path / "kubelet"
+    records.mkdir()
+    write_config(node.config, node.driver_root, kubernetes={"kubelet_dir": str(records)})
+    assert node.cli("refresh").returncode == 0
+    with Kubelet(folder) as kubelet, containerd.pod() as pod:
+        uid = str(uuid.uuid4())
+        pod.config["linux"]["cgroup_parent"] += f"/pod{uid}"  # of its containers, as kubelet names it
+        plugin(node, "--memory-unit", "64Mi")
+        kubelet.wait(lambda: kubelet.has_listed(unit, COMPUTE) and len(kubelet.healthy(unit)) == 2 * 256)
+        kubelet.allocate(unit, 250)
+        counted = {**kubelet.allocate(unit, 48), **kubelet.allocate(COMPUTE, 30)}
+        beside = kubelet.allocate(unit, 16)
+        given = {"main": counted, "other": beside}
+        entries = ({"PodUID": uid, "ContainerName": name, "envs": envs} for name, envs in given.items())
+        checkpoint(records, *entries)
+        main = pod.run(Want(SLEEP, {**counted, "NVIDIA_VISIBLE_DEVICES": "all"}))
+        other = pod.run(Want(SLEEP, beside), "other")
+        none = pod.run(Want(SLEEP), "none")
+        for one, size in (main, 3 * GIB), (other, GIB):
+            answer = one.exec(PROBE).answer()
+            assert (answer["devices"], answer["total_bytes"], answer["nvml_total_bytes"]) == (1, size, size)
+            inspected = node.cli("inspect", one.id, "--format", "json").stdout
+            assert uuids(node)[1] in inspected and uuids(node)[0] not in inspected
+        for one, percent in (main, 30), (other, 0):
+            lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
+            assert [share["compute_percent"] or 0 for share in lease["shares"]] == [percent]
+        assert none.exec("ls", "/dev/nvidia0", "/dev/nvidia1").code != 0
+        assert node.leases() == sorted([main.id, other.id])
 
 
 # Death of the daemon. The test has its own daemon, because other tests must end with the daemon that they began with.

@@ -89,7 +89,7 @@ def test_daemon_set_s_container_serves_kubelet(
         kubelet.wait(lambda: kubelet.has_listed(MEMORY, GPU) and kubelet.healthy(MEMORY))
         assert len(kubelet.healthy(MEMORY)) == 2 * EACH and not kubelet.healthy(GPU)
         kubelet.allocate(MEMORY, EACH - 100)
-        (value,) = kubelet.allocate(MEMORY, 4096).values()  # tests/integration/test_containerd_plugin.py starts pods
+        (value,) = kubelet.allocate(MEMORY, 4096).values()  # tests/integration/test_containerd.py starts pods
         assert value.endswith("=4096Mi")
 
         # A device disappears, and the configuration has other shares

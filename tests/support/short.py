@@ -26,7 +26,9 @@ HEAD = "# Processor seconds of the dearest value of each test that takes one or 
 
 WAY = re.compile(r"(?<=[\[ -])(hook|runtime)(?=[\],-])")
 # Branches of the real driver after the first, and engines of other releases
-OTHER = re.compile(r"\[(550|555)[\]-]|test_engines\.py::(?!test_limit_is_visible).*\[(newest|trixie) ")
+OTHER = re.compile(
+    r"\[(550|555)[\]-]|test_engines\.py::(?!test_limit_is_visible).*\[(newest|trixie) |test_docker_checks_the_change"
+)
 
 # Processor seconds from which one value of a test's parameters stays, and from which none does
 ONE_VALUE_S, COSTLY_S = 1.0, 4.0
@@ -44,8 +46,8 @@ STAYS = {
     "integration/test_capacity.py": "quarters_of_nvml_s_total_all_fit",
     "integration/test_cli.py": "list_shows_a_container_s_use_from_start_to_end",
     "integration/test_containerd.py": "sandbox_does_not_get_its_pod_s_request"
-    " pods_of_other_schedulers_get_their_shares",
-    "integration/test_containerd_devices.py": "nodes_of_other_gpus_cannot_be_opened",
+    " pods_of_other_schedulers_get_their_shares nodes_of_other_gpus_cannot_be_opened"
+    " pod_gets_the_device_that_kubelet_chose",
     "integration/test_docker.py": "share_follows_the_container_after_a_daemon_restart",
     "integration/test_docker_devices.py": "injection_by_nvidia_s_runtime_is_replaced",
     "integration/test_doctor.py": "wrong_shim_library_is_reported",

@@ -60,7 +60,6 @@ DRIVER = (
 )
 # All podmans of this machine have their locks in one file of /dev/shm, and recreate it for new storage
 PODMAN = (
-    "tests/integration/test_configure_engines.py",
     "tests/integration/test_crio.py",  # podman loads its image
     "tests/integration/test_engines.py",
     "tests/integration/test_podman",
