@@ -37,6 +37,26 @@ class DockerHost(Docker):
         return start(self.daemon, *GPUSHARE, "--runtime", runtime, *options, image, *args)
 
 
+class Daemon(Dockerd):
+    """BuildKit starts steps with `build_runtime`."""
+
+    build_runtime = Path()
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "DOCKER_BUILDKIT_RUNC_COMMAND": str(self.build_runtime)}
+
+
+class BuildHost(DockerHost):
+    """Steps of docker build run under gpushare-runtime, with docker 26 and newer."""
+
+    def make_daemon(self, directory: Path, config: dict[str, Any] | None) -> Dockerd:
+        made = Daemon(directory, config)
+        made.build_runtime = directory / "build-runtime"
+        made.build_runtime.write_text(f'#!/bin/sh\nexec {" ".join(self.node.runtime())} "$@"\n')
+        made.build_runtime.chmod(0o755)
+        return made
+
+
 @contextmanager
 def docker_host(
     image_root: Path, *options: str, runtimes: MakeRuntimes | None = None, kind: type[DockerHost] = DockerHost
