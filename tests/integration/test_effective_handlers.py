@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 import tomlkit
-from gpushare.engines import containerd, docker, tomltext
+from gpushare.engines import containerd, docker, podman, tomltext
 
 from tests.integration import engines
 from tests.support.engines.base import SLEEP
 from tests.support.engines.dockerd import Dockerd
 from tests.support.engines.image import IMAGE, make_tar
 from tests.support.engines.places import DefaultPlaces
-from tests.support.host import BUILD
+from tests.support.host import BUILD, TREE
 from tests.unit.test_engines_places import K0S, K0S_NEW, K0S_OLD, K3S, K3S_MAIN, K3S_OLD, MICROK8S, MICROK8S_FILES
 from tools import effective_docs, newest
 
@@ -154,6 +154,30 @@ def test_handler_equals_the_default_one_in_every_other_key(places: None, name: s
             effective_docs.check(f"containerd {version()}", before["default"], default, ours)
         run(str(BUILD / "bin/gpushare"), "runtime", "configure", "containerd", "--undo")
         assert handlers(containerd.FILE) == before and Path(containerd.FILE).read_text() == text
+
+
+def test_hook_only_handler_has_our_base_spec(places: None) -> None:
+    """On a host without a file of containerd."""
+    words = [str(BUILD / "bin/gpushare"), "runtime", "configure", "containerd"]
+    run(*words, "--hook-only")
+    after = handlers(containerd.FILE)
+    ours = copy_of(after["default"]) | {"base_runtime_spec": containerd.BASE_SPEC}
+    del ours["options.BinaryName"]
+    assert after["gpushare"] == ours
+    run(*words, "--undo")
+    assert not Path(containerd.FILE).exists() and not Path(containerd.BASE_SPEC).exists()
+
+
+def test_base_spec_equals_containerd_s_default() -> None:
+    """Hosts without ctr use this copy: it must not open anything that containerd masks or denies."""
+    spec = json.loads(run("ctr", "oci", "spec"))
+    written = TREE / "config/engines/containerd-hook-only" / containerd.BASE_SPEC.lstrip("/")
+    copy = json.loads(written.read_text())
+    assert copy["process"] == spec["process"] and copy["root"] == spec["root"]
+    assert copy["mounts"] == spec["mounts"] and copy["linux"]["resources"] == spec["linux"]["resources"]
+    assert copy["linux"]["namespaces"] == spec["linux"]["namespaces"]
+    for name in ("maskedPaths", "readonlyPaths"):
+        assert set(copy["linux"][name]) >= set(spec["linux"][name])
 
 
 @pytest.mark.parametrize("name", VERSIONS[1:])
@@ -344,6 +368,7 @@ def test_podman_keeps_its_default_runtime_and_reads_ours(
         before = info()
         run(str(BUILD / "bin/gpushare"), "runtime", "configure", "podman")
         after, ours = info(), info("--runtime", "gpushare")
+        assert f",{podman.HOOKS}]" in run(*words("--help"))
         # no answer of podman shows runtime_supports_*
         run(*words("--runtime", "gpushare", "create", "--network=none", "--cgroups=disabled", "--rootfs", "/", "true"))
         assert after == before and ours == {**before, "ociRuntime.path": str(BUILD / "bin/gpushare-runtime")}
