@@ -27,7 +27,7 @@ ASKED_BYTES = 2 * GIB
 BESIDE_BYTES = REQUEST + (GIB >> 1)  # of the other borrower
 RECLAIM_S = 10  # docs/lending.md
 POINTS = 24
-IN_MAKE_TEST = 6  # every 6th of them
+IN_MAKE_TEST = 8  # every 8th of them
 Make = Callable[..., Tenant]
 
 

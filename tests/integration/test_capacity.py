@@ -53,14 +53,6 @@ def fill(tenants: list[Tenant], model: ModelHost) -> list[int]:
 
 
 @WHOLE
-def test_shares_of_100_percent_all_fit(tenant: Callable[..., Tenant], node: Node, model: ModelHost) -> None:
-    node.cli("refresh")
-    env = {"GPUSHARE_DEVICES": model.uuid, "GPUSHARE_MEMORY": "25%"}
-    limits = fill([tenant(f"c{number}", env) for number in range(4)], model)
-    assert limits == [model.model.memory_bytes // 4 // LAST_BYTES * LAST_BYTES] * 4
-
-
-@WHOLE
 def test_quarters_of_nvml_s_total_all_fit(tenant: Callable[..., Tenant], node: Node, model: ModelHost) -> None:
     """HAMi divides what NVML's version 1 reports. The last container gets the rest, and a note."""
     node.cli("refresh")

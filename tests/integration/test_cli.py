@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from tests.support import rootfs
 from tests.support.host import Node
@@ -96,63 +93,3 @@ def test_explain_predicts_the_start_and_changes_nothing(container: MakeContainer
     assert targets <= mounted
     lease = json.loads((node.state / "containers" / one.id / "lease.json").read_text())
     assert lease["shares"][0]["memory_limit_bytes"] == 4 * GIB
-
-
-def test_start_after_refresh_reads_one_file(container: MakeContainer, node: Node) -> None:
-    value = json.loads(node.cli("refresh", "--format", "json").stdout)
-    assert value["devices"][0]["memory_bytes"] == 16 * GIB
-    written = (node.state / "node.json").stat().st_mtime_ns
-    assert container(["true"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).run() == 0
-    assert (node.state / "node.json").stat().st_mtime_ns == written
-
-
-def test_refresh_after_a_driver_update_names_the_running_container(
-    container: MakeContainer, node: Node, simhost: Path
-) -> None:
-    """The container keeps the old driver, the next one gets the new driver, and refresh names the old container."""
-    newer = "535.300.01"
-    one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
-    for path in list(simhost.rglob("*.so.535.261.03")):
-        shutil.copy(path, str(path).replace("535.261.03", newer))
-    for name in ("sys/module/nvidia/version", "proc/driver/nvidia/version"):
-        path = simhost / name
-        path.write_text(path.read_text().replace("535.261.03", newer))
-    value = json.loads(node.cli("refresh", "--format", "json").stdout)
-    assert {"what": "driver", "before": "535.261.03", "after": newer} in value["changes"]
-    assert value["outdated"] == [{"id": one.id, "why": "was started with driver 535.261.03"}]
-    assert [found["state"] for found in json.loads(node.cli("list", "--format", "json").stdout)] == ["running"]
-    doctor = json.loads(node.cli("doctor", "--format", "json").stdout)
-    assert next(row for row in doctor["checks"] if row["name"] == "containers")["result"] == "warn"
-    other = container(["sh", "-c", "ls -l /usr/lib/*/libcuda.so.1"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook())
-    assert other.run() == 0 and newer in other.stdout
-    assert node.cli("refresh").stdout.count("nothing has changed") == 1
-
-
-def test_each_command_s_json_is_one_document(container: MakeContainer, node: Node) -> None:
-    one = container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "1Gi"}, hook=node.hook()).start()
-    for command in (
-        *(["list"], ["inspect", one.id], ["devices"], ["explain", str(one.bundle)], ["prune", "--dry-run"]),
-        *(["config", "check"], ["config", "show"], ["refresh"], ["version"], ["top", "--once"]),
-        *(["pause", one.id], ["resume", one.id]),
-        *(["limit", "show", one.id], ["limit", "set", one.id, "--memory", "2Gi", "--dry-run"]),
-    ):
-        done = node.cli(*command, "--format", "json")
-        assert (done.returncode, done.stderr) == (0, ""), command
-        json.loads(done.stdout)
-        text = node.cli(*command).stdout
-        assert "\x1b" not in text and "█" not in text and "─" not in text, command
-
-
-@pytest.mark.parametrize("command", [["list"], ["devices"]])
-def test_closed_output_pipe_is_no_error(container: MakeContainer, node: Node, command: list[str]) -> None:
-    """`gpushare list | head -0`"""
-    import subprocess
-
-    from tests.support.host import BIN
-
-    program = [str(BIN / "gpushare"), "--config", str(node.config), "--state", str(node.state), *command]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -23,18 +23,12 @@ for word; do
 done
 exec runc "$@"
 """
-HOSTILE = "4Gi\ndecision=granted id=forged devices=all"
 
 
 def decisions(node: Node, *keys: str) -> list[tuple[str | None, ...]]:
     """Without those on containers of other tests: the first start searches the whole kernel for its own."""
     lines = [line for line in node.decisions() if line["decision"] != "ignored"]
     return [tuple(line.get(key) for key in keys) for line in lines]
-
-
-@pytest.fixture(params=["hook", "runtime"])
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_only_shares_are_logged_as_granted_and_released(container: MakeContainer, node: Node, way: str) -> None:
@@ -69,18 +63,6 @@ def test_delete_logs_one_release_when_no_hook_ran(
         ("released", "delete", "4294967296"),
     ]
     assert node.leases() == []
-
-
-@pytest.mark.parametrize("name", ["GPUSHARE_MEMORY", "NVIDIA_VISIBLE_DEVICES"])
-def test_hostile_request_is_logged_in_one_line_without_its_value(
-    container: MakeContainer, node: Node, way: str, name: str
-) -> None:
-    one = container(["true"], env={name: HOSTILE}, **node.way(way))
-    with pytest.raises(RuntimeFailed):
-        one.create()
-    (line,) = node.decisions()
-    assert (line["decision"], line["id"], line["way"], line["names"]) == ("refused", one.id, way, name)
-    assert "forged" not in (node.config.parent / "decisions").read_text()
 
 
 def test_failed_start_after_the_grant_logs_a_release(container: MakeContainer, node: Node) -> None:

@@ -11,11 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support import host, rootfs
 from tests.support.host import Node
-from tests.support.runc import Container, RuntimeFailed
 from tests.support.tenant import Tenant
 
 MakeNode = Callable[..., Node]
@@ -86,18 +83,6 @@ def test_half_upgraded_driver_is_reported(node: Node, simhost: Path) -> None:
     assert rows["driver"]["result"] == "ok" and "550.90.07" in rows["driver"]["detail"]
     assert rows["driver files"]["result"] == "fail" and "535.261.03" in rows["driver files"]["detail"]
     assert "upgrade" in rows["driver files"]["hint"] and rows["library loads"]["result"] == "fail"
-
-
-def test_missing_device_node_and_refused_container_are_reported(
-    container: Callable[..., Container], node: Node, simhost: Path
-) -> None:
-    one = container(["true"], env={"GPUSHARE_MEMORY": "64Gi"}, hook=node.hook())
-    with pytest.raises(RuntimeFailed):
-        one.run()
-    (simhost / "dev/nvidia-uvm").unlink()
-    rows = found(node)
-    assert rows["device nodes"]["result"] == "fail" and "/dev/nvidia-uvm" in rows["device nodes"]["detail"]
-    assert rows["refusals"]["result"] == "warn" and rows["refusals"]["hint"] == f"gpushare inspect {one.id}"
 
 
 def test_unprivileged_user_gets_a_report(node: Node) -> None:

@@ -63,25 +63,13 @@ def test_refusal_is_kept_until_the_next_success(container: MakeContainer, node: 
     assert not (node.state / "errors" / one.id).exists()
 
 
-def test_internal_error_is_one_line_and_its_traceback_stays_on_the_host(
-    container: MakeContainer, node: Node, tmp_path: Path
-) -> None:
-    """The error is raised after the lease exists, which is then removed."""
-    program = changed_hook(tmp_path, "from gpushare.inject import plan\nplan.make_plan = lambda *a: 1 / 0")
-    one = container(["true"], env=SHARE, hook=node.hook()._replace(program=program))
-    line = refused(one)
-    assert "gpushare: internal error: ZeroDivisionError: " in line
-    assert "division by zero" in line and "(at changed-hook:7)" in line
-    trace = node.state / "errors" / f"{one.id}~trace"
-    assert "hook.py" in trace.read_text() and trace.stat().st_mode & 0o777 == 0o600
-    assert_nothing_left(node)
-
-
 def test_hanging_hook_ends_at_its_deadline(container: MakeContainer, node: Node, tmp_path: Path) -> None:
     """A process holds the lease lock forever: the start fails by itself and leaves nothing."""
     assert node.cli("refresh").returncode == 0  # makes the state directory
     program = changed_hook(
-        tmp_path, "from gpushare.programs import deadline; deadline.DEADLINE_S = deadline.UNDO_DEADLINE_S = 1"
+        tmp_path,
+        "from gpushare.programs import deadline; deadline.DEADLINE_S = deadline.UNDO_DEADLINE_S = 0.3\n"
+        "deadline.signal.alarm = lambda s: deadline.signal.setitimer(deadline.signal.ITIMER_REAL, s)",
     )
     hook = node.hook()._replace(program=program)
     one = container(["true"], env=SHARE, hook=hook)
@@ -89,7 +77,7 @@ def test_hanging_hook_ends_at_its_deadline(container: MakeContainer, node: Node,
     (one.bundle / "config.json").write_text(json.dumps(one.spec))
     with open(node.state / "lock", "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "took longer than 1 s" in refused(one)
+        assert "took longer than 0.3 s" in refused(one)
     assert node.cli("prune").returncode == 0
     assert_nothing_left(node)
 
@@ -170,43 +158,6 @@ def test_process_without_a_mount_namespace_is_refused(container: MakeContainer, 
     new = [point for point in rootfs.mount_points() if point not in before]
     assert [point for point in new if not f"{point}/".startswith(f"{node.state}/")] == []
     assert_nothing_left(node)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 1}', "\x00" * 100])
-def test_damaged_node_file_is_compiled_again(container: MakeContainer, node: Node, content: str) -> None:
-    assert node.cli("refresh").returncode == 0
-    (node.state / "node.json").write_text(content)
-    one = container(["true"], env=SHARE, hook=node.hook())
-    assert one.run() == 0
-    assert json.loads((node.state / "node.json").read_text())["inventory"]["devices"]
-
-
-def test_damaged_lease_blocks_the_device_until_it_is_removed(container: MakeContainer, node: Node) -> None:
-    first = container(["sleep", "inf"], env=SHARE, hook=node.hook()).start()
-    (node.state / "containers" / first.id / "lease.json").write_text('{"id":')
-    second = container(["true"], env=SHARE, hook=node.hook())
-    assert "gpushare prune --assume-free" in refused(second)
-    assert "damaged" in node.cli("list").stdout
-    assert "--assume-free" in node.cli("prune").stderr
-    second.id = first.id  # from another runc root; its create fails, and runc calls poststop
-    assert "make sure that it does not run" in refused(second)
-    assert node.leases() == [first.id]
-    first.kill()
-    first.wait()
-    first.delete()  # poststop: the runtime reports its end, so the lease is released
-    assert second.run() == 0
-
-
-def test_impossible_state_directory_is_refused(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    one = container(["true"], env=SHARE, hook=node.hook()._replace(state=tmp_path / "file" / "state"))
-    assert "Not a directory" in refused(one) or "File exists" in refused(one)
-
-
-def test_poststop_never_fails(node: Node) -> None:
-    for state in ({}, {"id": "../x", "bundle": "/b"}, {"id": "c1", "bundle": "/gone"}, {"id": "c1", "pid": "x"}):
-        done = run_hook(node, "poststop", state)
-        assert done.returncode == 0 and "Traceback" not in done.stderr
 
 
 def test_missing_container_state_is_refused_in_one_line(node: Node, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Kills at any point: no device appears before its limits, and no lease is lost or granted twice. A full state
-directory, and one of another boot, recover."""
+directory recovers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gpushare.state import leases
-from gpushare.system import cgroup, procs
+from gpushare.system import cgroup
 
 from tests.integration.programs import interrupted_hook, watched_start
 from tests.support import programs
@@ -141,15 +141,3 @@ def test_full_state_directory_allows_releases_and_refuses_starts(
     filler.unlink()
     again = container(["true"], env=ALL, **node.way(way))
     assert again.run() == 0, again.stderr
-
-
-def test_lease_of_another_boot_is_ignored(container: MakeContainer, node: Node, way: str) -> None:
-    """Its pids are meaningless now, even if they exist."""
-    old = container(["sleep", "inf"], env=ALL, **node.way(way)).start()
-    lease = node.state / "containers" / old.id / "lease.json"
-    lease.write_text(lease.read_text().replace(procs.boot_id(), "00000000-0000-4000-8000-000000000000"))
-    new = container(["sleep", "inf"], env=ALL, **node.way(way)).start()
-    assert node.leases() == [new.id]
-    for one in (old, new):
-        one.delete()
-    assert node.left() == []

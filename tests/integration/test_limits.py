@@ -88,53 +88,16 @@ def test_bypass_attempts_get_no_more_than_the_limit(
     assert peak_bytes(simhost, first.pid_namespace()) <= 2 * GIB
 
 
-def test_container_running_as_uid_1000_is_limited(tenant: Callable[..., Tenant], simhost: Path, way: str) -> None:
-    one = tenant("plain", {"GPUSHARE_MEMORY": "1Gi"}, user=(1000, 1000), way=way)
-    one.container.start()
-    assert one.expect("seen")["cuda_total_bytes"] == GIB
-    assert GIB // 2 < take_all(one)["got_bytes"] < GIB
-    assert peak_bytes(simhost, one.pid_namespace()) <= GIB
-
-
-def test_container_without_request_gets_no_gpu(container: Callable[..., Container], node: Node, way: str) -> None:
-    one = container(["sh", "-c", "ls -d /dev/nvidia* /usr/lib/gpushare"], **node.way(way))
-    assert one.run() != 0
-    assert one.stdout == ""
-    assert node.leases() == []
-
-
-def test_annotation_is_a_request(container: Callable[..., Container], node: Node, way: str) -> None:
-    annotations = {"gpushare.io/memory": "1Gi"}
-    one = container(
-        [PYTHON, GRAB_IN_CONTAINER], annotations=annotations, mounts=python_mounts(PROGRAM, GRAB), **node.way(way)
-    )
-    assert one.run() == 0, one.stderr
-    assert json.loads(one.stdout)["total_bytes"] == GIB
-
-
-def test_hook_works_in_the_create_runtime_stage(container: Callable[..., Container], node: Node) -> None:
+@pytest.mark.usefixtures("no_hybrid_cgroups")
+@pytest.mark.parametrize("low", ["runc", "crun"])
+def test_hook_works_in_the_create_runtime_stage(container: Callable[..., Container], node: Node, low: str) -> None:
+    """test_engines.py has the stage prestart."""
     one = container(
         [PYTHON, GRAB_IN_CONTAINER],
         env={"GPUSHARE_MEMORY": "1Gi"},
         hook=node.hook("createRuntime"),
         mounts=python_mounts(PROGRAM, GRAB),
-    )
-    assert one.run() == 0, one.stderr
-    assert json.loads(one.stdout)["total_bytes"] == GIB
-    one.delete()
-    assert node.leases() == []
-
-
-@pytest.mark.usefixtures("no_hybrid_cgroups")
-@pytest.mark.parametrize("stage", ["prestart", "createRuntime", ""])
-def test_limit_holds_under_crun(
-    container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, stage: str
-) -> None:
-    """Each stage tests the hook there; an empty stage tests gpushare-runtime."""
-    node = make_node(simhost, runtime={"path": "/usr/bin/crun"})
-    way = {"hook": node.hook(stage), "runtime": "crun"} if stage else node.way("runtime")
-    one = container(
-        [PYTHON, GRAB_IN_CONTAINER], env={"GPUSHARE_MEMORY": "1Gi"}, mounts=python_mounts(PROGRAM, GRAB), **way
+        runtime=low,
     )
     assert one.run() == 0, one.stderr
     answer = json.loads(one.stdout)

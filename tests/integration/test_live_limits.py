@@ -57,7 +57,7 @@ def grown(container: MakeContainer, node: Node, simhost: Path, grower: Path) -> 
 def test_allocations_stay_within_the_current_limit(grown: Callable[..., Grown], way: str) -> None:
     """The limit alternates while all four allocate and free: memory above the smaller limit only shrinks."""
     one = grown(way, "churn", "5Gi", "40%")
-    for turn in range(12):
+    for turn in range(6):
         low = turn % 2 == 0
         after = one.set("--memory", "3Gi" if low else "5Gi", "--compute", "20" if low else "40")
         limit = after["after"]["memory_limit_bytes"]
