@@ -56,7 +56,8 @@ STAYS = {
     " handler_equals_the_default_one_in_every_other_key",
     "integration/test_engines.py": "limit_is_visible_reached_and_enforced two_shares_do_not_exceed_the_device",
     "integration/test_export.py": "only_a_bypassing_container_is_reported_once",
-    "integration/test_installer.py": "pod_installs_and_removes_gpushare nri_plugin_is_required_when_it_runs",
+    "integration/test_installer.py": "pod_installs_and_removes_gpushare nri_plugin_is_required_when_it_runs"
+    " label_of_the_node_chooses_its_profile",
     "integration/test_k8s_plugin.py": "plugin_registers_allocates_and_follows_kubelet",
     "integration/test_lending.py": "agent_ends_a_borrower_for_another_request",
     "integration/test_lies.py": "corrupt_activity_files_leave_peers_and_host_working",

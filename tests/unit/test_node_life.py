@@ -743,6 +743,18 @@ def test_removal_deletes_all_objects() -> None:
     assert {"runtimeclass.yaml", "nodefeaturerule.yaml", "admissionpolicy.yaml"} <= set(named)
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_removal_leaves_an_edited_configuration(node: Node, monkeypatch: pytest.MonkeyPatch, edited: bool) -> None:
+    node.install_now()
+    node.install.write(node.install.CONFIG, b"version: 1\n")
+    node.install.write(node.install.WRITTEN, b"" if edited else node.install.checksum(node.install.CONFIG).encode())
+    words: list[tuple[str, ...]] = []
+    real = node.gpushare
+    monkeypatch.setattr(node.install, "gpushare", lambda *one: words.append(one) or real(*one))
+    assert node.install.remove() == []
+    assert (("uninstall", "--yes") if edited else ("uninstall", "--yes", "--purge")) in words
+
+
 @pytest.mark.parametrize("whose", [{"container": True}, {"uid": 1000}], ids=["container", "user"])
 @pytest.mark.parametrize("kind", ["program", "conmon", "argument"])
 def test_container_or_user_cannot_claim_to_use_gpushare(node: Node, kind: str, whose: dict[str, Any]) -> None:
