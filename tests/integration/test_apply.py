@@ -66,6 +66,7 @@ def errno_of(call: Any) -> int:
 
 
 def test_plan_is_visible_only_in_the_container(image: Path, source: Path) -> None:
+    """With its attributes. Mount points are empty files of the container's root, and the second start uses them."""
     host = ns_util.host_mounts()
     with ns_util.sandbox(image) as box:
         box.apply(Plan("test", whole_plan(source)))
@@ -77,11 +78,6 @@ def test_plan_is_visible_only_in_the_container(image: Path, source: Path) -> Non
         assert box.enter(lambda: os.readlink(f"{LIBDIR}/libcuda.so")) == "libcuda.so.1"
         assert box.enter(lambda: os.stat("/dev/nvidia0").st_rdev) == os.makedev(195, 0)
         assert box.enter(lambda: read("/dev/nvidia1")) == "device state"
-
-
-def test_mounts_have_the_plan_s_attributes_and_do_not_propagate(image: Path, source: Path) -> None:
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", whole_plan(source)))
         names = {"ro", "rw", "nosuid", "nodev", "noexec", "shared"}
         assert options(box, "/usr/lib/gpushare") & names == {"ro", "nosuid", "nodev"}
         assert options(box, "/usr/lib/gpushare/rw") & names == {"rw", "nosuid", "nodev", "noexec"}
@@ -91,6 +87,14 @@ def test_mounts_have_the_plan_s_attributes_and_do_not_propagate(image: Path, sou
         assert write == 30  # EROFS
         assert box.enter(lambda: errno_of(lambda: open("/usr/lib/gpushare/rw/x", "w"))) == 0
         assert (source / "rw/x").exists()
+    left = ns_util.snapshot(image)
+    for path in (f"{LIBDIR}/libcuda.so.535.1", "/opt/new/directory/file", "/dev/nvidia0"):
+        mode, owner, content = left[path]
+        assert (oct(mode), owner, content) == ("0o100644", 0, ns_util.EMPTY)
+    with ns_util.sandbox(image) as box:
+        box.apply(Plan("test", whole_plan(source)))
+        assert box.enter(lambda: read(f"{LIBDIR}/libcuda.so.1")) == "the shim"
+    assert ns_util.snapshot(image) == left
 
 
 def test_device_access_is_granted_after_all_mounts(image: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,25 +105,6 @@ def test_device_access_is_granted_after_all_mounts(image: Path, source: Path, mo
         monkeypatch.setattr(cgroup, "allow_devices", lambda *_: at_grant.extend(box.mounts()) or at_grant.clear)
         seen = box.apply(plan, lambda applied: at_grant)
         assert seen == box.mounts() and f"{LIBDIR}/libcuda.so.535.1" in seen
-
-
-def test_mount_points_are_empty_files_owned_by_the_container_s_root(image: Path, source: Path) -> None:
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", whole_plan(source)))
-    left = ns_util.snapshot(image)
-    for path in (f"{LIBDIR}/libcuda.so.535.1", "/opt/new/directory/file", "/dev/nvidia0"):
-        mode, owner, content = left[path]
-        assert (oct(mode), owner, content) == ("0o100644", 0, ns_util.EMPTY)
-
-
-def test_second_start_reuses_mount_points(image: Path, source: Path) -> None:
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", whole_plan(source)))
-    first = ns_util.snapshot(image)
-    with ns_util.sandbox(image) as box:
-        box.apply(Plan("test", whole_plan(source)))
-        assert box.enter(lambda: read(f"{LIBDIR}/libcuda.so.1")) == "the shim"
-    assert ns_util.snapshot(image) == first
 
 
 # Undo
@@ -199,31 +184,28 @@ def test_apply_closes_its_descriptors_and_restores_the_directory(image: Path, so
 # Invalid processes
 
 
-def test_process_without_own_mount_namespace_is_refused(image: Path) -> None:
+def refusal(of: Any) -> str:
     def body() -> str:
         try:
-            apply.apply(Plan("test", ()), ns_util.bundle(str(image)), os.getppid())
+            of()
         except GpushareError as error:
             return str(error)
         return ""
 
-    assert "has no mount namespace of its own" in ns_util.in_child(body)
+    return str(ns_util.in_child(body))
+
+
+def test_process_without_own_mount_namespace_is_refused(image: Path) -> None:
+    said = refusal(lambda: apply.apply(Plan("test", ()), ns_util.bundle(str(image)), os.getppid()))
+    assert "has no mount namespace of its own" in said
 
 
 def test_exited_process_is_refused(image: Path) -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its pid still has an entry in /proc
-
-    def body() -> str:
-        try:
-            mountns.Namespace(child.pid)
-        except GpushareError as error:
-            return str(error)
-        return ""
-
-    message = ns_util.in_child(body)
+    said = refusal(lambda: mountns.Namespace(child.pid))
     child.wait()
-    assert str(child.pid) in message
+    assert str(child.pid) in said
 
 
 # Propagation

@@ -24,8 +24,6 @@ VIEWS = {
 
 image, container = access.image, access.container
 test_exactly_the_granted_devices_become_accessible = access.exactly_the_granted_devices_become_accessible
-test_another_minor_made_inside_cannot_be_opened = access.another_minor_made_inside_cannot_be_opened
-test_access_survives = access.access_survives
 
 
 @pytest.fixture(scope="module", params=sorted(VIEWS))
@@ -43,17 +41,25 @@ def device_list(view: View, pid: int) -> list[str]:
     return list(view.run(body))
 
 
-def test_devices_hierarchy_is_found(view: View, container: Container) -> None:
-    v1, _ = view.run(lambda: cgroup.find_cgroups(container[2]))
-    assert v1.startswith("/sys/fs/cgroup/devices/")
-    assert v1.endswith(container[0].id)
-
-
-def test_rules_are_rw_and_never_mknod(view: View, container: Container) -> None:
+def test_rules_are_rw_and_never_mknod_and_are_undone(view: View, container: Container) -> None:
+    """As rules of a plan. The undo keeps what was allowed before."""
     pid = container[2]
+    v1, _ = view.run(lambda: cgroup.find_cgroups(pid))
+    assert v1.startswith("/sys/fs/cgroup/devices/") and v1.endswith(container[0].id)
     before = device_list(view, pid)
-    allow(view, pid)
-    assert set(device_list(view, pid)) - set(before) == {"c 195:0 rw", "c 195:255 rw"}
+    plan = Plan("test", tuple(DeviceRule(*device) for device in GRANTED))
+
+    def body() -> list[str]:
+        applied = apply.apply(plan, ns_util.bundle("/"), pid)
+        with open(cgroup.find_cgroups(pid)[0] + "/devices.list") as rules:
+            granted = rules.read().splitlines()
+        applied.undo()
+        return granted
+
+    assert set(view.run(body)) - set(before) == {"c 195:0 rw", "c 195:255 rw"}
+    assert device_list(view, pid) == before
+    view.run(lambda: cgroup.allow_devices(pid, [(1, 3), *GRANTED])())  # /dev/null is every runtime's default
+    assert device_list(view, pid) == before
 
 
 def test_undo_and_revoke_remove_access(view: View, container: Container) -> None:
@@ -65,30 +71,6 @@ def test_undo_and_revoke_remove_access(view: View, container: Container) -> None
     assert matrix(runc, rootfs) != before
     view.run(lambda: cgroup.revoke(pid, GRANTED))
     assert matrix(runc, rootfs) == before
-
-
-def test_undo_of_a_plan_removes_access(view: View, container: Container) -> None:
-    pid = container[2]
-    before = device_list(view, pid)
-    plan = Plan("test", tuple(DeviceRule(*device) for device in GRANTED))
-
-    def body() -> list[str]:
-        applied = apply.apply(plan, ns_util.bundle("/"), pid)
-        with open(cgroup.find_cgroups(pid)[0] + "/devices.list") as rules:
-            granted = rules.read().splitlines()
-        applied.undo()
-        return granted
-
-    granted = view.run(body)
-    assert set(granted) - set(before) == {f"c {major}:{minor} rw" for major, minor in GRANTED}
-    assert device_list(view, pid) == before
-
-
-def test_undo_keeps_what_was_allowed_before(view: View, container: Container) -> None:
-    pid = container[2]
-    before = device_list(view, pid)
-    view.run(lambda: cgroup.allow_devices(pid, [(1, 3), *GRANTED])())  # /dev/null is every runtime's default
-    assert device_list(view, pid) == before
 
 
 def test_refused_rule_names_file_and_reason(view: View, container: Container) -> None:

@@ -19,8 +19,6 @@ from tests.integration.device_matrix import GRANTED, View, allow, matrix
 
 image, container = access.image, access.container
 test_exactly_the_granted_devices_become_accessible = access.exactly_the_granted_devices_become_accessible
-test_another_minor_made_inside_cannot_be_opened = access.another_minor_made_inside_cannot_be_opened
-test_access_survives = access.access_survives
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +45,30 @@ def join(directory: str) -> None:
         control.write(str(os.getpid()))
 
 
-def test_view_is_pure_v2(view: View, container: Container) -> None:
+def test_rules_are_a_prefix_of_the_runtime_s_program(view: View, container: Container) -> None:
+    """Repeated rules change nothing, and new ones are added."""
     v1, v2 = view.run(lambda: cgroup.find_cgroups(container[2]))
-    assert v1 == ""
-    assert v2.endswith(container[0].id)
-
-
-def test_runtime_s_program_runs_after_our_prefix(view: View, container: Container) -> None:
-    _, _, pid = container
+    assert v1 == "" and v2.endswith(container[0].id)
+    pid = container[2]
     ids, (original,) = programs(view, pid)
     allow(view, pid)
     new_ids, (program,) = programs(view, pid)
-    assert len(new_ids) == 1
-    assert new_ids != ids
+    assert len(new_ids) == 1 and new_ids != ids
     assert bpf.split(program) == (GRANTED, original)
+    allow(view, pid, GRANTED[:1])
+    assert programs(view, pid)[0] == new_ids
+    allow(view, pid, ((510, 0), (195, 0)))
+    (program,) = programs(view, pid)[1]
+    assert bpf.split(program)[0] == (*GRANTED, (510, 0))
 
 
-def test_undo_restores_the_same_program(view: View, container: Container) -> None:
+def test_undo_and_another_process_remove_access(view: View, container: Container) -> None:
+    """Undo restores the same program."""
     runc, rootfs, pid = container
     before, attached = matrix(runc, rootfs), programs(view, pid)
     view.run(lambda: cgroup.allow_devices(pid, GRANTED)())
     assert programs(view, pid) == attached
     assert matrix(runc, rootfs) == before
-
-
-def test_another_process_can_revoke_access(view: View, container: Container) -> None:
-    runc, rootfs, pid = container
-    before, (_, (original,)) = matrix(runc, rootfs), programs(view, pid)
     allow(view, pid)
     view.run(lambda: cgroup.revoke(pid, GRANTED[:1]))
     half = matrix(runc, rootfs)
@@ -81,18 +76,7 @@ def test_another_process_can_revoke_access(view: View, container: Container) -> 
     assert half["nvidiactl rw"] == device_matrix.ENXIO
     view.run(lambda: cgroup.revoke(pid, GRANTED))
     assert matrix(runc, rootfs) == before
-    assert programs(view, pid)[1] == [original]
-
-
-def test_repeated_rules_change_nothing_and_new_rules_are_added(view: View, container: Container) -> None:
-    _, _, pid = container
-    allow(view, pid)
-    ids, _ = programs(view, pid)
-    allow(view, pid, GRANTED[:1])
-    assert programs(view, pid)[0] == ids
-    allow(view, pid, ((510, 0), (195, 0)))
-    (program,) = programs(view, pid)[1]
-    assert bpf.split(program)[0] == (*GRANTED, (510, 0))
+    assert programs(view, pid)[1] == attached[1]
 
 
 def test_each_program_of_a_cgroup_is_extended(view: View, container: Container) -> None:
