@@ -45,21 +45,6 @@ def test_list_shows_a_container_s_use_from_start_to_end(tenant: Callable[..., Te
     assert process["memory_used_bytes"] == [used_full]
     assert process["pid"] == one.container.pid and process["container_pid"] == 1
 
-    one.go()
-    one.expect("freed")
-    assert one.container.wait() == 0
-    (ended,) = json.loads(node.cli("list", "--format", "json").stdout)
-    assert ended["state"] == "dead" and "is gone" in ended["note"]
-    one.container.delete()
-    assert json.loads(node.cli("list", "--format", "json").stdout) == []
-
-
-def test_killed_process_is_not_counted(tenant: Callable[..., Tenant], node: Node) -> None:
-    one = tenant("a", {"GPUSHARE_MEMORY": "4Gi"})
-    one.container.start()
-    one.expect("seen")
-    one.go()
-    one.expect("full")
     path = node.state / "containers" / one.container.id / "rw" / "usage"
     page = path.read_bytes()
     one.container.kill()
@@ -67,6 +52,10 @@ def test_killed_process_is_not_counted(tenant: Callable[..., Tenant], node: Node
     assert path.read_bytes() != page  # the kernel itself marked the slot
     (device,) = json.loads(node.cli("devices", "--format", "json").stdout)
     assert (device["free_bytes"], device["containers"]) == (16 * GIB, 0)
+    (ended,) = json.loads(node.cli("list", "--format", "json").stdout)
+    assert ended["state"] == "dead" and "is gone" in ended["note"]
+    one.container.delete()
+    assert json.loads(node.cli("list", "--format", "json").stdout) == []
 
 
 def test_devices_work_before_the_first_container(node: Node) -> None:
