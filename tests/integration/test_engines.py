@@ -57,7 +57,7 @@ def test_exec_has_the_same_limit(engine: Engine) -> None:
         assert one.exec(PROBE, user="1000:1000").answer()["total_bytes"] == 2 * GIB
 
 
-def test_two_shares_do_not_exceed_the_device(engine: Engine) -> None:
+def test_two_shares_stay_within_the_device(engine: Engine) -> None:
     with engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "10Gi"})):
         with pytest.raises(Refused) as refused:
             engine.start(Want(SLEEP, {"GPUSHARE_MEMORY": "7Gi"}))
@@ -118,7 +118,7 @@ def test_restarted_container_gets_its_share_again(engine: Engine) -> None:
         assert engine.node.leases() == [one.id]
 
 
-def test_annotation_is_a_request(engine: Engine) -> None:
+def test_annotation_requests_a_share(engine: Engine) -> None:
     if not engine.annotates:
         return
     answer = engine.run(Want(annotations={"gpushare.io/memory": "1Gi"})).answer()

@@ -54,7 +54,7 @@ STAYS = {
     "integration/test_dra.py": "claim_from_slice_to_refused_allocation",
     "integration/test_effective_handlers.py": "podman_keeps_its_default_runtime_and_reads_ours"
     " handler_equals_the_default_one_in_every_other_key",
-    "integration/test_engines.py": "limit_is_visible_reached_and_enforced two_shares_do_not_exceed_the_device",
+    "integration/test_engines.py": "limit_is_visible_reached_and_enforced two_shares_stay_within_the_device",
     "integration/test_export.py": "only_a_bypassing_container_is_reported_once",
     "integration/test_installer.py": "pod_installs_and_removes_gpushare nri_plugin_is_required_when_it_runs"
     " label_of_the_node_chooses_its_profile",

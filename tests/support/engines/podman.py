@@ -23,7 +23,6 @@ from ..rootfs import mount_points, run, unmount_below
 from .base import Refused, Result, Want
 from .image import make_tar
 
-PODMAN_REFUSES = 125  # podman-run(1): the error is in podman itself, or in the runtime below it
 IMAGE = "localhost/gpushare-test"
 PAUSE = "localhost/gpushare-test-pause"  # holds the namespaces of a pod; built where a test needs it
 _numbers = itertools.count(1)
