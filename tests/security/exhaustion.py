@@ -16,7 +16,7 @@ from tests.support.runc import Container
 from . import image
 from .scene import LIBDIR, Scene
 
-STATE_BYTES = 6 << 20  # size of the state directory in these attacks: one image could fill it
+STATE_BYTES = 6 << 20  # space in the state directory in these attacks: one image could fill it
 _LINKS = 38  # the kernel follows 40, and the path itself has some
 MAX_PROCESSOR_S = 3.0  # for a start in a maze: ten times that of any start
 MANY = 4  # concurrent containers of that image
@@ -31,12 +31,20 @@ def large_cache(root: Path) -> None:
     assert file.stat().st_size > 3 << 20
 
 
+def _small_state(scene: Scene) -> int:
+    """Leave STATE_BYTES in the state directory until the attack ends; return how many bytes are used."""
+    status = os.statvfs(scene.node.state)
+    whole, used = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_blocks - status.f_bfree))
+    scene.after.append(lambda: run("mount", "-o", f"remount,size={whole}", scene.node.state))
+    run("mount", "-o", f"remount,size={used + STATE_BYTES}", scene.node.state)
+    return used
+
+
 def fill_the_state(scene: Scene) -> None:
     """Put a loader cache of 4 MiB into an image and create many of its containers at once; some are never started. Each
     must be created, and so must an intact container; no cache stays in the state directory."""
     large_cache(scene.root)
-    scene.node.cli("refresh")
-    run("mount", "-o", f"remount,size={STATE_BYTES}", scene.node.state)
+    used = _small_state(scene)
 
     def attack(one: Container) -> None:
         made = [scene.container(["sleep", "inf"], env={"GPUSHARE_MEMORY": "64Mi"}, name="many") for _ in range(MANY)]
@@ -53,7 +61,7 @@ def fill_the_state(scene: Scene) -> None:
                 assert not (scene.node.state / "containers" / other.id / "ld.so.cache").exists()
                 assert (other.rootfs / image.CACHE).stat().st_size > 3 << 20
             status = os.statvfs(scene.node.state)
-            assert (status.f_blocks - status.f_bfree) * status.f_frsize < 1 << 20
+            assert (status.f_blocks - status.f_bfree) * status.f_frsize < used + (1 << 20)
         finally:
             for other in made:
                 other.close()
@@ -92,8 +100,7 @@ def full_state(scene: Scene) -> None:
                 break
         assert seen == {False, True}
 
-    scene.node.cli("refresh")
-    run("mount", "-o", f"remount,size={STATE_BYTES}", scene.node.state)
+    _small_state(scene)
     scene.inside.append(attack)
 
 

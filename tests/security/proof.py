@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from gpushare.state import activity_files
+
 from tests.support import host, judge
 from tests.support.host import PYTHON, Node
 from tests.support.runc import Container, RuntimeFailed
@@ -149,5 +151,8 @@ def _require_devices(lines: list[str]) -> None:
 
 
 def require_nothing_left(node: Node) -> None:
+    """The whole device is free: no lease, no file or mount of a container, and no number of an activity file."""
     assert node.left() == []
     assert node.leases() == []
+    numbers = {uuid: activity_files.numbers(str(node.state), uuid) for uuid in os.listdir(node.state / "devices")}
+    assert not any(numbers.values()), numbers

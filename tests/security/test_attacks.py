@@ -75,7 +75,6 @@ def test_attack(attack: table.Attack, scene: Scene, record_property: Callable[[s
     proof.require_nothing_left(scene.node)
     if error is not None and ours_alone(scene.way, error):
         assert names_of_ours(scene.one) == image
-    require_whole_device(scene)
 
 
 def outcome_of(error: RuntimeFailed | None, expected: table.Verdict) -> str:
@@ -99,13 +98,4 @@ def test_race(race: table.Race, scene: Scene, record_property: Callable[[str, ob
     assert shares + refusals >= 3
     assert proof.differences(before, proof.host_state(scene.node, scene.host)) == {}
     assert proof.mount_table(scene.node) == mounts
-    proof.require_nothing_left(scene.node)
-    require_whole_device(scene)
-
-
-def require_whole_device(scene: Scene) -> None:
-    """Assert that the host works and the whole device is free."""
-    with scene.container(["true"], env={"GPUSHARE_MEMORY": "16Gi"}, name="next") as following:
-        assert following.run() == 0, following.stderr
-        following.delete()
     proof.require_nothing_left(scene.node)
