@@ -46,7 +46,7 @@ def test_swarm_places_services_by_gpu_memory(swarm: DockerHost) -> None:
     """4 and 13 of 16 GiB: the second service waits until the first one is removed."""
     command = next(line for line in recipe("sh").splitlines() if line.startswith("docker service create"))
     words = command.replace("IMAGE", IMAGE).split()[1:]
-    words[2:2] = ["--detach", "--network", "host"]
+    words[2:2] = ["--detach", "--network", "host", "--stop-signal", "KILL"]  # sleep ignores TERM for 10 s
     swarm.daemon.must(*words, "sleep", "1000")
 
     def state(name: str) -> str:
