@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from simulator.ledger import Ledger
-from simulator.simhost import default_uuid
 from tests.support import driverhost
 from tests.support.driverhost import MIG_UUIDS
 from tests.support.host import PYTHON, TREE, Node, python_mounts
@@ -71,29 +70,6 @@ def test_containers_share_one_mig_device(
         start(container, node, way, "0:1", memory="1025Mi")
     other = start(container, node, way, "any", memory="4Gi")
     assert seen(other)["uuid"] == MIG_UUIDS[0] and peaks(parts[0])
-
-
-def test_each_selector_of_a_mig_device_opens_that_device(
-    container: MakeContainer, node: Node, parts: tuple[Path, Path]
-) -> None:
-    gpu = default_uuid(0)
-    names = [
-        {"NVIDIA_VISIBLE_DEVICES": "0:1"},
-        {"NVIDIA_VISIBLE_DEVICES": MIG_UUIDS[1]},
-        {"NVIDIA_VISIBLE_DEVICES": f"MIG-{gpu}/2/0"},
-        {"NVIDIA_VISIBLE_DEVICES": "nvidia.com/gpu=0:1"},
-        {"NVIDIA_VISIBLE_DEVICES": "nvidia.com/gpu=mig0:1"},
-        {"GPUSHARE_DEVICES": MIG_UUIDS[1].upper()},
-    ]
-    for env in names:
-        env["GPUSHARE_MEMORY"] = "512Mi"
-        one = container(["sleep", "100"], env=env, mounts=python_mounts(PROGRAM, PART), **node.way("runtime")).start()
-        said = seen(one)
-        assert (said["count"], said["uuid"], said["totals"]) == (1, MIG_UUIDS[1], [GIB // 2] * 2), env
-        assert one.exec("ls", "/dev/nvidia-caps").stdout.split() == ["nvidia-cap21", "nvidia-cap22"], env
-    listed = json.loads(node.cli("list", "--format", "json").stdout)
-    assert [[share["uuid"] for share in row["shares"]] for row in listed] == [[MIG_UUIDS[1]]] * len(names)
-    assert len(peaks(parts[1])) == len(names) and not peaks(parts[0])
 
 
 def test_injected_mig_device_is_granted(

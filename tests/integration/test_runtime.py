@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import stat
 import subprocess
 from collections.abc import Callable
@@ -16,9 +14,8 @@ from gpushare.state import leases
 from gpushare.system import procs
 
 from tests.integration.edited import APPLIED, config_of, injected
-from tests.support.host import PYTHON, SHIM, Node, python_mounts
+from tests.support.host import PYTHON, Node, python_mounts
 from tests.support.runc import Container, RuntimeFailed
-from tests.support.spec import Mount
 
 MakeContainer = Callable[..., Container]
 ALL = {"GPUSHARE_MEMORY": "16Gi"}  # the whole device: starts only when nothing else is granted
@@ -49,13 +46,6 @@ def test_lease_exists_as_long_as_the_container(container: MakeContainer, node: N
     assert refused.run() == 0
 
 
-def test_run_in_the_foreground_gets_a_share(container: MakeContainer, node: Node) -> None:
-    one = container(["sh", "-c", "test -e /dev/nvidia0 && test -s /usr/lib/gpushare/limits && exit 7"], env=ALL)
-    words = [*node.runtime(), "--root", str(one.bundle / "runtime"), "run", "-b", str(one.bundle), one.id]
-    assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 7
-    assert node.leases() == []
-
-
 def test_run_with_keep_releases_the_share(container: MakeContainer, node: Node) -> None:
     """runc calls no poststop hook then: the share is released at the next start or with the delete."""
     one = container(["sh", "-c", "exit 7"], env=ALL)
@@ -68,26 +58,6 @@ def test_run_with_keep_releases_the_share(container: MakeContainer, node: Node) 
     other.delete()
     assert subprocess.run([*words, "delete", one.id]).returncode == 0
     assert node.leases() == []
-
-
-def test_delete_releases_without_poststop(container: MakeContainer, node: Node) -> None:
-    """As with crun after a failed create, or an engine's own copy of config.json."""
-    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime())
-    one.start()
-    state = one.bundle / "runtime" / one.id / "state.json"
-    content = json.loads(state.read_text())
-    content["config"]["Hooks"]["poststop"] = []
-    state.write_text(json.dumps(content))
-    one.delete()
-    assert node.leases() == []
-
-
-def test_failed_delete_keeps_the_lease_of_a_running_container(container: MakeContainer, node: Node) -> None:
-    one = container(["sleep", "inf"], env=ALL, runtime=node.runtime()).start()
-    with pytest.raises(RuntimeFailed, match="not stopped"):
-        one.command("delete", one.id)
-    assert node.leases() == [one.id]
-    assert one.exec("test", "-s", "/usr/lib/gpushare/rw/usage").returncode == 0
 
 
 def test_driver_files_can_be_requested_without_a_gpu(container: MakeContainer, node: Node) -> None:
@@ -182,67 +152,7 @@ def test_forged_record_is_ignored(container: MakeContainer, node: Node) -> None:
         one.delete()
 
 
-def test_device_access_is_written_into_the_spec(
-    container: MakeContainer, make_host: Callable[..., Path], make_node: Callable[..., Node]
-) -> None:
-    """With nodes that are character devices (of another driver root), linux.resources.devices allows access."""
-    root = make_host("real", gpus=1, memory_bytes=16 << 30)
-    node = make_node(root)
-    (root / ".gpushare-sim").unlink()
-    for name, minor in (("nvidia0", 0), ("nvidiactl", 255)):
-        (root / "dev" / name).unlink()
-        os.mknod(root / "dev" / name, 0o666 | stat.S_IFCHR, os.makedev(195, minor))
-    one = container(["sleep", "inf"], env={"NVIDIA_VISIBLE_DEVICES": "0"}, runtime=node.runtime())
-    one.create()
-    rules = [rule for rule in config_of(one)["linux"]["resources"]["devices"] if rule.get("major") == 195]
-    assert [(rule["minor"], rule["access"]) for rule in rules] == [(0, "rw"), (255, "rw")]
-    one.start()
-    assert one.exec("test", "-c", "/dev/nvidia0").returncode == 0
-    other = one.exec("sh", "-c", "mknod /dev/other c 195 1 && : </dev/other")  # its capabilities allow the mknod
-    assert other.returncode != 0 and "Operation not permitted" in other.stderr
-
-
 # The container's own mounts
-
-
-def volume(tmp_path: Path, *files: str) -> Path:
-    directory = tmp_path / "volume"
-    directory.mkdir()
-    for name in files:
-        (directory / name).write_text("")
-    return directory
-
-
-def test_target_in_a_volume_is_refused_naming_both(
-    container: MakeContainer, node: Node, tmp_path: Path, way: str
-) -> None:
-    host = volume(tmp_path)
-    one = container(["true"], env=ONE_GIB, mounts=[Mount(host, "/usr/bin", ("rw",))], **node.way(way))
-    with pytest.raises(RuntimeFailed) as failed:
-        one.create()
-    said = failed.value.last_line.replace("\\", "")  # runc quotes hook output
-    assert '"/usr/bin/nvidia-' in said and 'volume at "/usr/bin"' in said
-    assert list(host.iterdir()) == []
-    assert node.leases() == []
-
-
-def test_library_in_a_volume_is_covered(container: MakeContainer, node: Node, tmp_path: Path, way: str) -> None:
-    """A libcuda that LD_LIBRARY_PATH names, on a mount whose mount point is missing in the image."""
-    host = volume(tmp_path)
-    (host / "libcuda.so.1").write_bytes(
-        (node.driver_root / "usr/lib/x86_64-linux-gnu/libcuda.so.535.261.03").read_bytes()
-    )
-    program = "import ctypes; ctypes.CDLL('libcuda.so.1'); print(open('/proc/self/maps').read())"
-    one = container(
-        [PYTHON, "-c", program],
-        env={**ONE_GIB, "LD_LIBRARY_PATH": "/vendor/lib"},
-        mounts=[*python_mounts(), Mount(host, "/vendor/lib")],
-        **node.way(way),
-    )
-    assert one.run() == 0, one.stderr
-    shim = (SHIM / "libcuda.so").stat()
-    loaded = [line.split() for line in one.stdout.splitlines() if line.endswith("/vendor/lib/libcuda.so.1")]
-    assert loaded and all(int(words[4]) == shim.st_ino for words in loaded)
 
 
 # Requests that other software has partly served
@@ -264,20 +174,6 @@ def test_injected_devices_are_a_request(container: MakeContainer, node: Node) ->
     one.delete()
     assert node.cli("explain", str(one.bundle), "--restore").returncode == 0
     assert config_of(one) == one.spec
-
-
-def test_hook_refuses_nvidia_s_hook_by_name(container: MakeContainer, node: Node) -> None:
-    def both(spec: dict[str, Any]) -> None:
-        ours = copy.deepcopy(spec["hooks"])
-        injected(node)(spec)
-        spec["hooks"]["prestart"] = ours["prestart"]
-
-    one = container(["true"], env=ONE_GIB, hook=node.hook(), edit=both)
-    with pytest.raises(RuntimeFailed) as failed:  # our hook runs first: the other one is not even on this host
-        one.create()
-    message = failed.value.message.replace('\\"', '"')
-    assert 'config.json already has an NVIDIA createContainer hook "/usr/bin/nvidia-cdi-hook"' in message
-    assert node.leases() == []
 
 
 def test_our_hook_in_the_spec_runs_once(container: MakeContainer, node: Node) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.integration.bad_starts import (
     CONFIG,
-    DEVICE,
     KERNEL,
     ONE_GIB,
     MakeContainer,
@@ -80,47 +79,6 @@ def test_missing_runtime_is_refused(container: MakeContainer, node: Node) -> Non
 
 
 # The driver
-
-
-def test_driver_root_without_driver_is_refused(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
-    (tmp_path / "bare").mkdir()
-    node = make_node(tmp_path / "bare")
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, "driver")
-
-
-def test_missing_driver_root_is_refused(container: MakeContainer, make_node: MakeNode, tmp_path: Path) -> None:
-    node = make_node(tmp_path / "missing")
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, "driver")
-
-
-def version_of(simhost: Path) -> str:
-    return (simhost / "sys/module/nvidia/version").read_text().strip()
-
-
-def libraries(simhost: Path, stem: str) -> list[Path]:
-    return [path for path in simhost.rglob(f"{stem}.so.{version_of(simhost)}") if not path.is_symlink()]
-
-
-def test_mixed_driver_versions_are_refused(container: MakeContainer, node: Node, simhost: Path) -> None:
-    """libcuda of the loaded driver, libnvidia-ml of another: an interrupted update."""
-    for path in libraries(simhost, "libnvidia-ml"):
-        path.rename(path.with_name("libnvidia-ml.so.999.99"))
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, "libnvidia-ml", version_of(simhost))
-
-
-def test_driver_upgrade_applies_at_the_next_start(container: MakeContainer, node: Node, simhost: Path) -> None:
-    starts(node, container)
-    old, new = version_of(simhost), "999.12.34"
-    (simhost / "sys/module/nvidia/version").write_text(f"{new}\n")
-    proc = simhost / "proc/driver/nvidia/version"
-    if proc.exists():
-        proc.write_text(proc.read_text().replace(old, new))
-    refused(node, container(["true"], env=ONE_GIB), DEVICE, new)  # its libraries are not installed yet
-    for path in [path for path in simhost.rglob(f"*.so.{old}") if not path.is_symlink()]:
-        path.rename(path.with_name(path.name.replace(old, new)))
-    one = container(["ls", "/usr/lib/x86_64-linux-gnu"], env=ONE_GIB, runtime=node.runtime())
-    assert one.run() == 0, one.stderr
-    assert f"libcuda.so.{new}" in one.stdout.split() and f"libcuda.so.{old}" not in one.stdout.split()
 
 
 # No space, no write permission

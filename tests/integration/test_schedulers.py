@@ -14,7 +14,7 @@ from demo.tenant import LAST_BYTES
 from simulator.simhost import default_uuid
 from tests.support.host import Node
 from tests.support.judge import taken
-from tests.support.runc import Container, RuntimeFailed
+from tests.support.runc import Container
 from tests.support.tenant import Tenant
 
 MINORS = (1, 0)  # by index
@@ -149,30 +149,6 @@ def test_limit_above_request_is_logged(container: Callable[..., Container], node
     (granted,) = [line for line in node.decisions() if line["decision"] == "granted"]
     assert granted["memory"] == str(4 << 30)
     assert "memory 4 GiB..12 GiB: policy.lending is off, so the limit is the request" in granted["notes"]
-
-
-def test_contradictory_schedulers_are_refused(container: Callable[..., Container], node: Node, way: str) -> None:
-    env = {"NVIDIA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_MEMORY_LIMIT": "3000m", "GPU_PORTION": "0.5"}
-    said = r"CUDA_DEVICE_MEMORY_LIMIT=\W+3000m\W+ and GPU_PORTION=\W+0.5\W+ set different limits"
-    with pytest.raises(RuntimeFailed, match=said):
-        container(["true"], env=env, **node.way(way)).create()
-    assert node.leases() == []
-
-
-def test_variable_disables_limits_where_policy_accepts_it(
-    container: Callable[..., Container], make_node: Callable[..., Node], simhost: Path, way: str
-) -> None:
-    node = make_node(simhost, policy={"accept": {"switches": "always"}, "dialects": {"disabled": ["runai"]}})
-    env = {
-        "NVIDIA_VISIBLE_DEVICES": "0",
-        "CUDA_DEVICE_MEMORY_LIMIT": "3000m",
-        "CUDA_DISABLE_CONTROL": "true",
-        "GPU_PORTION": "0.5",
-    }
-    one = container(["sleep", "inf"], env=env, **node.way(way)).start()
-    (listed,) = json.loads(node.cli("list", "--format", "json").stdout)
-    assert listed["shares"][0]["memory_limit_bytes"] is None
-    assert 'GPU_PORTION="0.5": policy.dialects.disabled has runai' in node.cli("explain", str(one.bundle)).stdout
 
 
 def test_variables_without_a_request_change_nothing(container: Callable[..., Container], node: Node, way: str) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -183,41 +182,3 @@ def test_program_of_run_is_found_by_the_next_start(booked: Node) -> None:
     assert booked.cli("prune").returncode == 0
     (group,) = usage(booked)
     assert (group["containers"], group["running"], group["end_unknown"]) == (2, 0, 2)
-
-
-def test_full_disk_stops_no_container(
-    container: MakeContainer, make_node: Callable[..., Node], simhost: Path, tmp_path: Path, way: str
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    rootfs.run("mount", "-t", "tmpfs", "-o", "size=16k", "test", disk)
-    try:
-        (disk / "rest").write_bytes(b"x" * (12 << 10))
-        node = make_node(simhost, usage={"journal": str(disk / "usage.log")})
-        for _ in range(12):
-            assert container(["true"], env=SHARE, **node.way(way)).run() == 0
-        assert (disk / "usage.log").stat().st_size <= 4 << 10
-        assert node.cli("usage").returncode == 0
-    finally:
-        rootfs.run("umount", disk)
-
-
-def test_two_programs_at_the_edge_of_a_quota(make_node: Callable[..., Node], simhost: Path) -> None:
-    """Of programs that start at once, as many run as the quota has room for."""
-    node = make_node(simhost, policy={"quotas": [{"user": "*", "containers": 2}]})
-    from tests.support import host
-
-    words = [host.BIN / "gpushare", "--config", node.config, "--state", node.state, "run", "--memory", "1Gi", "cat"]
-    programs = [
-        subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(5)
-    ]
-    refused = []
-    while len(refused) < 3:  # the others wait for their input
-        refused += [one for one in programs if one not in refused and one.poll() is not None]
-    assert sorted(one.returncode for one in refused) == [75, 75, 75]
-    said = [one.stderr.read() for one in refused if one.stderr]
-    assert all("policy.quotas[0] of user 0: 1 container requested, 2 of 2 used, held by" in text for text in said)
-    for one in programs:
-        one.communicate()
-    assert [one.returncode for one in programs].count(0) == 2

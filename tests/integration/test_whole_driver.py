@@ -184,44 +184,6 @@ def test_missing_capability_node_is_named(container: MakeContainer, simhost: Pat
     assert "/dev/nvidia-caps/nvidia-cap22 (gpu0/mig/gi2/ci0/access) is not on this host; run nvidia-modprobe" in line
 
 
-@pytest.mark.parametrize(("right", "number"), [("CONFIG", 1), ("MONITOR", 2)])
-def test_mig_management_needs_a_privileged_container(
-    container: MakeContainer, simhost: Path, node: Node, right: str, number: int, way: str
-) -> None:
-    driverhost.add_mig(simhost)
-    env = {**ALL, f"NVIDIA_MIG_{right}_DEVICES": "all"}
-    assert f'NVIDIA_MIG_{right}_DEVICES="all": only a privileged container' in refused(container, node, env, way)
-
-    def privileged(spec: dict[str, dict[str, dict[str, list[str]]]]) -> None:
-        for kind in ("bounding", "effective", "permitted"):
-            granted = spec["process"]["capabilities"]
-            granted[kind] = [*granted[kind], "CAP_SYS_ADMIN"]
-
-    one = container(["ls", "/dev/nvidia-caps"], env=env, edit=privileged, **node.way(way))
-    assert one.run() == 0, one.stderr
-    rights = {"nvidia-cap1", "nvidia-cap2"} & set(one.stdout.split())
-    assert rights == {f"nvidia-cap{number}"}
-
-
-REQUIRED = [
-    ("cuda>=13.0 brand=tesla,driver>=535,driver<536", {"brand": "tesla"}, True),
-    ("arch>=9.0", {"arch": "8.6"}, False),
-]
-
-
-@pytest.mark.parametrize(("constraint", "facts", "met"), REQUIRED)
-def test_unmet_image_requirement_is_refused(
-    container: MakeContainer, simhost: Path, node: Node, constraint: str, facts: dict[str, str], met: bool
-) -> None:
-    driverhost.set_facts(simhost, **facts)
-    env = {**SHARE, "NVIDIA_REQUIRE_CUDA": constraint}
-    if met:
-        output(container, node, "true", env)
-        return
-    assert f'NVIDIA_REQUIRE_CUDA="{constraint}" is not met: ' in refused(container, node, env)
-    output(container, node, "true", {**env, "NVIDIA_DISABLE_REQUIRE": "1"})
-
-
 def test_driver_s_own_files_are_used_before_others_of_their_names(
     container: MakeContainer, simhost: Path, node: Node, way: str
 ) -> None:

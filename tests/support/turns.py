@@ -83,7 +83,6 @@ FIRST = (
     "docker",
     "driver",
     "containerd",
-    "tests/integration/test_placement.py",
     "tests/integration/test_stress.py",
     "tests/integration/test_soak.py",
     "tests/integration/test_adopt.py",

@@ -151,6 +151,7 @@ def test_cdi_device_names_are_parsed(vendor: str) -> None:
     """The names that NVIDIA's runtime accepts in CDI mode, and that KAI writes."""
     found = read_nvidia((NAME, f"{vendor}/gpu=1,{vendor}/gpu={UUIDS[0]}"))
     assert found is not None and found.selection == Selection("list", names=("1", UUIDS[0]))
+    assert nvidia.unqualified(f"{vendor}/gpu=gpu1,{vendor}/gpu=mig0:1") == "1,0:1"
     everything = read_nvidia((NAME, f"{vendor}/gpu=all"))
     assert everything is not None and everything.selection == Selection("all")
     for odd in (f"{vendor}/gpu=", f"{vendor}/gpu", f"{vendor}/net=0", f"{vendor}/gpu=banana"):
