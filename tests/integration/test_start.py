@@ -1,4 +1,5 @@
-"""Files and programs of gpushare that a container start uses."""
+"""A container start uses no Python of the host. One that needs a module missing in the snapshot would: it starts again
+in the ordinary program."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.programs.interrupted_hook import write_adopt
 from tests.support import host
 from tests.support.host import WITHOUT_SNAPSHOT, Node
 from tests.support.rootfs import run
@@ -20,27 +20,6 @@ from tests.support.runc import Container
 pytestmark = pytest.mark.skipif(WITHOUT_SNAPSHOT, reason="no snapshot: SNAPSHOT=no, or not Python 3.11")
 SHARE = {"GPUSHARE_MEMORY": "1Gi"}
 MakeContainer = Callable[..., Container]
-
-
-def check(log: Path) -> None:
-    """A start that needs a module missing in the snapshot starts again, in the ordinary program."""
-    lines = log.read_text().splitlines()
-    opened = [line.split('"')[1] for line in lines if "openat(" in line and '"' in line and "ENOENT" not in line]
-    assert not [path for path in opened if path.endswith((".py", ".pyc"))]
-
-
-def test_runtime_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    assert container(["true"], env=SHARE, runtime=node.runtime()).run() == 0  # compiles node.json
-    strace = ("strace", "-qq", "-e", "trace=openat", "-o", str(tmp_path / "calls"))  # also after its exec of runc
-    container(["true"], env=SHARE, prefix=strace, runtime=node.runtime()).create()
-    check(tmp_path / "calls")
-
-
-def test_hook_reads_only_its_own_code(container: MakeContainer, node: Node, tmp_path: Path) -> None:
-    hook = node.hook()._replace(program=write_adopt(tmp_path, stage="prestart"))
-    assert container(["true"], env=SHARE, hook=hook).run() == 0
-    container(["true"], env=SHARE, hook=hook).create()
-    check(tmp_path / "calls")
 
 
 @contextlib.contextmanager

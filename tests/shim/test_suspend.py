@@ -25,6 +25,8 @@ CALLS = {
     "cuMemsetD8Async": lambda: cuda.cuMemsetD8Async(address, 0, c_size_t(4096), stream),
     "cuStreamSynchronize": lambda: cuda.cuStreamSynchronize(stream),
     "cuCtxSynchronize": lambda: cuda.cuCtxSynchronize(),
+    "cuCtxGetCurrent": lambda: cuda.cuCtxGetCurrent(byref(c_void_p())),
+    "cuMemGetInfo_v2": lambda: info(),
     "cuEventSynchronize": lambda: cuda.cuEventSynchronize(event),
     "cuEventRecord": lambda: cuda.cuEventRecord(event, stream),
     "cuEventQuery": lambda: cuda.cuEventQuery(event),

@@ -400,6 +400,19 @@ def test_memory_above_a_lowered_limit_is_taken_back_too(state: str, start: Calla
     assert phase(state, "c1") == "suspended"
 
 
+def test_second_command_is_refused_while_the_first_works(state: str, start: Callable[..., int], driver: Driver) -> None:
+    start("one", 12 * GIB)
+    one, said = site(state), []
+
+    def resume() -> None:
+        with pytest.raises(suspension.Taken, match="is being suspended or resumed already"):
+            site(state).resume("one", 0)
+        said.append("refused")
+
+    driver.before["checkpoint"] = resume
+    assert one.suspend("one", 1).changed and said == ["refused"]
+
+
 @pytest.mark.parametrize("at", ["suspending", "resuming"])
 def test_change_that_was_killed_is_completed_only_if_the_driver_has_the_memory(
     state: str, start: Callable[..., int], driver: Driver, at: str
@@ -434,7 +447,7 @@ def test_change_that_was_killed_is_completed_only_if_the_driver_has_the_memory(
         one.resume("one", 0)
     assert phase(state, "one") == at and not driver.lost
     driver.taken_bytes = 0
-    one.resume("one", 0)
+    agent(state, [], pure.node(1, **IDLE)).tick()  # as the command does
     assert (driver.state[pid], phase(state, "one"), share_of(state, "one").suspended_bytes) == (0, "", 0)
 
 
@@ -513,9 +526,9 @@ def test_process_that_is_not_found_is_not_left_on_the_device(
     assert driver.state[pid] == checkpoint.RUNNING
 
 
-@pytest.mark.parametrize("can", [True, False])
-def test_container_starts_suspended_only_if_the_driver_can_suspend(
-    state: str, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch, can: bool
+@pytest.mark.parametrize(("can", "held"), [(True, True), (False, True), (True, False)])
+def test_container_starts_suspended_only_if_an_agent_runs_and_the_driver_can_suspend(
+    state: str, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch, can: bool, held: bool
 ) -> None:
     """The agent of a node whose driver cannot runs for lending alone, and would never resume it."""
 
@@ -523,12 +536,13 @@ def test_container_starts_suspended_only_if_the_driver_can_suspend(
         raise DeviceError("driver 535 cannot suspend a process", "")
 
     start("one", 12 * GIB)
-    monkeypatch.setattr(agentlock, "is_held", lambda state: True)
+    monkeypatch.setattr(agentlock, "is_held", lambda state: held)
     monkeypatch.setattr(limithost, "HOST", pure.node(1, **IDLE))
-    if can:
+    if can and held:
         assert limithost.reserve(state, 12 * GIB).shares[0].phase == "suspended"
         return
-    monkeypatch.setattr(checkpoint, "Driver", refuse)
+    if not can:
+        monkeypatch.setattr(checkpoint, "Driver", refuse)
     with pytest.raises(CapacityError, match="12 GiB requested, 4 GiB free of 16 GiB"):
         limithost.reserve(state, 12 * GIB)
 
