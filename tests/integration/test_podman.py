@@ -51,6 +51,19 @@ def policy(podman: Podman) -> Iterator[Callable[..., None]]:
     podman.node.config.write_text(before)
 
 
+@pytest.fixture
+def no_hooks(podman: Podman) -> Iterator[None]:
+    """podman's directory of hooks is empty at the beginning of the test, and as before at the end."""
+    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
+    for path in before:
+        path.unlink()
+    yield
+    for path in podman.hooks_dir.iterdir():
+        path.unlink()
+    for path, text in before.items():
+        path.write_text(text)
+
+
 # Images
 
 
@@ -245,66 +258,47 @@ def test_image_cannot_redirect_hook_output_to_host_files(
     assert [path.read_bytes() for path in files if path.exists()] == ([b"", b""] if made_by_crun else [])
 
 
+@pytest.mark.usefixtures("no_hooks")
 @pytest.mark.parametrize("stages", [("createRuntime",), ("prestart", "createRuntime")], ids=" and ".join)
 def test_each_hook_stage_makes_one_share(podman: Podman, stages: tuple[str, ...]) -> None:
     """With any stage that the administrator chose, or both: one share."""
     if podman.way != "hook":
         return
-    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
-    for path in before:
-        path.unlink()
-    try:
-        podman.hooks(*stages)
-        with podman.start(Want(SLEEP, TWO_GIB)) as one:
-            assert podman.node.leases() == [one.id]
-            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
-            points = [line.split()[4] for line in Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()]
-            assert points.count("/usr/lib/gpushare") == 1
-    finally:
-        for path in podman.hooks_dir.iterdir():
-            path.unlink()
-        for path, text in before.items():
-            path.write_text(text)
+    podman.hooks(*stages)
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        assert podman.node.leases() == [one.id]
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+        points = [line.split()[4] for line in Path(f"/proc/{one.pid}/mountinfo").read_text().splitlines()]
+        assert points.count("/usr/lib/gpushare") == 1
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_hook_files_for_crio_make_a_share(podman: Podman, tmp_path: Path) -> None:
     """CRI-O reads hooks.d with the code that podman uses (containers/common), and is itself in no archive."""
     if podman.way != "hook":
         return
-    before = {path: path.read_text() for path in podman.hooks_dir.iterdir()}
-    for path in before:
-        path.unlink()
     hook = podman.node.hook()
     programs = (str(hook.program.with_name("gpushare-runtime")), str(hook.program))
     settings = Settings(*programs, str(hook.config), str(hook.state), hook_only=True)
-    try:
-        for change in crio.propose(settings, Host(str(tmp_path))).changes:
-            if change.after and change.path.endswith(".json"):
-                (podman.hooks_dir / Path(change.path).name).write_text(change.after)
-        with podman.start(Want(SLEEP, TWO_GIB)) as one:
-            assert podman.node.leases() == [one.id]
-            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
-        assert podman.node.leases() == []
-    finally:
-        for path in podman.hooks_dir.iterdir():
-            path.unlink()
-        for path, text in before.items():
-            path.write_text(text)
+    for change in crio.propose(settings, Host(str(tmp_path))).changes:
+        if change.after and change.path.endswith(".json"):
+            (podman.hooks_dir / Path(change.path).name).write_text(change.after)
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        assert podman.node.leases() == [one.id]
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+    assert podman.node.leases() == []
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_hook_and_runtime_together_make_one_share(podman: Podman) -> None:
     """With both installed, as `runtime configure podman` does: one share, and poststop twice."""
     if podman.way != "runtime":
         return
-    try:
-        podman.hooks("prestart")
-        with podman.start(Want(SLEEP, TWO_GIB)) as one:
-            assert podman.node.leases() == [one.id]
-            assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
-        assert '"lots"' in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
-    finally:
-        for path in podman.hooks_dir.iterdir():
-            path.unlink()
+    podman.hooks("prestart")
+    with podman.start(Want(SLEEP, TWO_GIB)) as one:
+        assert podman.node.leases() == [one.id]
+        assert one.exec(PROBE).answer()["total_bytes"] == 2 * GIB
+    assert '"lots"' in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
 
 
 def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path: Path) -> None:

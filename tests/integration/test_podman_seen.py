@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import test_podman
 from tests.integration.nvidia_cdi import cdi as nvidia_cdi
 from tests.integration.nvidia_cdi import with_simulated_nodes
 from tests.integration.podman_host import GIB, OURS, TWO_GIB, refusal
@@ -18,6 +19,8 @@ from tests.support.engines.podman import Podman
 from tests.support.launcher import require_no_python
 from tests.support.realnodes import ALLOWED, DENIED, access, opened, real_nodes
 from tests.support.rootfs import run
+
+no_hooks = test_podman.no_hooks
 
 
 @pytest.fixture
@@ -146,19 +149,11 @@ def etc_cdi() -> Iterator[Path]:
 
 
 @pytest.fixture
-def cdi(podman: Podman, tmp_path: Path, etc_cdi: Path) -> Iterator[Path]:
+def cdi(podman: Podman, no_hooks: None, etc_cdi: Path) -> Path:
     """The output of `gpushare cdi generate` in podman's directory; podman is not configured to run our hooks."""
-    aside = tmp_path / "hooks"
-    aside.mkdir()
-    for path in podman.hooks_dir.iterdir():
-        path.rename(aside / path.name)
-    try:
-        done = podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
-        assert (done.returncode, done.stdout) == (0, "create /etc/cdi/gpushare.yaml\n"), done.stderr
-        yield etc_cdi / "gpushare.yaml"
-    finally:
-        for path in aside.iterdir():
-            path.rename(podman.hooks_dir / path.name)
+    done = podman.node.cli("cdi", "generate", "--output", "/etc/cdi/gpushare.yaml")
+    assert (done.returncode, done.stdout) == (0, "create /etc/cdi/gpushare.yaml\n"), done.stderr
+    return etc_cdi / "gpushare.yaml"
 
 
 def test_cdi_device_gets_a_share(podman: Podman, cdi: Path) -> None:
