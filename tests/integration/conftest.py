@@ -28,6 +28,24 @@ def _nothing_is_left(no_leaks: None) -> None:
     """`no_leaks` for all tests in this directory."""
 
 
+# Files whose tests do not care which start is the first one on a host
+COMPILED = (
+    "mig", "oversubscribe", "pages", "placement", "policy", "propagation", "release", "run", "run_devices", "run_users",
+    "runtime", "runtime_bundles", "schedulers", "stress", "suspend", "unlimited", "usage",
+)  # fmt: skip
+
+
+@pytest.fixture
+def make_node(make_node: Callable[..., Node], request: pytest.FixtureRequest) -> Callable[..., Node]:
+    def make(*arguments: Any, **config: Any) -> Node:
+        made = make_node(*arguments, **config)
+        if request.path.stem[len("test_") :] in COMPILED:
+            made.compile()
+        return made
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root file system of the image that all engines start."""

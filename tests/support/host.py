@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -15,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpushare.config import oci_runtime
+from gpushare.config import node, oci_runtime
+from gpushare.core.errors import GpushareError
+from gpushare.state import storage
 
 from . import runc
 from .rootfs import mount_points, run, unmount_below
@@ -162,6 +165,13 @@ class Node:
         Path(config).parent.mkdir(parents=True, exist_ok=True)
         Path(config).write_bytes(self.config.read_bytes())
         self.config, self.state = Path(config), Path(state)
+
+    def compile(self) -> None:
+        """Mount the state directory and write node.json, as far as possible. The first start does so otherwise, and
+        takes 0.2 s for it in the ordinary program."""
+        with contextlib.suppress(GpushareError):
+            storage.prepare(str(self.state))
+            node.load_node(str(self.config), str(self.state))
 
     def after_failed_create(self) -> None:
         """crun calls no poststop after a failed create, so remove its remains here; otherwise the next start does."""
