@@ -212,39 +212,6 @@ def test_containers_of_a_second_user_are_refused(host: Node, container: Callable
     assert client(one, user="1001")["cuInit"] == CONNECTION_FAILED
 
 
-REFUSED = {
-    "not started": ((), {}, "control daemon is not running on this device"),
-    "more than it has": (("--compute", "20"), {}, "started for at most 20% of compute"),
-    "several GPUs": (("--compute", "90"), {"GPUSHARE_DEVICES": "0,1"}, "connects to the daemon of one GPU"),
-    "soft": (("--compute", "90"), {"GPUSHARE_COMPUTE_MODE": "soft"}, "its percentages are hard"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_impossible_request_is_refused_with_its_reason(
-    host: Node, container: Callable[..., Container], case: str
-) -> None:
-    words, env, reason = REFUSED[case]
-    if words:
-        start(host, *words)
-    with pytest.raises(RuntimeFailed, match=reason):
-        container("runtime", env=env).create()
-    assert host.leases() == []
-
-
-def test_container_beyond_the_client_limit_is_refused(host: Node, container: Callable[..., Container]) -> None:
-    """The limit is 48 or 60, by the driver (tests/unit/test_mps.py): here it is 1."""
-    start(host)
-    ready = host.state / "mps" / UUID / "ready"
-    known = json.loads(ready.read_text())
-    assert known["clients"] == 48
-    ready.write_text(json.dumps({**known, "clients": 1}))
-    one = container("hook").start()
-    with pytest.raises(RuntimeFailed, match="serves 1 processes at most, and 1 containers use it"):
-        container("hook").create()
-    assert list(host.leases()) == [one.id]
-
-
 def test_stop_with_containers_is_refused_unless_forced(host: Node, container: Callable[..., Container]) -> None:
     start(host)
     one = container("runtime").start()

@@ -301,28 +301,6 @@ def test_hook_and_runtime_together_make_one_share(podman: Podman) -> None:
     assert '"lots"' in refusal(podman, Want(SLEEP, {"GPUSHARE_MEMORY": "lots"}))
 
 
-def test_checkpoint_is_passed_on_and_restore_is_refused(podman: Podman, tmp_path: Path) -> None:
-    """podman itself refuses without criu, so the test calls the runtime as podman would."""
-    if podman.way != "runtime":
-        return
-    with podman.start(Want(SLEEP, TWO_GIB)) as one:
-        root = next(path for path in (Path("/run/runc"), Path("/run/crun")) if (path / one.id).exists())
-        words = [*podman.node.runtime(), "--root", str(root)]
-        done = subprocess.run(
-            [*words, "checkpoint", "--image-path", str(tmp_path), one.id], capture_output=True, text=True
-        )
-        assert done.returncode != 0
-        assert "gpushare" not in done.stderr
-        bundle = podman.inspect(one.name)["OCIConfigPath"].rpartition("/")[0]
-        done = subprocess.run(
-            [*words, "restore", "--image-path", str(tmp_path), "--bundle", bundle, "again"],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode != 0
-        assert "cannot be restored from a checkpoint" in done.stderr
-
-
 def test_commands_take_podman_s_names(podman: Podman) -> None:
     """Also of a container with `--rm`, which podman keeps in another file, and after a rename."""
     with podman.start(Want(SLEEP, TWO_GIB)) as kept, podman.start(Want(SLEEP, TWO_GIB), "--rm") as removed:

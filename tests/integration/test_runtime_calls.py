@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.edited import APPLIED, config_of
+from tests.integration.edited import config_of
 from tests.support.host import Node
 from tests.support.runc import Container, RuntimeFailed
 
@@ -178,17 +178,6 @@ def test_container_id_may_be_create(container: MakeContainer, node: Node) -> Non
     assert node.leases() == []
 
 
-@pytest.mark.parametrize("flags", [["-b", "{}"], ["--bundle={}"], ["-bundle", "{}"], ["-b={}"], []], ids=" ".join)
-def test_each_spelling_of_the_bundle_option_is_found(
-    spy: Callable[..., Node], container: MakeContainer, flags: list[str]
-) -> None:
-    node = spy()
-    one = container(["true"], env=ONE_GIB)
-    words = [flag.format(one.bundle) for flag in flags]
-    assert call(node, "-root=/r", "create", *words, one.id, cwd=None if words else one.bundle).returncode == 0
-    assert APPLIED in config_of(one)["annotations"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -216,22 +205,6 @@ def test_unclear_line_of_a_container_without_request_is_passed_on(
     words = ["create", "--new", "x", "--newer", "y"]
     assert call(node, *words, cwd=container(["true"]).bundle).returncode == 0
     assert (tmp_path / "words").read_text().split() == words
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["--log-level debug create -b {} c", "create --pidfd-socket /s --bundle {} c", "--new x create --newer -b {} c"],
-)
-def test_new_options_of_low_level_runtimes_are_passed_on(
-    spy: Callable[..., Node], container: MakeContainer, tmp_path: Path, line: str
-) -> None:
-    """The first of crun 1.21, of runc 1.3, and of versions to come."""
-    node = spy()
-    one = container(["true"], env=ONE_GIB)
-    words = line.format(one.bundle).split()
-    assert call(node, *words).returncode == 0
-    assert (tmp_path / "words").read_text().split() == words
-    assert APPLIED in config_of(one)["annotations"]
 
 
 def test_restore_of_a_share_is_refused(spy: Callable[..., Node], container: MakeContainer, tmp_path: Path) -> None:
@@ -264,16 +237,6 @@ def test_refusal_is_written_to_the_engine_s_log(
     else:
         assert line.startswith('time="') and 'level=error msg="gpushare: GPUSHARE_MEMORY=' in line
     assert r'"ba\x22nana"' in node.cli("inspect", one.id).stdout
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"mounts": {}, "process": {"env": ["GPUSHARE_MEMORY=1Gi"]}}'])
-def test_malformed_config_is_not_changed(container: MakeContainer, node: Node, content: bytes) -> None:
-    one = container(["true"], env=ALL)
-    (one.bundle / "config.json").write_bytes(content)
-    done = call(node, "create", "--bundle", str(one.bundle), one.id)
-    assert done.returncode != 0 and "Traceback" not in done.stderr and "internal error" not in done.stderr
-    assert (one.bundle / "config.json").read_bytes() == content
-    assert node.leases() == []
 
 
 @pytest.mark.usefixtures("no_hybrid_cgroups")
