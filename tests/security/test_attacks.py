@@ -28,7 +28,12 @@ def scene(no_leaks: None, tmp_path: Path, way: str, node: Node) -> Iterator[Scen
 
 
 def rows(some: tuple[table.Attack, ...] | tuple[table.Race, ...]) -> list[object]:
-    return [pytest.param(row, marks=pytest.mark.cve(*row.cves), id=row.name.replace("/", "|")) for row in some]
+    omitted = table.resembling()
+    found: list[object] = []
+    for row in some:
+        marks = [pytest.mark.cve(*row.cves), *([pytest.mark.long] if row.name in omitted else [])]
+        found.append(pytest.param(row, marks=marks, id=row.name.replace("/", "|")))
+    return found
 
 
 def names_of_ours(one: Container) -> set[str]:

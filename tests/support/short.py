@@ -5,8 +5,8 @@
 
 `make test` is for each edit, so it omits what repeats a test that stays under another release or
 branch, in the other way into a container, or with another value, and what takes long beside a shorter test of the same
-file. A test that notices a planted fault always stays: tests/planted has the proof that its faults are found without
-the others.
+file. tests/security/table.py omits some attacks that resemble others. A test that notices a planted fault always stays:
+tests/planted has the proof that its faults are found without the others.
 """
 
 from __future__ import annotations

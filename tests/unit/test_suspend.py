@@ -527,10 +527,10 @@ def test_process_that_is_not_found_is_not_left_on_the_device(
 
 
 @pytest.mark.parametrize(("can", "held"), [(True, True), (False, True), (True, False)])
-def test_container_starts_suspended_only_if_an_agent_runs_and_the_driver_can_suspend(
+def test_container_starts_suspended_only_if_the_driver_can_suspend(
     state: str, start: Callable[..., int], monkeypatch: pytest.MonkeyPatch, can: bool, held: bool
 ) -> None:
-    """The agent of a node whose driver cannot runs for lending alone, and would never resume it."""
+    """And if an agent runs. That of a node whose driver cannot runs for lending alone, and would never resume it."""
 
     def refuse(*_: object) -> None:
         raise DeviceError("driver 535 cannot suspend a process", "")
