@@ -1,7 +1,7 @@
 """packaging/kubernetes: manifests have only fields of their API, and the admission policy admits the right pods.
 
-The schemas are trimmed from the public API. Expressions are evaluated by cel-python; `quantity` is Kubernetes' own
-addition to the language.
+Schemas of APIs that are not Kubernetes' own are trimmed from the public ones; tests/unit/test_packaging.py checks the
+other manifests. Expressions are evaluated by cel-python; `quantity` is Kubernetes' own addition to the language.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SCHEMAS = TREE / "tests" / "schemas"
 MANIFESTS = [
     str(path.relative_to(FOLDER)) for glob in ("*.yaml", "optional/*.yaml") for path in sorted(FOLDER.glob(glob))
 ]
+FEATURES = ("nodefeaturerule.yaml", "one-sum/nodefeaturerule.yaml", "optional/taint.yaml")
 MONITORS = [f"exporter/{name}.yaml" for name in ("podmonitor", "servicemonitor", "prometheusrule")]
 RESOURCE = "gpushare.io/memory-mib"
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
@@ -44,7 +45,7 @@ def by_kind(kind: str) -> Any:
     return next(one for name in MANIFESTS for one in documents(name) if one["kind"] == kind)  # of two, the first file's
 
 
-@pytest.mark.parametrize("name", [*MANIFESTS, *MONITORS])
+@pytest.mark.parametrize("name", [*FEATURES, *MONITORS])
 def test_manifests_match_their_api(name: str) -> None:
     for document in documents(name):
         schema = json.loads((SCHEMAS / f"{document['kind'].lower()}.json").read_text())
@@ -97,6 +98,9 @@ def test_names_match_across_manifests() -> None:
     policy, binding = by_kind("ValidatingAdmissionPolicy"), by_kind("ValidatingAdmissionPolicyBinding")
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert binding["spec"]["validationActions"] == ["Deny"] and policy["spec"]["failurePolicy"] == "Fail"
+    (pods,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    assert set(pods["operations"]) == {"CREATE", "UPDATE"} and "pods/ephemeralcontainers" in pods["resources"]
+    assert (pods["apiGroups"], pods["apiVersions"]) == ([""], ["v1"])
 
 
 def quantity(text: celtypes.StringType) -> celtypes.IntType:
@@ -635,7 +639,7 @@ def test_policies_complete_and_judge_the_same_pods(folder: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("example-")])
 def test_examples_are_admitted_and_grant_their_limits(policy: Policy, name: str) -> None:
     (example,) = documents(name)
-    assert policy.refusals(example) == []
+    assert policy.refusals(example) == [] and all(one["image"] for one in example["spec"]["containers"])
     first = example["spec"]["containers"][0]
     text = json.dumps(example)
     assert (
