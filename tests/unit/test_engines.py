@@ -27,13 +27,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "configure"
 # CRI-O and podman
 
 
-def test_crio_gets_runtime_handler() -> None:
-    """No allowed_annotations: CRI-O refuses to start with an annotation that it does not know."""
-    after = configured(crio, {})
-    table = tomlkit.parse(after[crio.FILE]).unwrap()["crio"]["runtime"]["runtimes"]["gpushare"]
-    assert (table["runtime_path"], table["runtime_type"]) == ("/usr/bin/gpushare-runtime-cri", "oci")
-    assert "allowed_annotations" not in table and set(after) == {crio.FILE}
-    assert withdrawn(crio, after, {}) == {}
+def test_arguments_for_crio_s_runtime_are_refused() -> None:
     with pytest.raises(ConfigError, match="CRI-O cannot pass arguments to a runtime"):
         crio.propose(SETTINGS._replace(config="/c"), Tree({}))
 
@@ -85,11 +79,7 @@ def test_podman_keeps_lists_that_append(texts: list[str], hooks_dir: list[Any]) 
         podman.propose(SETTINGS, Tree({podman._MAIN[0]: '[engine]\nhooks_dir = ["/a", {prepend = true}]\n'}))
 
 
-def test_podman_gets_runtime_and_hook() -> None:
-    after = configured(podman, {})
-    table = tomlkit.parse(after[podman.FILE]).unwrap()["engine"]
-    assert table["runtimes"] == {"gpushare": ["/usr/bin/gpushare-runtime"]}
-    assert table["hooks_dir"] == ["/usr/share/containers/oci/hooks.d", podman.HOOKS]
+def test_podman_gets_only_the_hook_if_its_runtime_needs_arguments() -> None:
     proposal = podman.propose(SETTINGS._replace(config="/c"), Tree({}))
     assert "only the hook was added" in proposal.notes[0]
     assert "runtimes" not in applied(proposal, {})[podman.FILE]
@@ -180,7 +170,7 @@ CASES: dict[str, tuple[Any, Settings, dict[str, str]]] = {
     "containerd-1.7": (containerd, OLD, {MAIN: DEBIAN}),
     "containerd-2.1": (containerd, NEW, {MAIN: DEBIAN}),
     "containerd-2.1-kubeadm": (containerd, NEW, {MAIN: KUBEADM}),
-    "containerd-hook-only": (containerd, NEW._replace(hook_only=True), {MAIN: KUBEADM}),
+    "containerd-hook-only": (containerd, NEW._replace(hook_only=True, config="/c.yaml"), {MAIN: KUBEADM}),
     "crio": (crio, SETTINGS, {}),
     "crio-hook-only": (crio, SETTINGS._replace(hook_only=True), {}),
     "podman": (podman, SETTINGS, {}),
@@ -188,7 +178,8 @@ CASES: dict[str, tuple[Any, Settings, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dry_run_matches_golden_diff(name: str) -> None:
+def test_dry_run_matches_golden_diff_and_undo_removes_it(name: str) -> None:
+    """CRI-O's handler has no allowed_annotations: it refuses to start with an annotation that it does not know."""
     engine, settings, files = CASES[name]
     text = "".join(change.diff() for change in engine.propose(settings, Tree(files)).changes)
     path = GOLDEN / f"{name}.diff"
@@ -196,6 +187,7 @@ def test_dry_run_matches_golden_diff(name: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), f"{path.name} differs: GOLDEN_WRITE=1 writes it"
+    assert withdrawn(engine, configured(engine, files, settings), files, settings) == files
 
 
 def test_change_has_description_and_diff() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import pytest
 import tomlkit
 from gpushare.core.errors import ConfigError
-from gpushare.engines import basespec, configure, containerd, tomltext, validator
+from gpushare.engines import configure, containerd, tomltext, validator
 from gpushare.engines.base import UNKNOWN
 from gpushare.engines.host import Host
 
@@ -24,48 +24,6 @@ FALLBACK = f"`containerd config dump` did not run, so the default handler is as 
 
 def handler(files: dict[str, str], path: str = MAIN, plugin: str = CRI2) -> Any:
     return tomlkit.parse(files[path]).unwrap()["plugins"][plugin]["containerd"]["runtimes"]
-
-
-# containerd
-
-
-def test_before_2_1_main_file_gets_entry_and_keeps_runc() -> None:
-    """Tried with 1.6: an imported file's runtimes table replaces the main file's."""
-    files = {MAIN: DEBIAN}
-    after = configured(containerd, files, OLD)
-    assert after[MAIN].startswith(DEBIAN) and set(after) == {MAIN}
-    assert handler(after)["runc"] == {"runtime_type": "io.containerd.runc.v2"}
-    assert handler(after)["gpushare"] == {
-        "runtime_type": "io.containerd.runc.v2",
-        "pod_annotations": list(containerd.ANNOTATIONS),
-        "container_annotations": list(containerd.ANNOTATIONS),
-        "options": {"BinaryName": "/usr/bin/gpushare-runtime-cri"},
-    }
-    assert withdrawn(containerd, after, files) == files
-
-
-def test_from_2_1_drop_in_is_imported() -> None:
-    files = {MAIN: DEBIAN}
-    after = configured(containerd, files, NEW)
-    imported = 'imports = ["/etc/containerd/conf.d/gpushare*.toml"]\n'
-    assert after[MAIN] == DEBIAN.replace("version = 2\n", "version = 2\n" + imported)
-    assert set(handler(after, containerd.DROP_IN)) == {"gpushare"}
-    assert tomlkit.parse(after[containerd.DROP_IN])["version"] == 2  # as in the file that imports it
-    assert withdrawn(containerd, after, files) == files
-
-
-def test_handler_copies_default_options() -> None:
-    files = {MAIN: KUBEADM}
-    after = configured(containerd, files, NEW)
-    assert after[MAIN] == KUBEADM  # KUBEADM already imports the folder
-    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
-    assert table["options"] == {"BinaryName": "/usr/bin/gpushare-runtime-cri", "SystemdCgroup": True}
-    assert table["snapshotter"] == "zfs"
-    assert table["pod_annotations"] == ["a.io/*", *containerd.ANNOTATIONS]
-    assert {"gpushare.io/*", "*.gpushare.io/*", "scheduling.koordinator.sh/device-allocated"} <= {
-        *containerd.ANNOTATIONS
-    }
-    assert withdrawn(containerd, after, files) == files
 
 
 def test_version_4_uses_plugin_name_of_version_3() -> None:
@@ -239,21 +197,6 @@ def test_rewritten_file_without_markers_is_undone() -> None:
     assert handler(again)["gpushare"]["options"]["BinaryName"] == "/opt/gpushare-runtime-cri"
 
 
-def test_hook_only_keeps_the_runtime_and_adds_hooks_to_the_base_spec() -> None:
-    settings = NEW._replace(hook_only=True, config="/c.yaml")
-    after = configured(containerd, {MAIN: KUBEADM}, settings)
-    table = handler(after, containerd.DROP_IN, CRI3)["gpushare"]
-    assert table["options"] == {"BinaryName": "/usr/sbin/runc", "SystemdCgroup": True}
-    assert table["base_runtime_spec"] == containerd.BASE_SPEC
-    spec = json.loads(after[containerd.BASE_SPEC])
-    assert {key: value for key, value in spec.items() if key != "hooks"} == basespec.default()
-    for stage in ("prestart", "poststop"):
-        (hook,) = spec["hooks"][stage]
-        assert hook["path"] == "/usr/bin/gpushare-hook"
-        assert hook["args"] == ["gpushare-hook", "--config", "/c.yaml", "--cri", stage]
-    assert withdrawn(containerd, after, {MAIN: KUBEADM}) == {MAIN: KUBEADM}
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_base_spec_comes_from_engine(own: bool) -> None:
     """The default handler's base spec, otherwise the output of ctr. Its hooks stay; a container's cgroupsPath is
@@ -268,13 +211,6 @@ def test_base_spec_comes_from_engine(own: bool) -> None:
     found = json.loads(after[containerd.BASE_SPEC])
     assert [hook["path"] for hook in found["hooks"]["prestart"]] == ["/x", "/usr/bin/gpushare-hook"]
     assert found["linux"] == {}
-
-
-def test_default_base_spec_matches_containerd() -> None:
-    value = basespec.default()
-    assert value["process"]["noNewPrivileges"] is True
-    assert "/sys/firmware" in value["linux"]["maskedPaths"] and "/proc/sys" in value["linux"]["readonlyPaths"]
-    assert value["linux"]["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
 
 
 @pytest.mark.parametrize(
