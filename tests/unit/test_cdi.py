@@ -318,20 +318,6 @@ def test_missing_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"path: {hook}\n" in text and error == f"gpushare: {hook} is not root's\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (("--output", "{}/gpushare.conf"), "engines read files that end in .json or .yaml only"),
-        (("--output", "{}/gpushare.json", "--format", "yaml"), "would not be JSON"),
-    ],
-)
-def test_wrong_file_ending_is_refused(
-    host: None, words: tuple[str, ...], match: str, tmp_path: Path, capfd: Any
-) -> None:
-    assert main(["cdi", "generate", *(word.format(tmp_path) for word in words)]) == 2
-    assert match in capfd.readouterr().err and list(tmp_path.iterdir()) == []
-
-
 def test_device_without_name_is_reported(host: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     node = pure.node(devices=1)
     odd = node._replace(inventory=node.inventory._replace(devices=(pure.device(0, uuid="MIG-GPU-aa/1/0"),)))

@@ -373,7 +373,6 @@ def test_empty_option_value_is_refused() -> None:
         ("runtime configure dockr", """'docker', 'podman', did you mean "docker";"""),
         ("runtime configure Docker", """, did you mean "docker";"""),
         ("runtime configure cri-o", """, did you mean "crio";"""),
-        ("runtime configure lxc", "'docker', 'podman'; see"),
         ("limit set c1 --memory -5%", "a percentage cannot be added or subtracted; write +1Gi, -512Mi, or 25%"),
         ("limit set c1 --compute -5%", '--compute="-5%": below zero; write a whole percentage from 1% to 100%'),
         ("export --socket /tmp/" + "a" * 200, "AF_UNIX path too long"),

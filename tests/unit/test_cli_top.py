@@ -76,12 +76,6 @@ def test_once_prints_plain_table_in_requested_order(
     assert (code, error) == (0, "")
     assert names_in(text) == order
     assert "\x1b" not in text and "█" not in text
-    assert text.splitlines()[0].split() == "CONTAINER DEVICE MEMORY USED LIMIT COMPUTE THROTTLED REFUSED".split() + [
-        *("PROCESSES", "STATE", "AGE")
-    ]
-    (line,) = (line for line in text.splitlines() if line.startswith("hungry"))
-    assert "1 GiB  " in line and "% of 60%" in line
-    assert re.search(" (48|49|50)%  ", line)  # 50 s of 100 s, or of a little more
 
 
 def test_json_line_matches_list_and_devices(cli: Callable[..., Any], three: Path) -> None:

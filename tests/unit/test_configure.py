@@ -406,14 +406,6 @@ def test_dry_run_changes_nothing_and_prints_patch(
     assert daemon_json.read_text() == wanted
 
 
-def test_json_report(cli: Callable[..., Any], daemon_json: Path) -> None:
-    value = json.loads(cli("docker", "--dry-run", "--format", "json")[1])
-    (change,) = value["changes"]
-    assert (value["engine"], value["dry_run"], value["next"]) == ("docker", True, "systemctl reload docker")
-    assert (change["path"], change["action"]) == ("/etc/docker/daemon.json", "change")
-    assert '+    "gpushare": {' in change["diff"]
-
-
 def test_program_not_owned_by_root_is_noted(cli: Callable[..., Any], programs: Path) -> None:
     os.chown(programs / "gpushare-hook", 12, 34)
     code, _, error = cli("docker")
@@ -558,31 +550,26 @@ def test_docker_has_no_hooks(cli: Callable[..., Any]) -> None:
     assert code == 78 and "leave out --hook-only" in error
 
 
-def test_required_nri_plugin_is_configured_and_undone(cli: Callable[..., Any], root: Path) -> None:
-    before = tree(root)
-    code, text, error = cli("containerd", "--require-nri", "--engine-version", "2.2")
-    assert (code, error) == (0, "gpushare: now run: systemctl restart containerd\n")
-    assert text == "create /etc/containerd/conf.d/gpushare.toml\ncreate /etc/containerd/config.toml\n"
-    assert "required_plugins" in (root / "etc/containerd/conf.d/gpushare.toml").read_text()
-    assert cli("containerd", "--require-nri", "--engine-version", "2.2")[1] == "nothing to do\n"
-    assert cli("containerd", "--undo")[0] == 0
+@pytest.mark.parametrize(
+    ("engine", "version", "before_it", "made", "note"),
+    [
+        ("containerd", "2.2", "2.1", (containerd.DROP_IN, containerd.FILE), "containerd before 2.2 cannot require NRI"),
+        ("crio", "1.34", "1.33", (crio.FILE,), "CRI-O before 1.34 cannot require NRI plugins"),
+    ],
+)
+def test_required_nri_plugin_is_configured_and_undone(
+    cli: Callable[..., Any], root: Path, engine: str, version: str, before_it: str, made: tuple[str, ...], note: str
+) -> None:
+    before, words = tree(root), (engine, "--require-nri", "--engine-version")
+    wanted = "".join(f"create {path}\n" for path in made), f"gpushare: now run: systemctl restart {engine}\n"
+    assert cli(*words, version) == (0, *wanted)
+    assert "required_plugins" in (root / made[0][1:]).read_text()
+    assert cli(*words, version)[1] == "nothing to do\n"
+    assert cli(engine, "--undo")[0] == 0
     left = tree(root)
     assert {name: left[name] for name in left if not name.startswith("var")} == before
-    code, text, error = cli("containerd", "--require-nri", "--engine-version", "2.1")
-    assert (code, text) == (0, "nothing to do\n") and "containerd before 2.2 cannot require NRI plugins" in error
-    assert {name: left[name] for name in left if not name.startswith("var")} == before
-
-
-def test_crio_s_requirement_is_configured_and_undone(cli: Callable[..., Any], root: Path) -> None:
-    before = tree(root)
-    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.34")
-    assert (code, text, error) == (0, f"create {crio.FILE}\n", "gpushare: now run: systemctl restart crio\n")
-    assert cli("crio", "--require-nri", "--engine-version", "1.34")[1] == "nothing to do\n"
-    assert cli("crio", "--undo")[0] == 0
-    left = tree(root)
-    assert {name: left[name] for name in left if not name.startswith("var")} == before
-    code, text, error = cli("crio", "--require-nri", "--engine-version", "1.33")
-    assert (code, text) == (0, "nothing to do\n") and "CRI-O before 1.34 cannot require NRI plugins" in error
+    code, text, error = cli(*words, before_it)
+    assert (code, text) == (0, "nothing to do\n") and note in error
 
 
 @pytest.mark.parametrize("words", [("docker",), ("containerd", "--hook-only"), ("crio", "--undo"), ()])
