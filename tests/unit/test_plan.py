@@ -1,4 +1,4 @@
-"""The plan's rules: the order of ops, their targets, and omitted ops. tests/golden compares its whole text."""
+"""The plan's rules. tests/golden compares the whole text of usual plans."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from gpushare.core.errors import RequestError
 from gpushare.core.model import Share
 from gpushare.core.ops import (
     DeviceNode,
-    DeviceRule,
     LdCache,
     Link,
     Mount,
     Plan,
-    ProcMask,
-    TenantTmpfs,
     WriteLimits,
     needs,
 )
 from gpushare.inject import plan
 from gpushare.programs import explain
 from gpushare.request import request
-from gpushare.state import shm_abi
 
 from tests.unit.pure import UUIDS, VERSION, bundle, device, files, image, lease, node, share
 
@@ -52,27 +48,8 @@ def kinds(made: Plan) -> list[str]:
     return list(dict.fromkeys(type(op).__name__ for op in made.ops))
 
 
-def test_plan_writes_limits_first_and_device_access_last() -> None:
-    order = ["WriteLimits", "TenantTmpfs", "Mount", "Link", "LdCache", "ProcMask", "DeviceNode", "DeviceRule"]
-    assert kinds(make()) == order
-
-
-def test_private_directory_has_limits_and_driver() -> None:
-    made = make()
-    state = "/run/gpushare/containers/c1"
-    assert made.ops[0] == WriteLimits(LIMITED, f"{state}/share/limits")
-    assert made.ops[1] == TenantTmpfs(f"{state}/rw", shm_abi.USAGE_SIZE, 2)
-    first = [op for op in made.ops if isinstance(op, Mount)][:6]
-    assert [(op.source, op.target) for op in first] == [
-        (f"{state}/share", constants.PRIVATE_DIR),
-        (f"{state}/rw", constants.RW_DIR),
-        (f"/run/gpushare/devices/{UUID}/5", f"{constants.PAGES_DIR}/{UUID}"),
-        (f"/run/gpushare/devices/{UUID}", f"{constants.PEERS_DIR}/{UUID}"),
-        (f"{LIBDIR}/libcuda.so.{VERSION}", constants.REAL_CUDA),
-        (f"{LIBDIR}/libnvidia-ml.so.{VERSION}", constants.REAL_NVML),
-    ]
-    assert ["ro" in op.flags for op in first] == [True, False, False, True, True, True]
-    assert ["noexec" in op.flags for op in first] == [False, True, True, True, False, False]
+def test_activity_file_has_the_number_of_the_share() -> None:
+    assert mounts(make())[f"{constants.PAGES_DIR}/{UUID}"] == f"/run/gpushare/devices/{UUID}/5"
 
 
 def test_limits_have_configured_times() -> None:
@@ -90,18 +67,6 @@ def test_limits_have_a_round_only_with_turns(sharing: str, round_ms: int) -> Non
     first = make(host=host).ops[0]
     assert isinstance(first, WriteLimits) and first.round_ms == round_ms
     assert first.describe().endswith("; round of turns 30000 us") == (sharing == "turns")
-
-
-def test_shim_is_mounted_in_library_directory() -> None:
-    made = make()
-    found = mounts(made)
-    assert found[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{SHIM}/libcuda.so"
-    assert found[f"{LIBDIR}/libnvidia-ml.so.{VERSION}"] == f"{SHIM}/libnvidia-ml.so"
-    links = {op.target: op.text for op in made.ops if isinstance(op, Link)}
-    assert links[f"{LIBDIR}/libcuda.so.1"] == f"libcuda.so.{VERSION}"
-    assert links[f"{LIBDIR}/libcuda.so"] == "libcuda.so.1"
-    assert links[f"{LIBDIR}/libnvidia-ml.so.1"] == f"libnvidia-ml.so.{VERSION}"
-    assert links[f"{LIBDIR}/libnvidia-ptxjitcompiler.so.1"] == f"libnvidia-ptxjitcompiler.so.{VERSION}"
 
 
 def test_real_driver_is_only_in_private_directory() -> None:
@@ -148,17 +113,9 @@ def test_file_in_place_of_link_is_covered() -> None:
     assert path in {op.target for op in linked.ops if isinstance(op, Link)}
 
 
-def test_cache_entries_point_to_libraries() -> None:
+def test_cache_entries_are_of_the_machine() -> None:
     (cache,) = (op for op in make().ops if isinstance(op, LdCache))
-    assert [(entry.soname, entry.flags) for entry in cache.entries] == [
-        ("libcuda.so.1", 0x0303),
-        ("libcuda.so", 0x0303),
-        ("libnvidia-ml.so.1", 0x0303),
-        ("libnvidia-ml.so", 0x0303),
-        ("libnvidia-ptxjitcompiler.so.1", 0x0303),
-        (f"libnvidia-gpucomp.so.{VERSION}", 0x0303),
-    ]
-    assert {entry.path.rpartition("/")[0] for entry in cache.entries} == {LIBDIR}
+    assert {entry.flags for entry in cache.entries} == {0x0303}
 
 
 @pytest.mark.parametrize(
@@ -189,33 +146,12 @@ def test_driver_of_image_at_private_path_is_not_covered() -> None:
     assert mounts(made)[constants.REAL_CUDA] == files().cuda.source
 
 
-def test_granted_device_gets_node_and_rule() -> None:
-    made = make("GPUSHARE_DEVICES=1", "GPUSHARE_MEMORY=1Gi", shares=(share(0, 1, 1 << 30),))
-    nodes = [(op.source, op.target, op.major, op.minor) for op in made.ops if isinstance(op, DeviceNode)]
-    assert nodes == [
-        ("/dev/nvidia1", "/dev/nvidia1", 195, 1),
-        ("/dev/nvidiactl", "/dev/nvidiactl", 195, 255),
-        ("/dev/nvidia-uvm", "/dev/nvidia-uvm", 511, 0),
-    ]
-    assert [(op.major, op.minor) for op in made.ops if isinstance(op, DeviceRule)] == [(195, 1), (195, 255), (511, 0)]
-    assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [("0000:02:00.0",)]
-    assert "/dev/nvidia-uvm-tools is not on this host" in made.notes
-
-
 def test_driver_root_and_simulated_devices_are_used() -> None:
     host = node()
     host = host._replace(inventory=host.inventory._replace(root="/run/driver", simulated=True))
     made = make(host=host)
     assert next(op.source for op in made.ops if isinstance(op, DeviceNode)) == "/run/driver/dev/nvidia0"
     assert "DeviceRule" not in kinds(made)
-
-
-def test_none_gets_driver_files_without_gpu() -> None:
-    made = make("NVIDIA_VISIBLE_DEVICES=none", shares=())
-    assert kinds(made) == ["Mount", "Link", "LdCache", "ProcMask"]
-    assert mounts(made)[f"{LIBDIR}/libcuda.so.{VERSION}"] == f"{LIBDIR}/libcuda.so.{VERSION}"
-    assert not any(target.startswith(constants.PRIVATE_DIR) for target in mounts(made))
-    assert [op.bus_ids for op in made.ops if isinstance(op, ProcMask)] == [()]
 
 
 def test_limit_without_glibc_is_refused() -> None:

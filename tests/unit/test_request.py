@@ -72,12 +72,6 @@ def test_combination_selects_dialect_and_devices(env: tuple[str, ...], dialect: 
     assert (found.dialect, found.selection) == (dialect, expected)
 
 
-def test_combined_request_keeps_limits() -> None:
-    found = resolve("GPUSHARE_MEMORY=4Gi", "NVIDIA_VISIBLE_DEVICES=1")
-    assert found and found.memory[0][1].limit_bytes == 4 << 30
-    assert found.sources == (("NVIDIA_VISIBLE_DEVICES", "1"), ("GPUSHARE_MEMORY", "4Gi"))
-
-
 @pytest.mark.parametrize("policy", [{}, {"accept_env": "never"}])
 def test_request_of_any_dialect_has_capabilities(policy: dict[str, Any]) -> None:
     found = resolve("NVIDIA_DRIVER_CAPABILITIES=utility", annotations={"gpushare.io/memory": "4Gi"}, policy=policy)
