@@ -10,7 +10,7 @@ import pytest
 from gpushare.allocation import placement
 from gpushare.allocation.placement import Ledger
 from gpushare.core.errors import CapacityError, DeviceError, GpushareError, RequestError
-from gpushare.core.model import Device, Inventory, Lease, Node, Selection, Share, SharingRule
+from gpushare.core.model import Device, Inventory, Lease, Node, Share, SharingRule
 from gpushare.programs import why
 from gpushare.request import request
 from gpushare.request.dialects import conditions, parse_devices
@@ -212,16 +212,6 @@ def test_binpack_fills_and_spread_levels() -> None:
     assert order == {"binpack": [0, 0, 0, 0, 1, 1], "spread": [0, 1, 2, 0, 1, 2]}
 
 
-def test_binpack_selects_tightest_and_spread_roomiest() -> None:
-    where = host(gpu(0, 80), gpu(1, 16), gpu(2, 24))
-    spread = where._replace(config=where.config._replace(placement="spread"))
-    assert indices(grant(where, "GPUSHARE_MEMORY=10Gi")) == [1]
-    assert indices(grant(where, "GPUSHARE_MEMORY=20Gi")) == [2]
-    assert indices(grant(spread, "GPUSHARE_MEMORY=10Gi")) == [0]
-    assert indices(grant(where, "GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=10Gi")) == [1, 2]
-    assert indices(grant(spread, "GPUSHARE_DEVICES=any:2", "GPUSHARE_MEMORY=10Gi")) == [0, 2]
-
-
 def test_placement_counts_compute_like_memory() -> None:
     where = host(gpu(0), gpu(1))
     spread = where._replace(config=where.config._replace(placement="spread"))
@@ -400,7 +390,3 @@ def test_explain_describes_equal_share_of_named_device() -> None:
     shares = placement.grant(asked, where, Ledger({}))
     (reason,) = why.placed(asked, where, Ledger({}), shares)
     assert (reason.device, reason.chosen, reason.text) == ("GPU 0", True, "named, an equal share (1 of 4)")
-
-
-def test_any_without_conditions_has_only_count() -> None:
-    assert parse_devices("N", "any:3", node().inventory, any_allowed=True) == Selection("any", count=3)

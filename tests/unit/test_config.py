@@ -13,8 +13,6 @@ from gpushare.core import constants
 from gpushare.core.errors import ConfigError
 from gpushare.core.model import Config, Policy, Quota, SharingRule
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
-
 
 def test_sample_equals_defaults() -> None:
     assert config.parse_config(config.sample(), "sample") == Config()
@@ -174,11 +172,6 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
         ("version: 1\nsplit-count: 4", "f.yaml:2: split-count: unknown key; did you mean sharing.split_count?"),
         ("version: 1\npolicy: {Unlimited: deny}", "did you mean policy.unlimited?"),
         ("version: 1\npolicy: {unlimited: Exclusive}", '"Exclusive" is wrong; did you mean exclusive? Expected one of'),
-        (
-            "version: 1\npolicy:\n  unlimited: maybe",
-            'policy.unlimited: "maybe" is wrong; expected one of exclusive',
-        ),
-        ("version: 1\nplacement: first-fit", "f.yaml:2: placement: "),
         ("version: 1\nlog: {decisions: journald}", '"journald" is wrong; expected syslog, none, or an absolute path'),
         ("version: 1\nmemory_overcommit: 99", '"99" is wrong; expected at most 16'),
         ("version: 1\npolicy: {allowed_backends: []}", '"[]" is wrong; expected at least one'),
@@ -190,7 +183,6 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
         ("version: 1\noversubscription:\n  host_memory: 0", "f.yaml:3: oversubscription.host_memory: "),
         ("version: 1\noversubscription:\n  host_memory: 101%", "f.yaml:3: oversubscription.host_memory: "),
         ("version: 1\ncompute_overcommit: 17", "f.yaml:2: compute_overcommit: "),
-        ("version: 1\ncompute_overcommit: .nan", 'f.yaml:2: compute_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nmemory_overcommit: '1'", "expected a number"),
         ("version: 1\nmemory_overcommit: .nan", 'f.yaml:2: memory_overcommit: "NaN" is wrong; expected a number'),
         ("version: 1\nshim_dir: 2024-01-01", "f.yaml:2: shim_dir: "),
@@ -200,7 +192,6 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
         ("version: 1\npolicy:\n  max_memory: 4", "expected text, in quotes"),
         ("version: 1\npolicy: {allowed_devices: &a [*a]}", 'policy.allowed_devices[0]: "..." is wrong; '),
         ("version: 1\npolicy:\n  max_compute: 200%", 'f.yaml:3: policy.max_compute: "200%": out of range'),
-        ("version: 1\npolicy:\n  allowed_backends: []", "f.yaml:3: policy.allowed_backends: "),
         ("version: 1\npolicy:\n  allowed_devices: [0]", "f.yaml:3: policy.allowed_devices[0]: "),
         ("version: 1\npolicy:\n  allowed_devices: ['']", "is wrong; expected an index such as 0 or a whole uuid"),
         ("version: 1\npolicy:\n  allowed_devices: [all]", 'f.yaml:3: policy.allowed_devices[0]: "all" is wrong'),

@@ -193,6 +193,7 @@ def test_dry_run_matches_golden_diff_and_undo_removes_it(name: str) -> None:
 def test_change_has_description_and_diff() -> None:
     assert Change("/a", None, "x").describe() == "create /a"
     assert Change("/a", "x", None).describe() == "remove /a"
+    assert Change("/a", "x", "y").describe() == "change /a"
     assert Change("/a", "x", "y\n").diff() == "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-x\n\\ No newline at end of file\n+y\n"
 
 

@@ -465,6 +465,7 @@ PERCENT, COUNT = constants.ENV_ALLOCATED_COMPUTE, constants.ENV_ALLOCATED_DEVICE
     [
         ((GIVEN, f"{PERCENT}=30"), ((None, 30),)),
         ((GIVEN, f"{PERCENT}=30", f"{COUNT}=1", "GPUSHARE_COMPUTE=30%"), ((None, 30),)),
+        ((GIVEN, "GPUSHARE_COMPUTE=30"), ((None, 30),)),
         ((GIVEN, f"{PERCENT}=100"), ((None, 100),)),
         ((TWO, f"{PERCENT}=120"), ((None, 60),)),
         ((TWO, f"{PERCENT}=61", f"{COUNT}=2"), ((0, 31), (1, 30))),
@@ -511,11 +512,6 @@ def test_pod_may_add_conditions_on_the_device() -> None:
         placement.grant(found, pure.node(), pure.ledger())
     met = asked(GIVEN, "GPUSHARE_DEVICES=any,model=Test")
     assert [one.device.uuid for one in placement.grant(met, pure.node(), pure.ledger())] == [SECOND]
-
-
-def test_pod_may_add_compute_limit() -> None:
-    found = asked(GIVEN, "GPUSHARE_COMPUTE=30")
-    assert (found.selection.names, found.compute) == ((SECOND,), ((None, 30),))
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,6 @@ def got(shares: tuple[Share, ...]) -> list[tuple[int, int, Any]]:
     return [(s.slot, s.device.index, s.memory_limit_bytes) for s in shares]
 
 
-def test_first_device_with_room_is_selected() -> None:
-    assert got(grant("GPUSHARE_MEMORY=4Gi")) == [(0, 0, 4 * GI)]
-    full = ledger(lease(share(0, 0, 13 * GI), container_id="a"))
-    assert got(grant("GPUSHARE_MEMORY=4Gi", held=full)) == [(0, 1, 4 * GI)]
-    assert got(grant("GPUSHARE_MEMORY=3Gi", held=full)) == [(0, 0, 3 * GI)]
-
-
 def test_percentage_applies_to_each_device() -> None:
     host = node()
     small = host.inventory.devices[1]._replace(memory_bytes=8 * GI + 1)

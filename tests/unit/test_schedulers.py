@@ -16,7 +16,7 @@ from gpushare.request.dialects import registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.pure import UUIDS, bundle, device, ledger, node
+from tests.unit.pure import UUIDS, bundle, device, lease, ledger, node, share
 from tests.unit.test_mig import HOST as MIG_HOST
 from tests.unit.test_policy import PRIVILEGED, injected, pod
 
@@ -155,30 +155,18 @@ def test_fraction_and_amount_must_agree_on_every_device() -> None:
 # Pods, policy
 
 
-def test_pod_limit_is_granted_to_one_container() -> None:
-    def of(name: str) -> tuple[Request, Any]:
-        one = bundle(NVIDIA, annotations=pod(name, **{"gpu-fraction": "0.5"}), container_id=name)
+def test_fraction_annotation_is_for_one_container_of_a_pod() -> None:
+    """KAI's variable beside it reaches only one container."""
+    annotations = pod("b", **{"gpu-fraction": "0.5"})
+    for env in ([], ["GPU_PORTION=0.50"]):
+        one = bundle(NVIDIA, *env, annotations=annotations)
         found = request.resolve(one, node())
-        assert found is not None
-        return found, one
-
-    first, one = of("a")
-    held = ledger_lease(first, one)
-    with pytest.raises(RequestError, match=r"gpu-fraction .* container a already has .*; write b\.gpushare\.io/memory"):
-        policy.refuse_second(*of("b"), [held])
-
-
-def ledger_lease(found: Request, one: Any) -> Any:
-    from tests.unit.pure import lease, share
-
-    return lease(share(0, 1, 8 << 30), container_id=one.id)._replace(sandbox=policy.pod_wide(found, one))
-
-
-def test_fraction_variable_is_not_pod_wide() -> None:
-    """KAI's variable beside its annotation reaches only one container."""
-    one = bundle(NVIDIA, "GPU_PORTION=0.50", annotations=pod("a", **{"gpu-fraction": "0.5"}))
-    found = request.resolve(one, node())
-    assert found is not None and policy.pod_wide(found, one) == ""
+        assert found is not None and policy.pod_wide(found, one) == ("" if env else "s1")
+        if not env:
+            held = lease(share(0, 1, 8 << 30), container_id="a")._replace(sandbox="s1")
+            message = r"gpu-fraction .* container a already has .*; write b\.gpushare\.io/memory"
+            with pytest.raises(RequestError, match=message):
+                policy.refuse_second(found, one, [held])
 
 
 @pytest.mark.parametrize(("privileged", "memory"), [(False, True), (True, False)])
@@ -193,17 +181,6 @@ def test_disabled_limit_does_not_satisfy_required_limit() -> None:
     host = node(accept_switches="always", require_limits=True)
     with pytest.raises(PolicyError, match="no memory limit is requested"):
         placement.grant(asked(*words, host=host), host, ledger())
-
-
-def test_ignored_variables_are_reported_with_reason() -> None:
-    found = asked(
-        "GPUSHARE_MEMORY=4Gi", NVIDIA, "CUDA_DEVICE_MEMORY_LIMIT=1g", "GPU_PORTION=0.5", "CUDA_DEVICE_SM_LIMIT=20"
-    )
-    assert found.dialect == "own+nvidia+hami"
-    assert found.ignored == (
-        'CUDA_DEVICE_MEMORY_LIMIT="1g": GPUSHARE_MEMORY overrides it',
-        'GPU_PORTION="0.5": GPUSHARE_MEMORY overrides it',
-    )
 
 
 def unused(*env: str, rules: Any = None, **spec: Any) -> tuple[str, ...]:
@@ -293,14 +270,6 @@ def test_nvidia_memory_variable_may_be_rounded(annotation: str, variable: int, a
         return
     with pytest.raises(RequestError, match="they contradict"):
         resolve(*env, annotations=annotations)
-
-
-def test_nvidia_memory_request_carries_request_and_limit() -> None:
-    found = asked(NVIDIA, "NVIDIA_GPU_MEMORY_REQUEST=4096", "NVIDIA_GPU_MEMORY_LIMIT=8192")
-    ((slot, amount),) = found.memory
-    assert amount.ceiling is not None
-    assert (slot, amount.limit_bytes, amount.ceiling.limit_bytes) == (None, 4 << 30, 8 << 30)
-    assert placement.grant(found, node(), ledger())[0].memory_limit_bytes == 4 << 30
 
 
 def test_nvidia_memory_keeps_its_limit_beside_a_smaller_portion() -> None:
