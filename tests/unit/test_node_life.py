@@ -932,10 +932,7 @@ def test_probe_follows_the_pod(node: Node) -> None:
 
 
 def test_error_of_a_proxy_is_reported_with_its_status() -> None:
-    spec = importlib.util.spec_from_file_location("install", TREE / "packaging/kubernetes/installer/install.py")
-    assert spec is not None and spec.loader is not None
-    install = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(install)
+    install = load()
     assert install.message_of(b'{"message": "no"}') == "no"
     for text in (b"<html>\nBad Gateway", b"[]", b"", b"\xff"):
         assert re.fullmatch(r"(<html>|\[\]||�)", install.message_of(text))

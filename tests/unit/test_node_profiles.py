@@ -6,7 +6,6 @@ tests/integration/test_installer.py does the same with the image's programs in a
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from gpushare.config.config import load_config
 from gpushare.core.errors import ConfigError
 
 from tests.support.apiserver import NODE, NodeServer, check_strictly
-from tests.support.host import TREE
+from tests.unit.test_node_life import load
 
 SMALL = "version: 1\npolicy: {max_memory: 8Gi}\n"
 LARGE = "version: 1\npolicy: {max_memory: 64Gi}\n"
@@ -34,10 +33,7 @@ def api(tmp_path: Path) -> Iterator[NodeServer]:
 @pytest.fixture
 def install(tmp_path: Path, api: NodeServer, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """install.py over a node below tmp_path. `refresh` fails while the file `no-driver` exists."""
-    spec = importlib.util.spec_from_file_location("install", TREE / "packaging/kubernetes/installer/install.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load()
     (tmp_path / "profiles").mkdir()
     for name, text in (("small", SMALL), ("large", LARGE)):
         (tmp_path / f"profiles/{name}.yaml").write_text(text)
