@@ -12,7 +12,6 @@ from tests.conformance import driver as d
 from tests.conformance.driver import SPIN_US, Driver
 
 QUEUED = 1500  # launches: more than a queue holds
-NO_TIMING = 2
 COOPERATIVE, PROGRAMMATIC = 2, 6
 SHARED_KERNELS = 200
 

@@ -21,7 +21,7 @@ from tools.nvidia_userland import Userland
 V, OTHER = "535.261.03", "550.54.15"
 BOTH = ("compute", "utility")
 FOREIGN = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
-OWN, WRAPPERS = "usr/local/nvidia", "usr"  # where the driver is, and where the other files are
+OWN = "usr/local/nvidia"  # where the driver is
 STEMS = ("libcuda", "libnvidia-ml", "libnvidia-nvvm")
 
 

@@ -143,11 +143,6 @@ def _marker(root: str) -> Optional[dict[str, Any]]:
     return value if isinstance(value, dict) else {}
 
 
-def is_simulated(root: str) -> bool:
-    """Whether `root` is a simulated host root, whose device nodes are regular files."""
-    return os.path.isfile(os.path.join(root, constants.SIM_MARKER))
-
-
 def _with_marker(answer: nvml.Answer, marker: dict[str, Any], minors: dict[int, str]) -> nvml.Answer:
     """Add the values of the marker file to NVML's answer. `minors`: uuid of the GPU with that minor."""
     gpus = dict(answer.gpus)
