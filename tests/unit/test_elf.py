@@ -1,4 +1,5 @@
-"""elf.py on the host's own libraries, on generated headers, and on damaged files, which must be "not a library"."""
+"""elf.py on the host's own libraries, on generated headers, and on damaged files, which must be "not a library". The
+target `elf` of tests/fuzz has any bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ from typing import Optional
 
 import pytest
 from gpushare.system import elf
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 MACHINE_CODES = {"x86_64": 62, "aarch64": 183, "i386": 3}
 
@@ -72,13 +71,3 @@ def test_huge_size_in_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "pread", lambda fd, size, at: (asked.append(size), real(fd, size, at))[1])
     read(tmp_path, bytes(data))
     assert max(asked) <= 64 << 10
-
-
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 240), st.binary(min_size=1, max_size=9)), max_size=6), st.integers(0, 260))
-def test_damaged_file_never_raises(tmp_path: Path, changes: list[tuple[int, bytes]], length: int) -> None:
-    data = bytearray(shared_object("libcuda.so.1"))
-    for at, content in changes:
-        data[at : at + len(content)] = content
-    result = read(tmp_path, bytes(data[:length]))
-    assert result is None or isinstance(result, elf.Library)

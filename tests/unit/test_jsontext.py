@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 from gpushare.core.errors import ConfigError
 from gpushare.engines import jsontext
-from hypothesis import given
-from hypothesis import strategies as st
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
-)
-OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=4)
-INDENTS = st.sampled_from([None, 1, 2, 4, "\t"])
-
-
-@given(OBJECTS, INDENTS, VALUES)
-def test_put_changes_one_member_and_drop_removes_it(value: dict[str, Any], indent: Any, new: Any) -> None:
-    value.pop("runtimes", None)
-    text = json.dumps(value, indent=indent)
-    more = jsontext.put(text, ("runtimes", "gpushare"), new)
-    assert json.loads(more) == {**value, "runtimes": {"gpushare": new}}
-    assert list(json.loads(more)) == [*value, "runtimes"]
-    again = jsontext.drop(more, ("runtimes", "gpushare"))
-    assert again == (text if value else "{}")
-    changed = jsontext.put(more, ("runtimes", "gpushare"), 7)
-    assert json.loads(changed) == {**value, "runtimes": {"gpushare": 7}}
 
 
 @pytest.mark.parametrize(

@@ -167,30 +167,6 @@ def test_every_library_is_found_after_additions(names: list[str], rng: random.Ra
         assert lookup(cache, name) == [("/old/" if index < cut else "/new/") + name]
 
 
-CORPUS = [SAMPLE, behind_old_header(SAMPLE), build(), build(generator=b""), behind_old_header(build(), 0)]
-
-
-@settings(deadline=None, max_examples=400)
-@given(
-    st.sampled_from(CORPUS),
-    st.lists(
-        st.tuples(st.integers(0, 700), st.sampled_from([b"\xff" * 4, b"\0" * 4, b"\x80", b"\x01\0\0\0", b"9" * 8]))
-    ),
-    st.integers(0, 900),
-)
-def test_damage_is_reported_or_harmless(data: bytes, changes: list[tuple[int, bytes]], length: int) -> None:
-    damaged = bytearray(data)
-    for at, content in changes:
-        damaged[at : at + len(content)] = content
-    try:
-        cache = ldcache.parse(bytes(damaged[:length]))
-    except ldcache.MalformedCache as error:
-        assert str(error)
-        return
-    extended = ldcache.extended(cache, [LdEntry("libcuda.so.1", "/x", X86_64)])
-    ldcache.parse(ldcache.render(extended))
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200))
 def test_noise_is_reported(data: bytes) -> None:

@@ -13,8 +13,6 @@ import pytest
 from gpushare.core import constants
 from gpushare.core.errors import RequestError
 from gpushare.request import oci, speckeys
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.pure import bundle
 
@@ -257,28 +255,3 @@ def test_huge_config_is_refused(tmp_path: Path) -> None:
         file.truncate(oci.MAX_CONFIG_BYTES + 1)
     with pytest.raises(RequestError, match="larger than"):
         oci.load_bundle(directory)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-shapes = st.fixed_dictionaries(
-    {},
-    optional={key: json_values for key in ("root", "process", "annotations", "linux", "mounts", "hooks")},
-)
-
-
-@given(shapes)
-def test_arbitrary_spec_is_read_or_refused(spec: dict[str, Any]) -> None:
-    try:
-        oci.bundle_of(oci.State("c", 0, "", "/b", {}), spec)
-    except RequestError as error:
-        assert str(error).isprintable()
-
-
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_refused_as_state(data: bytes) -> None:
-    with pytest.raises(RequestError):
-        oci.read_state(data)
