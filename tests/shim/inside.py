@@ -48,6 +48,14 @@ def fill(step=2 * MIB):
         n += 1
     return n * step
 
+def apart(work, *args):
+    "Do it in a child process, which must be the first here to start the driver: this process does not."
+    if os.fork() == 0:
+        work(*args)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+
 def info():
     free, total = c_size_t(), c_size_t()
     ok(cuda.cuMemGetInfo_v2(byref(free), byref(total)))
