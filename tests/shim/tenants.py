@@ -103,9 +103,16 @@ def holds(tenant: Tenant, percent: float, points: float, seconds: float = 1.0, l
     Several tries, because other load on the machine can keep the programs from running.
     """
     least = percent - points if least is None else least
+    all_hold(seconds, (tenant, least, percent + points))
+
+
+def all_hold(seconds: float, *rows: tuple[Tenant, float, float]) -> None:
+    """As `holds`, for tenants of one device at a time: (tenant, least, most)."""
+    watched = [tenant for tenant, _, _ in rows]
     for _ in range(TRIES):
-        got = observe(tenant.box, seconds, [tenant], tenant.slot).of[tenant.pidns]
-        assert got < percent + points, f"{got:.1f} % instead of {percent} %"
-        if got > least:
+        of = observe(watched[0].box, seconds, watched, watched[0].slot).of
+        got = [of[tenant.pidns] for tenant in watched]
+        assert all(one < most for one, (_, _, most) in zip(got, rows)), f"{got} % instead of {rows}"
+        if all(one > least for one, (_, least, _) in zip(got, rows)):
             return
-    raise AssertionError(f"{got:.1f} % instead of {percent} %, {TRIES} times")
+    raise AssertionError(f"{got} % instead of {rows}, {TRIES} times")

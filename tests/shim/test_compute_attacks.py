@@ -115,4 +115,4 @@ MORE = {
 @pytest.mark.parametrize("what", MORE)
 def test_attack_gains_nothing(what: str) -> None:
     with boxes(LIMIT) as (box,):
-        assert gets(box, MORE[what], 3) < LIMIT + POINTS
+        assert gets(box, MORE[what], 2) < LIMIT + POINTS

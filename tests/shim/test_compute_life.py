@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpushare.state.shm_abi import DEVICE_COMPUTE_SOFT, DEVICE_PAUSED, MAX_PAGES, offset
+from gpushare.state.shm_abi import DEVICE_COMPUTE_SOFT, MAX_PAGES, offset
 
 from tests.shim.attacker import TOOLS
 from tests.shim.box import GIB, TREE, Box
@@ -30,17 +30,6 @@ def owners(pages: Path) -> list[int]:
     data = pages.read_bytes()
     at = offset("gs_pages", "owner")
     return [n for n in struct.unpack_from(f"<{MAX_PAGES}Q", data, at) if n]
-
-
-def test_pause_stops_launches_until_it_ends() -> None:
-    with boxes(50) as (box,), tenants((box, BUSY)) as (tenant,):
-        observe(box, SETTLED_S, [tenant])
-        box.set_limit(flags=DEVICE_PAUSED)
-        observe(box, 0.1, [tenant])  # work that was launched before the pause
-        assert observe(box, 0.5, [tenant]).device < 1
-        box.set_limit(flags=0)
-        observe(box, SETTLED_S, [tenant])
-        holds(tenant, 50, POINTS)
 
 
 @pytest.mark.parametrize("damage", ["no page", "short page", "other header", "no index"])
@@ -71,8 +60,6 @@ def test_killed_process_frees_its_share_and_its_page() -> None:
         holds(second, 40, POINTS)
         with tenants((box, BUSY)) as (third,):
             observe(box, SETTLED_S, [second, third])
-            got = observe(box, WINDOW_S, [second, third])
-            assert 20 < got.of[second.pidns] + got.of[third.pidns] < 40 + POINTS
             assert len(owners(box.pages())) == 2
 
 
@@ -103,15 +90,15 @@ def test_abrupt_exit_leaves_no_debt_beyond_its_work() -> None:
 
 def test_more_contexts_than_pages_are_limited() -> None:
     with boxes(30) as (box,), tenants((box, {"kernel": 500, "processes": MAX_PAGES + 4})) as (tenant,):
-        observe(box, 2 * SETTLED_S, [tenant])
-        got = observe(box, 2 * WINDOW_S, [tenant])
+        observe(box, SETTLED_S, [tenant])
+        got = observe(box, WINDOW_S, [tenant])
         assert len(owners(box.pages())) == MAX_PAGES
     assert 3 < got.of[tenant.pidns] < 30 + POINTS
 
 
-@pytest.mark.parametrize("activity", ["zeros", "garbage", "truncated again and again"])
-def test_false_activity_of_a_neighbour_takes_no_share(activity: str) -> None:
-    """A neighbour that publishes false activity kills no process and takes no share; at most it gives up its own."""
+def test_activity_file_that_is_truncated_again_and_again_takes_no_share() -> None:
+    """A neighbour that does that kills no process and takes no share; at most it gives up its own. What false activity
+    gains in virtual time: tests/limiter/test_spoof.py."""
     with boxes(40, 40) as (box, neighbour), tenants((box, BUSY)) as (tenant,):
         page, stop = neighbour.pages(), threading.Event()
         data = page.read_bytes()
@@ -119,8 +106,7 @@ def test_false_activity_of_a_neighbour_takes_no_share(activity: str) -> None:
         struct.pack_into("<I", head, offset("gs_pages", "high"), MAX_PAGES)
         for i in range(MAX_PAGES):
             struct.pack_into("<Q", head, offset("gs_pages", "owner") + 8 * i, 1)
-        body = len(data) - len(head)
-        page.write_bytes(bytes(head) + (bytes(body) if activity == "zeros" else os.urandom(body)))
+        page.write_bytes(bytes(head) + os.urandom(len(data) - len(head)))
 
         def vary() -> None:
             while not stop.wait(0.0005):
@@ -130,15 +116,13 @@ def test_false_activity_of_a_neighbour_takes_no_share(activity: str) -> None:
                     file.write(head)
 
         writer = threading.Thread(target=vary)
-        if activity.startswith("truncated"):
-            writer.start()
+        writer.start()
         try:
             observe(box, SETTLED_S, [tenant])
             holds(tenant, 80, POINTS, least=40 - POINTS)
         finally:
             stop.set()
-            if writer.is_alive():
-                writer.join()
+            writer.join()
 
 
 @pytest.mark.parametrize("case", ["hidden", "no page"])
@@ -245,7 +229,7 @@ def test_share_holds_while_contexts_are_created_and_destroyed(again: str) -> Non
     program = f"""
     context = start(); function = kernel('spin_us_1000')
     work(0.3)
-    for _ in range(3):
+    for _ in range(2):
         {again}
         n = work(0.8)
         assert 150 < n < 420, n
