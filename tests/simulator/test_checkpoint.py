@@ -7,7 +7,6 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -159,14 +158,14 @@ def test_pid_is_the_callers_own_namespaces(scene: Scene) -> None:
         assert Path(f"/proc/{pid}/task/{scene.caller.get(f'cuda.restore_thread({pid})')}").exists()
 
 
-@pytest.mark.parametrize("operation", ["Checkpoint", "Restore"])
-def test_copying_takes_the_time_of_the_bus(operation: str, make_scene: Callable[..., Scene]) -> None:
+def test_copying_takes_the_time_of_the_bus(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(context_bytes=0, costs=Costs(host_rate=4 * GIB))
-    target = scene.process("cuda.context(); cuda.alloc(1 << 30)")
-    scene.calls(target, "Lock", *["Checkpoint"] * (operation == "Restore"))
-    began = time.monotonic()
-    scene.calls(target, operation)
-    assert 0.25 <= time.monotonic() - began < 5
+    target = scene.process("cuda.context(); cuda.alloc(1 << 29)")
+    scene.calls(target, "Lock")
+    for operation in ("Checkpoint", "Restore"):
+        began = time.monotonic()
+        scene.calls(target, operation)
+        assert 0.125 <= time.monotonic() - began < 5, operation
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -370,10 +369,3 @@ def test_saved_memory_is_the_processs_own(whole: bool, make_scene: Callable[...,
     assert (resident() - before >= 60 * MIB) is whole
     scene.calls(target, "Restore")
     assert resident() - before < 30 * MIB
-
-
-def test_older_driver_lacks_the_calls(simhost: Path) -> None:
-    code = "import ctypes, sys; print(hasattr(ctypes.CDLL(sys.argv[1]), 'cuCheckpointProcessLock'))"
-    library = simhost / "usr/lib/x86_64-linux-gnu/libcuda.so.1"
-    done = subprocess.run([sys.executable, "-c", code, str(library)], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"

@@ -85,23 +85,12 @@ def test_timestamps_do_not_depend_on_when_they_are_read(start: Start) -> None:
     a, b = start(), start()
     for p in (a, b):
         p.do(PREPARE)
-    b.do("[cuda.launch(slow, stream) for _ in range(300)]; brief = cuda.function(module, 'spin_us_1000')")
+    b.do("[cuda.launch(slow, stream) for _ in range(100)]; brief = cuda.function(module, 'spin_us_1000')")
     a.do("brief, events = cuda.function(module, 'spin_us_1000'), [cuda.event() for _ in range(300)]")
     a.do("[(cuda.launch(brief, stream), cuda.ok('cuEventRecord', e, stream)) for e in events]")
     b.do("cuda.ok('cuStreamSynchronize', stream)")
     gaps = a.get("[cuda.milliseconds(x, y) for x, y in zip(events, events[1:])]")
     assert min(gaps) >= 1 and max(gaps) < 6 and sum(gap > 2 for gap in gaps) > 100
-
-
-def test_graph_runs_its_nodes_each_time(start: Start) -> None:
-    p = start()
-    p.do(PREPARE)
-    p.do("graph = c_uint64(); cuda.ok('cuStreamBeginCapture_v2', stream, c_int(0))")
-    p.do("[cuda.launch(slow, stream) for _ in range(3)]; cuda.ok('cuStreamEndCapture', stream, byref(graph))")
-    p.do("g = cuda.out('cuGraphInstantiateWithFlags', graph.value, 0)")
-    p.do("cuda.ok('cuEventRecord', start, stream); [cuda.ok('cuGraphLaunch', g, stream) for _ in range(2)]")
-    p.do("cuda.ok('cuEventRecord', end, stream); cuda.ok('cuEventSynchronize', end)")
-    assert 60 <= p.get("cuda.milliseconds(start, end)") < 90
 
 
 def test_device_works_while_callers_sleep(start: Start) -> None:

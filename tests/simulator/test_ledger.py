@@ -45,10 +45,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_new_device_is_empty(ledger: Ledger) -> None:
-    assert ledger.total_bytes == 16 << 30 and ledger.clients() == () and ledger.used_bytes == 0
-
-
 def test_every_byte_of_one_process_is_counted(start: Start, ledger: Ledger) -> None:
     p = start()
     p.do("cuda.context()")
@@ -85,18 +81,8 @@ def test_capacity_is_shared(start: Start, ledger: Ledger) -> None:
     b.do("cuda.alloc(3 << 30)")
 
 
-def test_memory_of_a_killed_process_is_freed(start: Start, ledger: Ledger) -> None:
-    doomed, survivor = start(), start()
-    doomed.do("cuda.context(); cuda.alloc(9 << 30)")
-    survivor.do("cuda.context()")
-    doomed.kill()
-    wait_until(lambda: bool(survivor.get("cuda.free_bytes()") == ledger.total_bytes - CONTEXT))
-    assert [c.host_pid for c in ledger.clients()] == [survivor.pid]
-    survivor.do("cuda.alloc(15 << 30)")
-
-
 def test_memory_of_a_dead_process_is_freed_after_the_delay(make_host: Callable[..., Path]) -> None:
-    root = make_host("late", late_return_ms=1500.0)
+    root = make_host("late", late_return_ms=500.0)
     with Remote(root) as doomed, Remote(root) as survivor, Ledger(str(root / "dev/nvidia0")) as ledger:
         doomed.do("cuda.context(); cuda.alloc(9 << 30)")
         survivor.do("cuda.context(); from tests.conformance import driver as d")
@@ -105,7 +91,7 @@ def test_memory_of_a_dead_process_is_freed_after_the_delay(make_host: Callable[.
         assert survivor.get("d.error_of(cuda.alloc, 10 << 30)") == 2
         assert ledger.used_bytes == CONTEXT and ledger.snapshot().unreturned_bytes == CONTEXT + (9 << 30)
         wait_until(lambda: survivor.get("d.error_of(cuda.alloc, 10 << 30)") is None)
-        assert time.monotonic() - noticed > 1.4
+        assert time.monotonic() - noticed > 0.4
 
 
 def test_ledger_is_exact_after_a_kill_at_any_instruction(start: Start, ledger: Ledger) -> None:

@@ -41,7 +41,7 @@ def test_two_containers_share_the_device_in_each_window(simhost: Path, ledger: L
 
 def test_switch_counts_for_the_context_switched_to(make_host: Callable[..., Path]) -> None:
     root = make_host("noisy", timing=Timing(switch_us=(150, 151), slice_noise=0))
-    with Busy(root, OWN_PIDNS, seconds=3) as a, Busy(root, OWN_PIDNS, seconds=3) as b:
+    with Busy(root, OWN_PIDNS, seconds=1.5) as a, Busy(root, OWN_PIDNS, seconds=1.5) as b:
         for busy in (a, b):
             busy.go()
         said = [a.result(), b.result()]
@@ -80,7 +80,7 @@ def test_device_time_of_dead_processes_is_kept(start: Callable[..., Remote], led
 
 
 def test_history_covers_ten_seconds_and_rejects_other_ranges(simhost: Path, ledger: Ledger) -> None:
-    with Busy(simhost, seconds=2) as busy:
+    with Busy(simhost, seconds=1) as busy:
         busy.go()
         said = busy.result()
     history = ledger.history(said["pidns"])
