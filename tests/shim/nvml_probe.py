@@ -117,5 +117,10 @@ def driver_that_starts_itself() -> int:
     return int(function("nvmlSystemGetDriverVersion")(text, 80))
 
 
+def each(*calls: list[Any]) -> list[Any]:
+    """Make several calls, [FUNCTION, ARGUMENT, ...] each, in one process."""
+    return [globals()[name](*arguments) for name, *arguments in calls]
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

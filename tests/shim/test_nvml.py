@@ -105,28 +105,28 @@ def test_invalid_arguments_return_errors(box: RealBox) -> None:
     }
 
 
-@pytest.mark.parametrize("version", ["v1", "v2", "v3"])
-def test_own_processes_are_listed(version: str, box: RealBox) -> None:
+def listed(box: RealBox, kind: str, version: str, *rooms: int) -> list[Any]:
+    """Return what the calls of that kind and version list, with each of these rooms."""
+    found: list[Any] = probe(box, "each", *(["listed", 0, kind, version, room] for room in rooms))
+    return found
+
+
+def test_own_processes_are_listed(box: RealBox) -> None:
     use(box, (101, GIB), (102, 2 * GIB), dead=((103, GIB),))
-    instances = [] if version == "v1" else [NO_INSTANCE, NO_INSTANCE]
-    want = [[101, GIB, *instances], [102, 2 * GIB, *instances]]
-    assert probe(box, "listed", 0, "Compute", version, 8) == [SUCCESS, 2, want]
-    assert probe(box, "listed", 0, "Compute", version, 2) == [SUCCESS, 2, want]
-    assert probe(box, "listed", 0, "Compute", version, 1) == [INSUFFICIENT_SIZE, 2, []]
-    assert probe(box, "listed", 0, "Compute", version, 0) == [INSUFFICIENT_SIZE, 2, []]
+    for version in ("v1", "v2", "v3"):
+        instances = [] if version == "v1" else [NO_INSTANCE, NO_INSTANCE]
+        want = [[101, GIB, *instances], [102, 2 * GIB, *instances]]
+        all_of_them, too_many = [SUCCESS, 2, want], [INSUFFICIENT_SIZE, 2, []]
+        found = listed(box, "Compute", version, 8, 2, 1, 0)
+        assert found == [all_of_them, all_of_them, too_many, too_many], version
+    for kind in KINDS[1:]:
+        assert listed(box, kind, "v3", 8) == [[SUCCESS, 0, []]], f"own processes are compute processes, not {kind}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_foreign_process_is_listed(kind: str, box: RealBox) -> None:
+def test_no_foreign_process_is_listed(box: RealBox) -> None:
     use(box)
-    assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
-    assert probe(box, "listed", 0, kind, "v3", 0) == [SUCCESS, 0, []]
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_own_processes_are_compute_processes(kind: str, box: RealBox) -> None:
-    use(box, (101, GIB))
-    assert probe(box, "listed", 0, kind, "v3", 8) == [SUCCESS, 0, []]
+    for kind in KINDS:
+        assert listed(box, kind, "v3", 8, 0) == [[SUCCESS, 0, []]] * 2, kind
 
 
 def test_process_details_list_own_processes_only(box: RealBox) -> None:

@@ -57,40 +57,46 @@ def compare():
         ok(cuda.cuStreamDestroy_v2(stream))
         info()
 
-ours, theirs = socket.socketpair()
-child = os.fork()  # before either has started the driver
-if child == 0:
-    exporter(sys.argv[1], theirs)
-    os._exit(0)
+def share(kind, end):
+    ours, theirs = socket.socketpair()
+    child = os.fork()  # before either has started the driver
+    if child == 0:
+        exporter(kind, theirs)
+        os._exit(0)
+    start()
+    close = importer(kind, ours)
+    compare()
+    print(kind, end, info()[0] // MIB, alloc(200 * MIB))  # charged once
+    if end == "frees":
+        ours.send(b"free")
+        ours.recv(4)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    compare()
+    back = 300 * MIB if end == "dies" else 0
+    print(info()[0] // MIB - back // MIB, alloc(200 * MIB + back))
+    close()
+    compare()
+    print(alloc(450 * MIB))
+    if end == "frees":
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+for kind in ("ipc", "fd"):
+    for end in ("frees", "dies"):
+        apart(share, kind, end)
 """
 
 
-@pytest.mark.parametrize("kind", ["ipc", "fd"])
-@pytest.mark.parametrize("end", ["frees", "dies"])
 @pytest.mark.parametrize("listed", ["owner", "both"])
-def test_open_shared_memory_stays_charged(kind: str, end: str, listed: str) -> None:
+def test_open_shared_memory_stays_charged(listed: str) -> None:
     """Once, whether NVML lists it for its owner alone or for both processes, also after a comparison."""
     limit = 2 * CONTEXT_BYTES + 500 * MIB
-    program = """
-        start()
-        close = importer(sys.argv[1], ours)
-        compare()
-        print(info()[0] // MIB, alloc(200 * MIB))  # charged once
-        if sys.argv[2] == "frees":
-            ours.send(b"free")
-            ours.recv(4)
-        else:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        compare()
-        back = 300 * MIB if sys.argv[2] == "dies" else 0
-        print(info()[0] // MIB - back // MIB, alloc(200 * MIB + back))
-        close()
-        compare()
-        print(alloc(450 * MIB))
-    """
     with Box([limit], costs=Costs(imports_listed=listed == "both")) as box:
-        assert run(box, program, kind, end, helpers=SHARING) == ["100", "2", "100", "2", "0"]
+        cases = [(kind, end) for kind in ("ipc", "fd") for end in ("frees", "dies")]
+        want = [[*case, "100", "2", "100", "2", "0"] for case in cases]
+        assert run(box, SHARING) == [word for row in want for word in row]
         assert peak(box) <= limit
 
 
@@ -241,8 +247,7 @@ channel.recv(4)
         assert peak(box) <= 2 * GIB
 
 
-@pytest.mark.parametrize("exports", [3, 200])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("exports", "listed"), [(3, True), (200, False)])
 def test_memory_open_in_two_processes_is_charged_once(exports: int, listed: bool) -> None:
     """Its exporter dies; the driver then lists it for one of the two. Also with more exports than rows."""
     program = f"""

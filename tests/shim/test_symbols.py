@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import graphlib
 import subprocess
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shim import gen_symbols
+from tests.shim.test_loader import exports
 from tests.support.host import BUILD, TREE
 from tools import check_headers, shim_layers
 from tools.nvidia_userland import Userland
@@ -17,12 +19,6 @@ from tools.nvidia_userland import Userland
 pytestmark = pytest.mark.every_driver
 ROWS = gen_symbols.read()
 FILES = {"cuda": "libcuda", "nvml": "libnvidia-ml"}
-
-
-def exports(library: Path) -> set[str]:
-    """Return every symbol that a shared library exports."""
-    text = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-    return {line.split()[-1] for line in text.splitlines()}
 
 
 def problems(rows: Iterable[gen_symbols.Row], library: str, known: set[str]) -> list[str]:
@@ -72,6 +68,7 @@ def test_no_wrapper_is_left_out_of_the_table(library: str) -> None:
     assert written == {row.name for row in ROWS if row.library == library and row.intercepted}
 
 
+@functools.cache
 def calls() -> list[tuple[Path, str, Path]]:
     """Return all (caller, function, callee) with source files below shim/."""
     objects = BUILD / "shim" / "obj" / "cuda"
