@@ -66,9 +66,9 @@ def relaxed(call):
 LIMIT = CONTEXT_BYTES + 200 * MIB
 
 
-@pytest.fixture(params=[None, [50]], ids=["memory", "memory and compute"])
-def box(request: pytest.FixtureRequest) -> Box:
-    return Box([LIMIT], compute=request.param)
+@pytest.fixture
+def box() -> Box:
+    return Box([LIMIT], compute=[50])
 
 
 def test_refusal_outside_of_a_capture_leaves_captured_graphs_usable(box: Box) -> None:

@@ -35,10 +35,6 @@ def nvml_memory():
 def free(address):
     ok(cuda.cuMemFree_v2(address))
 
-def pitched(size):
-    out, pitch = c_uint64(), c_size_t()
-    return cuda.cuMemAllocPitch_v2(byref(out), byref(pitch), c_size_t(1 << 20), c_size_t(size >> 20), c_uint(4))
-
 def created(size):
     handle = c_uint64()
     return cuda.cuMemCreate(byref(handle), c_size_t(size), (c_uint64 * 4)(1, 1, 0, 0), c_uint64(0))
@@ -47,7 +43,7 @@ def array(size):
     handle, shape = c_void_p(), (c_uint64 * 3)(1 << 16, size >> 16, 1 | 1 << 32)  # bytes of one channel
     return cuda.cuArrayCreate_v2(byref(handle), shape)
 
-TAKE = {"plain": alloc, "pitch": pitched, "async": alloc_async, "create": created, "array": array}
+TAKE = {"plain": alloc, "async": alloc_async, "create": created, "array": array}
 
 def sweep(held, size):
     "Read all of it, as kernels do, so that it is on the device if there is room."
@@ -185,7 +181,7 @@ def end_when_wanted(waiting: Box, borrower: ExitStack) -> None:
     borrower.close()
 
 
-@pytest.mark.parametrize("family", ["plain", "pitch", "async", "create", "array"])
+@pytest.mark.parametrize("family", ["plain", "async", "create", "array"])
 def test_request_waits_until_borrowed_memory_is_back(tmp_path: Path, family: str) -> None:
     """The device is full of borrowed memory. The allocation waits, reports it in its usage file, and succeeds once the
     borrower is gone."""
