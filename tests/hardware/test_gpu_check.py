@@ -22,6 +22,7 @@ from tests.hardware.place import TREE
 from tests.support.host import BUILD
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+COMMAND = [sys.executable, "-m", "tests.hardware", "--simulated"]
 VERDICTS = {"held", "missed", "measured", "absent", "failed", "not run"}
 MEMORY = ("memory.plain", "memory.async", "memory.vmm", "memory.managed", "memory.processes", "memory.nvml")
 # Checks that need a GPU or a framework, or functions that the simulated driver does not have
@@ -31,7 +32,7 @@ ABSENT = {"green", *(check.name for check in CHECKS if check.needs and not check
 def gpu_check(tmp_path: Path, *options: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
     """Return (exit code, JSON, output)."""
     out = tmp_path / "gpu-check.json"
-    command = [sys.executable, "-m", "tests.hardware", "--short", "--simulated", "--out", str(out), *options]
+    command = [*COMMAND, "--short", "--out", str(out), *options]
     done = subprocess.run(
         command, cwd=TREE, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=200
     )
@@ -46,12 +47,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[
 
 def test_turns_are_measured_by_name(tmp_path: Path) -> None:
     """Against time slices, in one run; the machine of a test is too noisy for a verdict."""
-    out = tmp_path / "turns.json"
     names = ["turns.30_70", "turns.beside_1", "turns.killed", "turns.outsider"]
-    words = ["--simulated", "--short", "--only", ",".join(names), "--out", str(out)]
-    done = subprocess.run([sys.executable, "-m", "tests.hardware", *words], cwd=TREE, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr
-    rows = json.loads(out.read_text())["checks"]
+    code, content, printed = gpu_check(tmp_path, "--only", ",".join(names))
+    assert code in (0, 1), printed
+    rows = content["checks"]
     for name in names:
         assert rows[name]["verdict"] in ("held", "missed"), rows[name]["note"]
     values = {name: rows[name]["values"] for name in names}
@@ -148,7 +147,7 @@ def test_exit_code_tells_whether_all_held(whole: tuple[int, dict[str, Any], str]
 
 
 def test_unknown_check_is_reported(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.hardware", "--simulated", "--only", "loader,memory"]
+    command = [*COMMAND, "--only", "loader,memory"]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "no check is called 'memory'" in done.stderr
 
@@ -201,6 +200,12 @@ def test_resumed_run_keeps_results_and_adds_the_others(tmp_path: Path) -> None:
     assert again["checks"]["local"] == content["checks"]["local"]
 
 
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of one check."""
+    return gpu_check(tmp_path_factory.mktemp("context"), "--only", "context")[1]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -214,21 +219,12 @@ def test_resumed_run_keeps_results_and_adds_the_others(tmp_path: Path) -> None:
         ({"checks": None}, "is no result of gpu-check that can be resumed"),
     ],
 )
-def test_result_of_another_machine_is_not_resumed(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    path = tmp_path / "earlier.json"
-    content = gpu_check(tmp_path, "--only", "context")[1]
+def test_result_of_another_machine_is_not_resumed(
+    context: dict[str, Any], tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path, content = tmp_path / "earlier.json", context
     path.write_text(json.dumps({**content, **change}))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.hardware",
-        "--short",
-        "--simulated",
-        "--resume",
-        str(path),
-        "--only",
-        "pool",
-    ]
+    command = [*COMMAND, "--short", "--resume", str(path), "--only", "pool"]
     done = subprocess.run(command, cwd=TREE, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert json.loads(path.read_text()) == {**content, **change}, "it is left alone"
@@ -237,10 +233,8 @@ def test_result_of_another_machine_is_not_resumed(tmp_path: Path, change: dict[s
 def test_killed_run_can_be_resumed(tmp_path: Path) -> None:
     """SIGKILL while a check runs: the file has every check before it."""
     out = tmp_path / "gpu-check.json"
-    options = ["--short", "--simulated", "--out", str(out), "--only", "context,pool,compute.waiting"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.hardware", *options], cwd=TREE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    options = ["--short", "--out", str(out), "--only", "context,pool,compute.waiting"]
+    with subprocess.Popen([*COMMAND, *options], cwd=TREE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         for line in process.stdout:
@@ -363,16 +357,7 @@ def test_program_is_killed_at_its_deadline(tmp_path: Path) -> None:
 def test_interrupted_run_cleans_up_and_writes_results(tmp_path: Path) -> None:
     """`no_leaks` checks for remaining programs and mounts."""
     out = tmp_path / "gpu-check.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.hardware",
-        "--simulated",
-        "--json",
-        str(out),
-        "--only",
-        "context,compute.30",
-    ]
+    command = [*COMMAND, "--json", str(out), "--only", "context,compute.30"]
     with subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
