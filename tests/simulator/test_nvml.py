@@ -83,35 +83,12 @@ def test_memory_and_processes_are_reported(start: Start, simhost: Path) -> None:
     assert device["processes"] == [[b.pid, CONTEXT]]
 
 
-def test_processes_are_named_by_the_readers_pids(start: Start, simhost: Path) -> None:
-    inside = start(wrapper=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"))
-    inside.do("cuda.context()")
-    ((pid, _),) = report(simhost)["devices"][0]["processes"]
-    with open(f"/proc/{pid}/status") as file:
-        assert "NSpid:\t" + f"{pid}\t1\n" in file.read()
-
-
 BUSY = """
 import threading
 cuda.context()
 function, stream = cuda.function(cuda.load(b"SIMMOD globals=0 code=1\\n\\0"), "spin_us_10000"), cuda.stream(1)
 [cuda.launch(function, stream) for _ in range(900)]
 """
-
-WATCH = """
-import time, pynvml as n
-n.nvmlInit()
-h = n.nvmlDeviceGetHandleByIndex(0)
-time.sleep(0.2)
-print(n.nvmlDeviceGetUtilizationRates(h).gpu)
-"""
-
-
-def test_utilization_follows_the_work(start: Start, simhost: Path) -> None:
-    start().do(BUSY)
-    env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
-    done = subprocess.run([sys.executable, "-c", WATCH], check=True, capture_output=True, text=True, env=env)
-    assert 90 <= int(done.stdout) <= 100
 
 
 def test_nvml_works_in_one_process_with_cuda(start: Start, simhost: Path) -> None:
@@ -141,7 +118,7 @@ import time, pynvml as n
 n.nvmlInit()
 h = n.nvmlDeviceGetHandleByIndex(0)
 time.sleep(0.2)
-print({s.pid: s.smUtil for s in n.nvmlDeviceGetProcessUtilization(h, 0)})
+print(n.nvmlDeviceGetUtilizationRates(h).gpu, {s.pid: s.smUtil for s in n.nvmlDeviceGetProcessUtilization(h, 0)})
 """
 
 
@@ -152,4 +129,5 @@ def test_utilization_of_processes_is_their_device_time(start: Start, simhost: Pa
     busy.do(BUSY)
     env = {**os.environ, "LD_LIBRARY_PATH": str(simhost / LIBDIR)}
     done = subprocess.run([sys.executable, "-c", WATCH_PROCESSES], check=True, capture_output=True, text=True, env=env)
-    assert eval(done.stdout) == {busy.pid: 100, idle.pid: 0}
+    rate, _, processes = done.stdout.partition(" ")
+    assert 90 <= int(rate) <= 100 and eval(processes) == {busy.pid: 100, idle.pid: 0}
