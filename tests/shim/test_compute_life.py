@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
@@ -20,9 +19,7 @@ from tests.shim.box import GIB, TREE, Box
 from tests.shim.inside import PRELUDE, run
 from tests.shim.launches import BUSY, HELPERS, POINTS, SETTLED_S, WINDOW_S
 from tests.shim.tenants import boxes, holds, observe, tenants
-from tests.support import host
-from tests.support.busy import build, words
-from tests.support.host import BUILD
+from tests.shim.test_live import talk
 
 
 def owners(pages: Path) -> list[int]:
@@ -292,43 +289,32 @@ def test_index_that_is_truncated_under_a_running_program_does_not_kill_it(tmp_pa
     function = kernel("spin_us_10")
     ok(launch(function))
     ok(cuda.cuCtxSynchronize())
-    print("running", flush=True)
-    sys.stdin.readline()
+    say("running")
     end = time.monotonic() + 1
     while time.monotonic() < end:
         ok(launch(function))
         ok(cuda.cuCtxSynchronize())
-    print("ok")
+    say("ok")
     """
-    with Box([GIB], compute=[50], company=tmp_path) as box:
-        index = tmp_path / box.devices[0].uuid / "index"
-        text = PRELUDE + HELPERS + textwrap.dedent(program)
-        with box.popen(["python3", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stdin is not None
-            assert process.stdout.readline() == "running\n"
-            os.truncate(index, 0)
-            process.stdin.write("\n")
-            process.stdin.close()
-            assert process.stdout.read() == "ok\n"
-        assert process.returncode == 0
+    with Box([GIB], compute=[50], company=tmp_path) as box, talk(box, program) as following:
+        assert following() == ["running"]
+        os.truncate(tmp_path / box.devices[0].uuid / "index", 0)
+        assert following() == ["ok"]
 
 
 def test_nvml_reports_the_containers_own_utilisation() -> None:
     """NVML does not report the neighbours' utilisation."""
     program = """
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    ok(nvml.nvmlInit_v2())
-    device, rates = c_void_p(), (c_uint * 2)()
-    ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
+    rates, (nvml, device) = (c_uint * 2)(), nvml_device()
     ok(nvml.nvmlDeviceGetUtilizationRates(device, byref(rates)))
     print(rates[0])
     """
     with boxes(30, 60) as (a, b), tenants((a, BUSY)) as (tenant,):
         observe(a, 1.5, [tenant])
-        assert float(*run(a, program)) == pytest.approx(30, abs=POINTS)
-        assert run(b, program) == ["0"]
+        assert float(*run(a, program, helpers=HELPERS)) == pytest.approx(30, abs=POINTS)
+        assert run(b, program, helpers=HELPERS) == ["0"]
     with Box() as plain:
-        assert run(plain, program) == ["0"]
+        assert run(plain, program, helpers=HELPERS) == ["0"]
 
 
 def test_contexts_beyond_the_table_are_refused() -> None:
@@ -367,26 +353,3 @@ def test_launches_without_events_are_refused_under_a_limit(percent: int, tmp_pat
         limits[at : at + 16] = b"\x5a" * 16  # the UUID of this driver's device
         box.limits.write_bytes(limits)
         assert run(box, program) == ["0", "801" if percent < 100 else "0"]
-
-
-def test_sanitizers_find_nothing() -> None:
-    """Threads, streams and processes run at once, while limits change and a neighbour is killed."""
-    host.make("shim-asan")
-    names = ("libasan.so", "libubsan.so")
-    preload = [subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip() for name in names]
-    environment = ["env", f"LD_PRELOAD={' '.join(preload)}", "ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0"]
-    options = words(kernel="bimodal", threads=3, streams=3, processes=2, seconds=2.5)
-    with boxes(50, 40) as (box, other), tenants((other, BUSY)) as (neighbour,):
-        box.shim = BUILD / "shim-asan"
-        busy = box.popen([*environment, str(build()), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        try:
-            for percent in (20, 70):
-                observe(box, 0.5, [neighbour])
-                box.set_limit(compute_percent=percent)
-            neighbour.kill()
-            out, err = busy.communicate(timeout=60)
-        finally:
-            busy.kill()
-    assert err == ""
-    said = json.loads(out)
-    assert said["failed"] == "" and said["stuck"] == 0 and said["done"] > 100
