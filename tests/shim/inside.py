@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+from gpushare.state.usage_reader import Usage, read_usage
+
 from simulator.ledger import Ledger
 from tests.shim.box import Box
 
@@ -74,3 +76,14 @@ def peak(box: Box, slot: int = 0) -> int:
     """Return the most bytes that any run in the box held at a time: physical memory, contexts included."""
     with Ledger(box.device(slot)) as ledger:
         return max(group.peak_bytes for group in ledger.groups())
+
+
+def usage(box: Box) -> Usage:
+    """Return what the box's usage file has of its first device."""
+    return read_usage(box.usage.read_bytes(), 1)
+
+
+def on_device(box: Box) -> int:
+    """Return the bytes that all processes hold on the box's first device, by its own account."""
+    with Ledger(box.device()) as ledger:
+        return ledger.used_bytes

@@ -25,6 +25,24 @@ def new_stream(flags=1):
     ok(cuda.cuStreamCreate(byref(stream), flags))
     return stream
 
+def nvml_device():
+    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), c_void_p()
+    ok(nvml.nvmlInit_v2())
+    ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
+    return nvml, device
+
+def nvml_memory():
+    "Total, free and used."
+    memory, (nvml, device) = (c_uint64 * 3)(), nvml_device()
+    ok(nvml.nvmlDeviceGetMemoryInfo(device, memory))
+    return tuple(memory)
+
+def sweep(function, address, size, ns=100_000):
+    "Read all of it: the kernel is sweep_ns_arg."
+    words = (c_uint64(ns), address, c_uint64(size))
+    places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
+    ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+
 def timed(call):
     "Seconds that a call took."
     began = time.monotonic()

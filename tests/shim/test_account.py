@@ -5,18 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gpushare.state import usage_reader
-
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import run
+from tests.shim.inside import run, usage
 from tests.shim.test_live import talk
 
 TICK_NS = 100_000_000  # the longest tick of a kernel is 10 ms (HZ=100); a virtual processor can be delayed
 BEAT_NS = 1_000_000_000  # the parked thread counts that often
-
-
-def usage(box: Box) -> usage_reader.Usage:
-    return usage_reader.read_usage(box.usage.read_bytes())
 
 
 def byte_ns(box: Box) -> int:

@@ -10,6 +10,7 @@ import pytest
 from simulator import models
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.launches import HELPERS
 
 # Every code that a caller may get here; anything else (such as -1) is not a CUDA code
 CODES = {0, 1, 2, 3, 100, 101, 201, 400, 801}
@@ -120,16 +121,6 @@ def test_limit_below_one_context_refuses_the_context() -> None:
 
 
 RESERVED = models.MODELS[models.DEFAULT].reserved_bytes
-NVML = """
-nvml = ctypes.CDLL("libnvidia-ml.so.1")
-ok(nvml.nvmlInit_v2())
-handle = c_void_p()
-ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(handle)))
-def nvml_info():
-    memory = (c_uint64 * 3)()
-    ok(nvml.nvmlDeviceGetMemoryInfo(handle, memory))
-    return tuple(memory)
-"""
 
 
 @pytest.mark.parametrize("limit", [GIB, 16 * GIB, None, 300 * MIB + 1])
@@ -146,7 +137,7 @@ def test_all_memory_queries_agree(limit: int | None) -> None:
             total_mem = c_size_t()
             ok(cuda.cuDeviceTotalMem_v2(byref(total_mem), 0))
             assert total == total_mem.value == limit, (total, total_mem.value, limit)
-            assert nvml_info() == (total + reserved, free, total - free), (nvml_info(), free, total)
+            assert nvml_memory() == (total + reserved, free, total - free), (nvml_memory(), free, total)
             return free
         last = agree()
         for size in (1, 1, 100, 3 * MIB, 64 * MIB, 1 << 29, 1 << 34):
@@ -159,6 +150,6 @@ def test_all_memory_queries_agree(limit: int | None) -> None:
         print(len(kept))
     """
     with Box([limit]) as box:
-        (kept,) = run(box, program, str(limit or 16 * GIB), str(0 if limit else RESERVED), helpers=NVML)
+        (kept,) = run(box, program, str(limit or 16 * GIB), str(0 if limit else RESERVED), helpers=HELPERS)
         assert int(kept) > 0 or limit == 300 * MIB + 1
         assert peak(box) <= (limit or 16 * GIB)

@@ -6,24 +6,13 @@ import pytest
 
 from tests.shim.box import CONTEXT_BYTES, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.launches import HELPERS
 
-CAPTURE = """
+CAPTURE = (
+    HELPERS
+    + """
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
-NON_BLOCKING, CAPTURING, INVALIDATED = 1, 1, 2
-
-def kernel():
-    module, function = c_void_p(), c_void_p()
-    ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
-    ok(cuda.cuModuleGetFunction(byref(function), module, b"spin_us_10"))
-    return function
-
-def new_stream():
-    stream = c_void_p()
-    ok(cuda.cuStreamCreate(byref(stream), c_uint(NON_BLOCKING)))
-    return stream
-
-def launch(function, stream):
-    return cuda.cuLaunchKernel(function, *[c_uint(1)] * 6, c_uint(0), stream, None, None)
+CAPTURING, INVALIDATED = 1, 2
 
 def begin(stream, mode=RELAXED):
     return cuda.cuStreamBeginCapture_v2(stream, c_int(mode))
@@ -63,6 +52,7 @@ def relaxed(call):
     ok(cuda.cuThreadExchangeStreamCaptureMode(byref(mode)))
     return result
 """
+)
 LIMIT = CONTEXT_BYTES + 200 * MIB
 
 
@@ -74,7 +64,7 @@ def box() -> Box:
 def test_refusal_outside_of_a_capture_leaves_captured_graphs_usable(box: Box) -> None:
     program = """
         start()
-        function, stream, held = kernel(), new_stream(), []
+        function, stream, held = kernel("spin_us_10"), new_stream(), []
         first = captured(function, stream)
         print(replay(first, stream))
         while alloc(8 * MIB, held) == SUCCESS:
@@ -94,7 +84,7 @@ def test_refusal_outside_of_a_capture_leaves_captured_graphs_usable(box: Box) ->
 def test_refusal_during_a_capture_does_not_invalidate_it(box: Box, mode: str) -> None:
     program = f"""
         start()
-        function, stream = kernel(), new_stream()
+        function, stream = kernel("spin_us_10"), new_stream()
         first = captured(function, stream, {mode})
         ok(begin(stream, {mode}))
         ok(launch(function, stream))
@@ -114,7 +104,7 @@ def test_refusal_that_ends_a_capture_early_leaves_no_capture_behind(box: Box) ->
     """As PyTorch does: the exception leaves the capture, whose end is called before the error is handled."""
     program = """
         start()
-        function, stream, other = kernel(), new_stream(), new_stream()
+        function, stream, other = kernel("spin_us_10"), new_stream(), new_stream()
         first = captured(function, stream)
         for _ in range(5):
             ok(begin(stream, THREAD_LOCAL))
@@ -133,7 +123,7 @@ def test_invalidated_capture_ends_with_its_end(box: Box) -> None:
     """A program that allocates without a relaxed mode invalidates its capture, as natively, but only this one."""
     program = """
         start()
-        function, stream, event = kernel(), new_stream(), c_void_p()
+        function, stream, event = kernel("spin_us_10"), new_stream(), c_void_p()
         first = captured(function, stream)
         ok(cuda.cuEventCreate(byref(event), c_uint(0)))
         ok(begin(stream, GLOBAL))
@@ -149,7 +139,7 @@ def test_invalidated_capture_ends_with_its_end(box: Box) -> None:
 def test_captured_allocation_beyond_the_limit_is_refused_and_the_next_capture_works(box: Box) -> None:
     program = """
         start()
-        function, stream = kernel(), new_stream()
+        function, stream = kernel("spin_us_10"), new_stream()
         first = captured(function, stream)
 
         def allocating(size):

@@ -18,36 +18,27 @@ from simulator.ledger import Ledger
 from simulator.simhost import make_simhost
 from tests.shim.box import GIB, Box
 from tests.shim.inside import MIB
-from tests.shim.launches import HELPERS
 from tests.shim.test_live import talk
 
 ON_DEVICE = 902 * MIB  # context, the allocation in the device part, and code
 ON_HOST = 128 * MIB
-SETUP = (
-    HELPERS
-    + """
-def say(*words):
-    print(*words, flush=True)
-    sys.stdin.readline()
+SETUP = """
 start()
 held, function = [], kernel("sweep_ns_arg")
 ok(alloc(600 * MIB, held)), ok(alloc(128 * MIB, held))
 
-def sweep(ms=0.2):
-    words = (c_uint64(int(1e6 * ms)), held[1], c_uint64(128 * MIB))
-    places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
-    ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+def read(ms=0.2):
+    sweep(function, held[1], 128 * MIB, int(1e6 * ms))
 
 def work(seconds):
     end, rounds = time.monotonic() + seconds, 0
     while time.monotonic() < end:
-        sweep()
+        read()
         ok(cuda.cuCtxSynchronize())
         rounds += 1
     return rounds
 say("ready")
 """
-)
 
 
 @contextmanager
@@ -77,8 +68,8 @@ def device_ms(directory: Path, place: int, slice_ms: int, rounds: int = 30) -> f
 
     `place`: what they sweep, 0 for memory on the device, 1 for memory on the host.
     """
-    program = SETUP.replace("held[1], c_uint64(128", f"held[{place}], c_uint64(128") + (
-        f"for _ in range({rounds}):\n    sweep()\n    ok(cuda.cuCtxSynchronize())\nsay()"
+    program = SETUP.replace("held[1], 128", f"held[{place}], 128") + (
+        f"for _ in range({rounds}):\n    read()\n    ok(cuda.cuCtxSynchronize())\nsay()"
     )
     with tenants(directory, slice_ms) as (a, b), talk(a, program) as first, talk(b, program) as second:
         assert first() == second() == ["ready"]
@@ -191,10 +182,10 @@ def test_memory_left_on_the_device_counts_in_the_containers_next_slice(tmp_path:
     room = 192 * MIB
     memory = 2 * ON_DEVICE + 64 * MIB
     fill = SETUP.replace("ok(alloc(128 * MIB, held))", "say('started'), ok(alloc(128 * MIB, held))")
-    step = "sweep()\nok(cuda.cuCtxSynchronize())\nsay()\n"
+    step = "read()\nok(cuda.cuCtxSynchronize())\nsay()\n"
     with tenants(tmp_path, 2000, memory=memory, room=room) as (a, b), ExitStack() as stack:
         sleeps, goes_on = (stack.enter_context(talk(a, fill + 2 * step)) for _ in range(2))
-        works = "sweep()\nok(cuda.cuCtxSynchronize())\nprint('works', flush=True)\nwork(0.3)\nsay()"
+        works = "read()\nok(cuda.cuCtxSynchronize())\nprint('works', flush=True)\nwork(0.3)\nsay()"
         other = stack.enter_context(talk(b, SETUP + "ok(alloc(940 * MIB, held))\n" + works))
         for one in (sleeps, goes_on):
             assert one() == ["started"]
@@ -225,7 +216,7 @@ def test_slice_of_a_stopped_process_times_out(tmp_path: Path, sign: str) -> None
         end = f"threading.Timer(0.1, os.kill, (os.getpid(), signal.{sign})).start()"
         with (
             talk(b, SETUP + "began = time.monotonic()\nwork(0.01)\nsay(time.monotonic() - began)") as second,
-            talk(a, f"import signal\n{SETUP}sweep(9000)\n{end}\nsay('holds')\nok(cuda.cuCtxSynchronize())") as first,
+            talk(a, f"import signal\n{SETUP}read(9000)\n{end}\nsay('holds')\nok(cuda.cuCtxSynchronize())") as first,
         ):
             assert second() == first() == ["ready"]
             assert first() == ["holds"]
@@ -297,7 +288,7 @@ def test_false_claims_delay_only_one_launch(tmp_path: Path, claim: Callable[[int
         + """
 def wait():
     began = time.monotonic()
-    sweep()
+    read()
     ok(cuda.cuCtxSynchronize())
     return time.monotonic() - began
 say(wait())
@@ -338,6 +329,6 @@ def test_claims_in_the_far_future_are_ignored(tmp_path: Path, words: tuple[int, 
         with a.pages().open("r+b") as file:
             file.seek(offset("gs_pages", "turn"))
             file.write(struct.pack("<6Q", *words))
-        with talk(b, SETUP + "began = time.monotonic()\nsweep()\nsay(time.monotonic() - began)") as following:
+        with talk(b, SETUP + "began = time.monotonic()\nread()\nsay(time.monotonic() - began)") as following:
             following()
             assert float(following()[0]) < 2  # twice the slice if it was believed

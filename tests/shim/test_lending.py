@@ -12,26 +12,16 @@ from typing import Any
 
 import pytest
 from gpushare.state import shm_abi
-from gpushare.state.usage_reader import Usage, read_usage
 
-from simulator.ledger import Ledger
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB
+from tests.shim.inside import MIB, on_device, usage
 from tests.shim.test_live import talk
 
 REQUEST, LIMIT = 4 * GIB, 12 * GIB
 CODE = 2 * MIB  # of the kernel
 DEVICE = 16 * GIB
 HELPERS = """
-def nvml_memory():
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    ok(nvml.nvmlInit_v2())
-    device, memory = c_void_p(), (c_uint64 * 3)()
-    ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
-    ok(nvml.nvmlDeviceGetMemoryInfo(device, byref(memory)))
-    return memory[0], memory[1]
-
 def free(address):
     ok(cuda.cuMemFree_v2(address))
 
@@ -45,13 +35,11 @@ def array(size):
 
 TAKE = {"plain": alloc, "async": alloc_async, "create": created, "array": array}
 
-def sweep(held, size):
-    "Read all of it, as kernels do, so that it is on the device if there is room."
+def bring(held, size):
+    "Read all of it, so that it is on the device if there is room."
     function = kernel("sweep_ns_arg")
     for address in held:
-        words = (c_uint64(100_000), address, c_uint64(size))
-        places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
-        ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+        sweep(function, address, size)
     ok(cuda.cuCtxSynchronize())
 """
 FILL = """
@@ -67,10 +55,6 @@ def scripted(text: str, first: str = "") -> str:
     return HELPERS + first + textwrap.dedent(text)
 
 
-def usage(box: Box) -> Usage:
-    return read_usage(box.usage.read_bytes(), 1)
-
-
 @contextmanager
 def containers(directory: Path, lending: str, *sizes: tuple[int, int], device: int = DEVICE) -> Iterator[list[Box]]:
     """Boxes of (request, limit) on one device; where both are equal, nothing is lent."""
@@ -82,11 +66,6 @@ def containers(directory: Path, lending: str, *sizes: tuple[int, int], device: i
             options.update(simhost=simhost, gpu_bytes=device, compute=[100], company=directory / "company")
             made.append(stack.enter_context(Box([request], **options)))
         yield made
-
-
-def on_device(box: Box) -> int:
-    with Ledger(box.device()) as ledger:
-        return ledger.used_bytes
 
 
 # Movable: borrowed memory is managed memory, which the driver moves to the host
@@ -102,8 +81,8 @@ def test_movable_memory_is_borrowed_up_to_the_limit(tmp_path: Path) -> None:
                 """
             total = c_size_t()
             ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
-            sweep(held, 256 * MIB)
-            say(total.value, *info(), *nvml_memory(), len(held))
+            bring(held, 256 * MIB)
+            say(total.value, *info(), *nvml_memory()[:2], len(held))
             """,
                 FILL,
             ),
@@ -121,7 +100,7 @@ def test_request_is_available_at_once_while_movable_memory_fills_the_device(tmp_
     the borrower still has all of its memory."""
     sizes = ((REQUEST, LIMIT), (REQUEST, LIMIT), (REQUEST, REQUEST))
     with containers(tmp_path, "movable", *sizes, device=12 * GIB) as (borrower, other, plain), ExitStack() as stack:
-        sweeping = "sweep(held, 256 * MIB)\nsay(len(held))\nsweep(held, 256 * MIB)\nsay(info()[0])\n"
+        sweeping = "bring(held, 256 * MIB)\nsay(len(held))\nbring(held, 256 * MIB)\nsay(info()[0])\n"
         first = stack.enter_context(talk(borrower, scripted(sweeping, FILL)))
         count = (LIMIT - CONTEXT_BYTES) // (256 * MIB)
         assert first() == [str(count)]
@@ -129,7 +108,7 @@ def test_request_is_available_at_once_while_movable_memory_fills_the_device(tmp_
             own = REQUEST - CONTEXT_BYTES
             program = f"""
                 start()
-                say(info()[0], *nvml_memory())
+                say(info()[0], *nvml_memory()[:2])
                 began = time.monotonic()
                 ok(alloc({own - own % (2 * MIB)}))
                 say(time.monotonic() - began)
@@ -152,7 +131,7 @@ def test_limit_is_in_force_only_while_lending(tmp_path: Path) -> None:
         start()
         held = []
         say(*info())
-        say(alloc(8 * GIB, held), *info(), *nvml_memory())
+        say(alloc(8 * GIB, held), *info(), *nvml_memory()[:2])
         say(alloc(2 * MIB), *info())
         free(held[0])
         say(alloc(4 * GIB), alloc(3 * GIB), *info())

@@ -148,15 +148,10 @@ def test_limit_change_wakes_waiting_threads() -> None:
 
 LOWERED = """
 start()
-nvml = ctypes.CDLL("libnvidia-ml.so.1")
-ok(nvml.nvmlInit_v2())
-device = c_void_p()
-ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
 def seen():
-    memory, total = (c_uint64 * 3)(), c_size_t()
-    ok(nvml.nvmlDeviceGetMemoryInfo(device, memory))
+    total = c_size_t()
     ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
-    return [*info(), memory[0], memory[1], total.value]
+    return [*info(), *nvml_memory()[:2], total.value]
 mine = []
 while alloc(64 * MIB, mine) == SUCCESS:
     pass

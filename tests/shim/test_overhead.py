@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import pytest
-from gpushare.state import usage_reader
 
 from simulator import layout
 from simulator.ledger import Ledger
 from simulator.simhost import Costs, make_simhost
 from tests.shim.box import GIB, LIBDIR, TREE, Box
-from tests.shim.inside import MIB, PRELUDE, run
+from tests.shim.inside import MIB, PRELUDE, run, usage
+from tests.shim.launches import HELPERS
 from tests.shim.test_live import talk
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -268,18 +268,15 @@ def test_full_container_is_within_a_block_of_its_limit(cost: str, h100: Path) ->
                 ok(alloc(10 * MIB))
             {USES[cost]}
         fill()
-        print("full", flush=True)
-        sys.stdin.readline()
+        say("full")
     """
-    words = ["python3", "-c", PRELUDE + STREAMS + MAKE + textwrap.dedent(program)]
     unlisted = cost in ("unlisted_bytes", "init_bytes")
     with (
         Box([1 * GIB], simhost=h100) if unlisted else costly(**costs)(1 * GIB) as box,
-        box.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+        talk(box, STREAMS + MAKE + textwrap.dedent(program)) as following,
     ):
-        assert process.stdout and process.stdout.readline()
+        following()
         assert 1 * GIB - 2 * MIB <= held(box) <= 1 * GIB
-        process.communicate("\n")
 
 
 @pytest.mark.parametrize("costs", [{}, {"duplicates": True}])
@@ -338,18 +335,12 @@ def test_host_sees_what_the_driver_takes() -> None:
     program = """
         start()
         made = streams(50)
-        print("ready", flush=True)
-        sys.stdin.readline()
+        say("ready")
     """
-    words = ["python3", "-c", PRELUDE + STREAMS + textwrap.dedent(program)]
-    with (
-        costly(stream_bytes=2 * MIB)(1 * GIB) as box,
-        box.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
-    ):
-        assert process.stdout and process.stdout.readline()
-        usage = usage_reader.read_usage(box.usage.read_bytes())
-        assert usage.driver_bytes(0) == usage.used_bytes(0) == held(box) == 400 * MIB
-        process.communicate("\n")
+    with costly(stream_bytes=2 * MIB)(1 * GIB) as box, talk(box, STREAMS + textwrap.dedent(program)) as following:
+        following()
+        now = usage(box)
+        assert now.driver_bytes(0) == now.used_bytes(0) == held(box) == 400 * MIB
 
 
 @pytest.mark.parametrize("missing", ["host pids", "no NVML", "another NVML"])
@@ -387,19 +378,15 @@ def test_program_that_opens_nvml_later_gets_the_shim() -> None:
     """The dynamic linker must not find the real library first, which the shim uses."""
     program = """
         start()
-        nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), c_void_p()
-        ok(nvml.nvmlInit_v2())
-        ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
-        memory = (c_uint64 * 3)()
-        ok(nvml.nvmlDeviceGetMemoryInfo(device, memory))
-        print(memory[0] // MIB, nvml.nvmlShutdown())
+        nvml, _ = nvml_device()
+        print(nvml_memory()[0] // MIB, nvml.nvmlShutdown(), nvml.nvmlShutdown())
         nvml.nvmlShutdown()  # once more than it was initialised
         print(alloc(100 * MIB), info()[1] // MIB)  # the shim still counts
         made = streams(50)
         print(info()[0] // MIB)
     """
     with costly(stream_bytes=2 * MIB)(1 * GIB) as box:
-        assert run(box, program, helpers=STREAMS) == ["1024", "0", "0", "1024", "524"]
+        assert run(box, program, helpers=HELPERS + STREAMS) == ["1024", "0", "0", "0", "1024", "524"]
 
 
 def test_forked_child_can_use_nvml_while_threads_compare() -> None:
@@ -441,21 +428,17 @@ def test_forked_child_can_use_nvml_while_threads_compare() -> None:
 def test_memory_freed_in_a_stream_stays_charged_until_it_is_free() -> None:
     program = """
         start()
-        module, function, stream = c_void_p(), c_void_p(), c_void_p()
-        ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
-        ok(cuda.cuModuleGetFunction(byref(function), module, b"spin_us_300000"))
-        ok(cuda.cuStreamCreate(byref(stream), 1))
-        block = []
+        function, stream, block = kernel("spin_us_300000"), new_stream(), []
         ok(alloc(256 * MIB, block))
         before = info()[0]
-        ok(cuda.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, None, None))
+        ok(launch(function, stream))
         ok(cuda.cuMemFreeAsync(block[0], stream))
         print((info()[0] - before) // MIB)
         ok(cuda.cuStreamSynchronize(stream))
         print((info()[0] - before) // MIB)
     """
     with Box([1 * GIB]) as box:
-        assert run(box, program) == ["0", "256"]
+        assert run(box, program, helpers=HELPERS) == ["0", "256"]
 
 
 def test_managed_memory_is_charged_once() -> None:
@@ -492,28 +475,26 @@ def test_destroyed_context_takes_its_streams_and_graphs_with_it() -> None:
         assert done.stdout.split() == ["True", "0"], done.stderr
 
 
-@pytest.mark.parametrize(("calls", "within_s"), [("launch()", 8), ("launch(); ok(cuda.cuCtxSynchronize())", 4)])
-def test_growth_without_a_call_of_the_program_is_charged(calls: str, within_s: float) -> None:
+@pytest.mark.parametrize(("then", "within_s"), [("pass", 8), ("ok(cuda.cuCtxSynchronize())", 4)])
+def test_growth_without_a_call_of_the_program_is_charged(then: str, within_s: float) -> None:
     """Once a second before a call that blocks; a program that never waits compares at a launch after some seconds."""
     program = f"""
         start()
-        module, function = c_void_p(), c_void_p()
-        ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
-        ok(cuda.cuModuleGetFunction(byref(function), module, b"spin_us_10"))
-        launch = lambda: ok(cuda.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, None, None, None))
+        function = kernel("spin_us_10")
         print("ready", flush=True)
         until = time.monotonic() + {within_s}
         while time.monotonic() < until:
-            {calls}
+            ok(launch(function))
+            {then}
             time.sleep(0.001)
     """
-    words = ["python3", "-c", PRELUDE + textwrap.dedent(program)]
+    words = ["python3", "-c", PRELUDE + HELPERS + textwrap.dedent(program)]
     with Box([1 * GIB]) as box, box.popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline()
         hidden = 50 * MIB
         grow(box, hidden)
         while process.poll() is None:
-            if usage_reader.read_usage(box.usage.read_bytes()).used_bytes(0) >= 300 * MIB + hidden:
+            if usage(box).used_bytes(0) >= 300 * MIB + hidden:
                 break
             time.sleep(0.05)
         assert process.poll() is None, "not charged"
@@ -526,21 +507,16 @@ def test_growth_that_no_call_showed_is_compared_near_the_limit() -> None:
         start()
         block = []
         ok(alloc(info()[0] - 100 * MIB, block))
-        print("ready", flush=True)
-        sys.stdin.readline()
+        say("ready")
         until = time.monotonic() + 10
         while (result := alloc(60 * MIB, block)) == SUCCESS and time.monotonic() < until:
             ok(cuda.cuMemFree_v2(block.pop()))  # nothing here blocks
-        print(result)
+        say(result)
     """
-    words = ["python3", "-c", PRELUDE + textwrap.dedent(program)]
-    with (
-        Box([1 * GIB]) as box,
-        box.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
-    ):
-        assert process.stdout and process.stdout.readline()
+    with Box([1 * GIB]) as box, talk(box, program) as following:
+        following()
         grow(box, 50 * MIB)
-        assert process.communicate("\n")[0] == "2\n"
+        assert following() == ["2"]
 
 
 def compiled(folder: Path, name: str, *flags: str) -> str:
@@ -635,7 +611,7 @@ def test_charge_follows_primary_contexts() -> None:
         for steps in sequences:
             for place in range(len(steps)):
                 following()
-                used = usage_reader.read_usage(box.usage.read_bytes()).used_bytes(0)
+                used = usage(box).used_bytes(0)
                 assert used == held(box), (steps, place)
 
 

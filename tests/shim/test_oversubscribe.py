@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from gpushare.state.usage_reader import Usage, read_usage
 
 from simulator.ledger import Ledger
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB, peak, run
+from tests.shim.inside import MIB, peak, run, usage
 from tests.shim.launches import HELPERS as KERNELS
 from tests.shim.test_live import talk
 
@@ -45,10 +44,6 @@ def pool():
     ok(cuda.cuDeviceGetDefaultMemPool(byref(found), 0))
     return found
 """
-
-
-def usage(box: Box) -> Usage:
-    return read_usage(box.usage.read_bytes(), 1)
 
 
 def oversubscribed(device: int = DEVICE, whole: int = WHOLE, gpu_bytes: int = 16 * GIB) -> Box:
@@ -93,19 +88,12 @@ def test_both_parts_are_counted_and_programs_see_the_total() -> None:
         start()
         total, held = c_size_t(), []
         ok(cuda.cuDeviceTotalMem_v2(byref(total), 0))
-        print(total.value, *info(), flush=True)
-        sys.stdin.readline()
+        say(total.value, *info())
         ok(alloc(512 * MIB)), ok(alloc(512 * MIB))
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        ok(nvml.nvmlInit_v2())
-        device, memory = c_void_p(), (c_uint64 * 3)()
-        ok(nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)))
-        ok(nvml.nvmlDeviceGetMemoryInfo(device, byref(memory)))
+        nvml, device = nvml_device()
         count, rows = c_uint(4), (c_uint64 * 12)()
         ok(nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, byref(count), byref(rows)))
-        print(*info(), *memory, count.value, rows[1])
-        sys.stdout.flush()
-        sys.stdin.readline()
+        say(*info(), *nvml_memory(), count.value, rows[1])
     """
     with oversubscribed() as box, talk(box, program) as following:
         assert following() == [str(n) for n in (WHOLE, WHOLE - CONTEXT, WHOLE)]
@@ -159,9 +147,6 @@ def test_three_shares_on_a_full_device_get_their_totals(tmp_path: Path) -> None:
     """
     device, whole, step = 2 * GIB, 3 * GIB, 64 * MIB
     program = f"""
-        def say(*words):
-            print(*words, flush=True)
-            sys.stdin.readline()
         start()
         say("ready")
         held = []
@@ -210,9 +195,7 @@ def test_program_cannot_move_or_share_host_memory() -> None:
         own, function = c_uint64(), kernel("sweep_ns_arg")
         ok(cuda.cuMemAllocManaged(byref(own), c_size_t(4 * MIB), 1))
         ok(cuda.cuMemPrefetchAsync(own, c_size_t(4 * MIB), 0, None))
-        words = (c_uint64(100_000), address, c_uint64(600 * MIB))
-        places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
-        ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+        sweep(function, address, 600 * MIB)
         ok(cuda.cuCtxSynchronize())
     """
     with oversubscribed() as box:
@@ -228,9 +211,7 @@ def test_kernel_reading_host_memory_does_not_migrate_it() -> None:
         held, function = [], kernel("sweep_ns_arg")
         ok(alloc(600 * MIB, held)), ok(alloc(600 * MIB, held))
         for address in held:
-            words = (c_uint64(100_000), address, c_uint64(600 * MIB))
-            places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
-            ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+            sweep(function, address, 600 * MIB)
         ok(cuda.cuCtxSynchronize())
     """
     with oversubscribed() as box:
@@ -287,9 +268,6 @@ def test_lowered_limit_sends_further_allocations_to_the_host() -> None:
     with oversubscribed() as box:
         program = """
             start()
-            def say(*words):
-                print(*words, flush=True)
-                sys.stdin.readline()
             say(*info())
             say(alloc(512 * MIB), alloc(1024 * MIB), alloc(512 * MIB), *info())
         """
@@ -304,9 +282,6 @@ def test_lowered_limit_sends_further_allocations_to_the_host() -> None:
 def test_total_holds_while_the_residency_boundary_moves(first: int, dropped: int, border: int) -> None:
     """The shrinking part still holds its memory while the other part grew: together they do not exceed the total."""
     program = f"""
-        def say(*words):
-            print(*words, flush=True)
-            sys.stdin.readline()
         start()
         held = []
         def fill(most):

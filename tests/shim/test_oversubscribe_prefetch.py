@@ -9,12 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpushare.state.usage_reader import read_usage
 
-from simulator.ledger import Ledger
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB, peak, run
+from tests.shim.inside import MIB, on_device, peak, run, usage
 from tests.shim.test_live import talk
 
 DEVICE, WHOLE = 1 * GIB, 2 * GIB
@@ -22,10 +20,6 @@ FIRST = 224 * MIB
 HELD = CONTEXT_BYTES + FIRST
 MOST = (DEVICE - CONTEXT_BYTES) // (2 * MIB) * 2 * MIB  # leaves room for another context
 HELPERS = """
-def say(*words):
-    print(*words, flush=True)
-    sys.stdin.readline()
-
 def older(at, size, to, stream=None):
     return cuda.cuMemPrefetchAsync(at, c_size_t(size), c_int(to), stream)
 
@@ -46,13 +40,8 @@ def two() -> str:
 
 def parts(box: Box) -> tuple[int, int]:
     """Return the bytes that the share counts on the device and on the host."""
-    now = read_usage(box.usage.read_bytes(), 1)
+    now = usage(box)
     return now.used_bytes(0), now.host_bytes(0)
-
-
-def on_device(box: Box) -> int:
-    with Ledger(box.device()) as ledger:
-        return ledger.used_bytes
 
 
 @pytest.fixture
@@ -105,22 +94,12 @@ def test_prefetch_uses_the_shares_room_and_returns_it(box: Box, way: str) -> Non
 def test_reading_prefetched_memory_migrates_nothing_more(box: Box) -> None:
     """A kernel that reads all of it later migrates no further block, also after it was sent back."""
     program = """
-        module, function = c_void_p(), c_void_p()
-        ok(cuda.cuModuleLoadData(byref(module), b"SIMMOD globals=0 code=1\\n"))
-        ok(cuda.cuModuleGetFunction(byref(function), module, b"sweep_ns_arg"))
-        def sweep():
-            words = (c_uint64(100_000), at, c_uint64(600 * MIB))
-            places = (c_void_p * 3)(*(ctypes.addressof(word) for word in words))
-            ok(cuda.cuLaunchKernel(function, 64, 1, 1, 1, 1, 1, 0, None, places, None))
+        function = kernel("sweep_ns_arg")
+        for size, to in ((0, None), (100 * MIB, 0), (600 * MIB, HOST)):
+            ok(older(at, size, to) if size else 0)
+            sweep(function, at, 600 * MIB)
             ok(cuda.cuCtxSynchronize())
-        sweep()
-        say()
-        ok(older(at, 100 * MIB, 0))
-        sweep()
-        say()
-        ok(older(at, 600 * MIB, HOST))
-        sweep()
-        say()
+            say()
     """
     with box, talk(box, two() + textwrap.dedent(program)) as following:
         following()

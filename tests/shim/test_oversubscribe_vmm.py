@@ -7,11 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from gpushare.state.usage_reader import read_usage
 
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, LIBDIR, VERSION, Box
-from tests.shim.inside import MIB, peak, run
+from tests.shim.inside import MIB, peak, run, usage
 from tests.shim.test_graph_room import GRAPHS
 from tests.shim.test_live import talk
 from tests.support.host import BUILD
@@ -100,7 +99,7 @@ def test_parts_are_counted_and_freed_after_death() -> None:
         with talk(box, HELPERS + textwrap.dedent(program)) as following:
             left = (WHOLE - CONTEXT_BYTES) // MIB - 1700
             assert following() == ["2", "0", str(left), "2"]
-            now = read_usage(box.usage.read_bytes(), 1)
+            now = usage(box)
             assert (now.used_bytes(0) + now.host_bytes(0), now.refused) == (CONTEXT_BYTES + 1700 * MIB, (2,))
         assert run(box, "start()\nprint(info()[0])") == [str(WHOLE - CONTEXT_BYTES)]
 

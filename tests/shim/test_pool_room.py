@@ -98,3 +98,19 @@ def test_pools_on_the_host_are_not_charged() -> None:
     """
     with Box([1 * GIB]) as box:
         assert run(box, program) == ["0", "True", "True"]
+
+
+def test_allocations_from_a_default_pool_are_charged() -> None:
+    """Nothing else was allocated before, so no other wrapper has registered the pool."""
+    program = """
+        def allocate(getter):
+            pool = c_void_p()
+            start()
+            ok(cuda[getter](byref(pool), 0))
+            print(getter, *[alloc_async(GIB, pool=pool) for _ in range(6)])
+        for getter in ("cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"):
+            apart(allocate, getter)
+    """
+    with Box([4 * GIB]) as box:
+        results = ["0", "0", "0", "2", "2", "2"]  # the context uses part of the limit
+        assert run(box, program) == ["cuDeviceGetDefaultMemPool", *results, "cuDeviceGetMemPool", *results]

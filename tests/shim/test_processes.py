@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from gpushare.state import shm_abi
 from simulator.simhost import make_simhost
 from tests.shim.box import CONTEXT_BYTES, GIB, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, peak, run
+from tests.shim.test_live import talk
 
 
 def test_forked_child_cannot_use_the_share() -> None:
@@ -253,6 +256,15 @@ def test_slot_is_free_after_a_kill_at_any_instant_of_starting() -> None:
         assert GIB - CONTEXT_BYTES - taken < 2 * MIB
 
 
+@contextmanager
+def two_on_a_device(directory: Path) -> Iterator[tuple[Box, Box, ExitStack]]:
+    """Yield two boxes whose limit is the device's memory each, and a stack for what runs in them."""
+    simhost = make_simhost(directory / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
+    with ExitStack() as stack:
+        before, after = (stack.enter_context(Box([GIB], gpu_bytes=GIB, simhost=simhost)) for _ in range(2))
+        yield before, after, stack
+
+
 @pytest.mark.parametrize(
     "call", ["cuDevicePrimaryCtxRetain(byref(context), 0)", "cuCtxCreate_v2(byref(context), 0, 0)"]
 )
@@ -261,8 +273,7 @@ def test_context_waits_for_memory_of_a_dead_container(tmp_path: Path, call: str)
 
     the next share is granted, its memory is free a moment later.
     """
-    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
-    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
+    with two_on_a_device(tmp_path) as (before, after, _):
         run(before, "start()\nfill()")
         (result,) = run(after, f"context = c_void_p()\nok(cuda.cuInit(0))\nprint(cuda.{call})")
         assert result == "0"
@@ -270,26 +281,17 @@ def test_context_waits_for_memory_of_a_dead_container(tmp_path: Path, call: str)
 
 def test_allocation_waits_for_memory_of_a_dead_container(tmp_path: Path) -> None:
     """As after `gpushare resume`, which lets a program go on in the middle of its work."""
-    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB, late_return_ms=40)
-    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
-        allocate = (
-            "start()\nprint(flush=True)\nsys.stdin.readline()\nprint(cuda.cuMemAlloc_v2(byref(c_uint64()), 1 << 29))"
-        )
-        words = ["python3", "-c", PRELUDE + allocate]
-        with after.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waiting:
-            assert waiting.stdout and waiting.stdout.readline()
-            run(before, "start()\nfill()")
-            assert waiting.communicate("\n")[0] == "0\n"
+    with two_on_a_device(tmp_path) as (before, after, stack):
+        waiting = stack.enter_context(talk(after, "start()\nsay()\nsay(alloc(512 * MIB))"))
+        waiting()
+        run(before, "start()\nfill()")
+        assert waiting() == ["0"]
 
 
 def test_context_is_refused_if_the_device_stays_full(tmp_path: Path) -> None:
-    simhost = make_simhost(tmp_path / "host", gpus=1, memory_bytes=GIB)
-    with Box([GIB], gpu_bytes=GIB, simhost=simhost) as before, Box([GIB], gpu_bytes=GIB, simhost=simhost) as after:
-        words = ["python3", "-c", PRELUDE + "start()\nfill()\nprint(flush=True)\nsys.stdin.read()"]
-        with before.popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-            assert holder.stdout and holder.stdout.readline()
-            assert run(after, "ok(cuda.cuInit(0))\nprint(cuda.cuDevicePrimaryCtxRetain(byref(c_void_p()), 0))") == ["2"]
-            holder.communicate()
+    with two_on_a_device(tmp_path) as (before, after, stack):
+        stack.enter_context(talk(before, "start()\nfill()\nsay()"))()
+        assert run(after, "ok(cuda.cuInit(0))\nprint(cuda.cuDevicePrimaryCtxRetain(byref(c_void_p()), 0))") == ["2"]
 
 
 def test_process_beyond_the_slots_is_refused() -> None:
@@ -364,18 +366,14 @@ def test_process_that_is_restored_in_another_container_gets_no_memory() -> None:
         start()
         held = []
         ok(alloc(256 * MIB, held))
-        print("ready", flush=True)
-        sys.stdin.readline()
-        print(fill(256 * MIB))
+        say("ready")
+        say(fill(256 * MIB))
     """
-    with Box([GIB]) as box:
-        process = box.popen(
-            ["python3", "-c", PRELUDE + textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert process.stdout and process.stdout.readline() == "ready\n"
+    with Box([GIB]) as box, talk(box, program) as following:
+        following()
         with box.usage.open("r+b") as other:
             other.write(shm_abi.pack_usage(box.nonce + 1, 1))
-        assert process.communicate("\n", timeout=60)[0] == "0\n"
+        assert following() == ["0"]
 
 
 @pytest.mark.parametrize("kib", [1024, 65536])

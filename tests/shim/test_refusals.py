@@ -10,6 +10,7 @@ import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.test_live import talk
 from tests.support.host import BUILD, TREE
 
 LIMIT_OFFSET = 64 + 80  # gs_limits.device[0].memory_limit_bytes
@@ -49,28 +50,19 @@ def test_limit_below_the_usage_refuses_allocations() -> None:
         kept = []
         ok(alloc(800 * MIB, kept))
         ok(cuda.cuCtxSetLimit(2, c_size_t(64 * MIB)))
-        print("ready", flush=True)
-        sys.stdin.readline()
-        print(info(), alloc(1), alloc_async(1), alloc(2 * MIB), cuda.cuCtxSetLimit(2, c_size_t(8 * MIB)))
+        say("ready")
+        say(*info(), alloc(1), alloc_async(1), alloc(2 * MIB), cuda.cuCtxSetLimit(2, c_size_t(8 * MIB)))
         ok(cuda.cuMemFree_v2(kept[0]))
-        print(info()[0] >= 180 * MIB, alloc(100 * MIB), alloc(200 * MIB))
+        say(info()[0] >= 180 * MIB, alloc(100 * MIB), alloc(200 * MIB))
     """
-    import textwrap
-
-    from tests.shim.inside import PRELUDE
-
     low = CONTEXT_BYTES + 200 * MIB
-    with Box([2 * GIB]) as box:
-        command = ["python3", "-c", PRELUDE + textwrap.dedent(program)]
-        with box.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin and process.stdout
-            assert process.stdout.readline() == "ready\n"
-            with open(box.limits, "r+b") as limits:
-                limits.seek(LIMIT_OFFSET)
-                limits.write(struct.pack("<Q", low))
-            print("go", file=process.stdin, flush=True)
-            assert process.stdout.readline() == f"(0, {low}) 2 2 2 0\n"
-            assert process.stdout.readline() == "True 0 2\n"
+    with Box([2 * GIB]) as box, talk(box, program) as following:
+        assert following() == ["ready"]
+        with open(box.limits, "r+b") as limits:
+            limits.seek(LIMIT_OFFSET)
+            limits.write(struct.pack("<Q", low))
+        assert following() == ["0", str(low), "2", "2", "2", "0"]
+        assert following() == ["True", "0", "2"]
 
 
 def test_device_that_was_not_granted_is_refused() -> None:

@@ -82,21 +82,18 @@ def share(kind, end):
     if end == "frees":
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-for kind in ("ipc", "fd"):
-    for end in ("frees", "dies"):
-        apart(share, kind, end)
 """
 
 
 @pytest.mark.parametrize("listed", ["owner", "both"])
 def test_open_shared_memory_stays_charged(listed: str) -> None:
     """Once, whether NVML lists it for its owner alone or for both processes, also after a comparison."""
+    cases = [(kind, end) for kind in ("ipc", "fd") for end in ("frees", "dies")]
     limit = 2 * CONTEXT_BYTES + 500 * MIB
     with Box([limit], costs=Costs(imports_listed=listed == "both")) as box:
-        cases = [(kind, end) for kind in ("ipc", "fd") for end in ("frees", "dies")]
         want = [[*case, "100", "2", "100", "2", "0"] for case in cases]
-        assert run(box, SHARING) == [word for row in want for word in row]
+        found = run(box, f"for case in {cases}:\n    apart(share, *case)", helpers=SHARING)
+        assert found == [word for row in want for word in row]
         assert peak(box) <= limit
 
 
@@ -145,7 +142,6 @@ def test_exports_are_told_apart(marked: bool) -> None:
     """All descriptors are of one file. Freed memory that no process has open is released, and open memory stays
     charged. Without locks of open files (as in some sandboxes) all of it counts as open."""
     program = """
-        import array, socket
         if sys.argv[1] == "False":
             libc = ctypes.CDLL(None)
             class Filter(ctypes.Structure):  # fcntl(F_OFD_SETLK) gives ENOLCK
@@ -195,17 +191,15 @@ def test_exports_are_told_apart(marked: bool) -> None:
         os.waitpid(child, 0)
     """
     with Box([2 * GIB]) as box:
-        assert run(box, program, str(marked)) == (["300", "300", "400"] if marked else ["0", "0", "400"])
+        found = run(box, program, str(marked), helpers=SHARING)
+        assert found == (["300", "300", "400"] if marked else ["0", "0", "400"])
 
 
 def test_more_exports_than_rows_stay_charged_while_open() -> None:
     """IPC handles differ: beyond the table's rows, they are counted together."""
     program = """
         start()
-        import socket
         ours, theirs = socket.socketpair()
-        class Handle(ctypes.Structure):
-            _fields_ = [("raw", ctypes.c_char * 64)]
         names, addresses = [], []
         for _ in range(200):
             name = Handle()
@@ -228,10 +222,8 @@ def test_more_exports_than_rows_stay_charged_while_open() -> None:
     """
     importer = (
         PRELUDE
+        + SHARING
         + """
-import socket
-class Handle(ctypes.Structure):
-    _fields_ = [("raw", ctypes.c_char * 64)]
 channel = socket.socket(fileno=int(sys.argv[1]))
 start()
 for _ in range(200):
@@ -243,7 +235,7 @@ channel.recv(4)
 """
     )
     with Box([2 * GIB]) as box:
-        assert run(box, program, importer) == ["0", "400"]
+        assert run(box, program, importer, helpers=SHARING) == ["0", "400"]
         assert peak(box) <= 2 * GIB
 
 
@@ -251,14 +243,6 @@ channel.recv(4)
 def test_memory_open_in_two_processes_is_charged_once(exports: int, listed: bool) -> None:
     """Its exporter dies; the driver then lists it for one of the two. Also with more exports than rows."""
     program = f"""
-        import socket
-        class Handle(ctypes.Structure):
-            _fields_ = [("raw", ctypes.c_char * 64)]
-        def compare():
-            stream = c_void_p()
-            ok(cuda.cuStreamCreate(byref(stream), 1))
-            ok(cuda.cuStreamDestroy_v2(stream))
-            return info()[0]
         channels = [socket.socketpair() for _ in range(2)]
         children = []
         for _, theirs in channels:
@@ -272,7 +256,7 @@ def test_memory_open_in_two_processes_is_charged_once(exports: int, listed: bool
                 ok(cuda.cuIpcOpenMemHandle_v2(byref(address), name, 1))
             theirs.send(b"open")
             while theirs.recv(4):
-                theirs.send(b"%16d" % compare())
+                theirs.send(b"%16d" % (compare() or info()[0]))
             os._exit(0)
         exporter = os.fork()
         if exporter == 0:
@@ -300,5 +284,5 @@ def test_memory_open_in_two_processes_is_charged_once(exports: int, listed: bool
     """
     with Box([2 * GIB], costs=Costs(imports_listed=listed)) as box:
         used = 2 * exports
-        done = run(box, program)
+        done = run(box, program, helpers=SHARING)
         assert done == [str(2048 - 900 - used), str(2048 - 600 - used)]

@@ -6,9 +6,10 @@ import time
 
 import pytest
 from gpushare.state.shm_abi import DEVICE_SUSPENDED, offset
-from gpushare.state.usage_reader import DOES_EXCHANGE, DOES_MANAGE, DOES_WAIT, Usage, read_usage
+from gpushare.state.usage_reader import DOES_EXCHANGE, DOES_MANAGE, DOES_WAIT
 
 from tests.shim.box import GIB, Box
+from tests.shim.inside import usage
 from tests.shim.test_live import talk
 
 WAITING = """
@@ -63,10 +64,6 @@ DOING = {
     "memory handle": ("ok(alloc(4096, mine)); cuda.cuIpcGetMemHandle(block, mine[0])", DOES_EXCHANGE),
     "event handle": ("cuda.cuEventCreate(byref(out), 6); cuda.cuIpcGetEventHandle(block, out)", DOES_EXCHANGE),
 }
-
-
-def usage(box: Box) -> Usage:
-    return read_usage(box.usage.read_bytes(), 1)
 
 
 def wait_until(box: Box, does: int) -> None:

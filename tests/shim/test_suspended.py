@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpushare.state.usage_reader import read_usage
 
 from simulator.ledger import Ledger
 from simulator.simhost import CHECKPOINTS, make_simhost
 from tests.conformance import driver as d
 from tests.shim.box import GIB, Box
-from tests.shim.inside import PRELUDE
+from tests.shim.inside import PRELUDE, usage
 from tests.support.remote import Remote
 
 PROGRAM = """
@@ -42,13 +41,13 @@ def test_suspended_process_keeps_its_charge_and_goes_on(box: Box) -> None:
     with box.popen(["python3", "-c", PRELUDE + PROGRAM], **pipes) as process, Remote(box.simhost) as caller:
         assert process.stdin and process.stdout and process.stdout.readline() == "1\n"
         pid = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-        charged = read_usage(box.usage.read_bytes(), 1).used_bytes(0)
+        charged = usage(box).used_bytes(0)
         caller.do("cuda.init()")
         with Ledger(box.device()) as ledger:
             held = ledger.used_bytes
             for operation, used in {"Lock": held, "Checkpoint": 0, "Restore": held, "Unlock": held}.items():
                 assert caller.get(f"cuda.checkpoint({operation!r}, {pid})") == d.SUCCESS
                 assert ledger.used_bytes == used
-                assert read_usage(box.usage.read_bytes(), 1).used_bytes(0) == charged >= held >= GIB
+                assert usage(box).used_bytes(0) == charged >= held >= GIB
         said, _ = process.communicate("\n")
     assert said == f"pattern {4 * 1024 - 300 - 1024} 4096\n"
