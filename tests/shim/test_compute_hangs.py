@@ -1,24 +1,16 @@
-"""Programs that the compute limit could block, and containers that publish false activity.
-
-Measured from the simulated device's ledger.
-"""
+"""Programs that the compute limit could block. tests/limiter/test_spoof.py has containers with false activity."""
 
 from __future__ import annotations
 
-import os
-import struct
 import textwrap
-import threading
-import time
 
 import pytest
-from gpushare.state.shm_abi import MAX_PAGES, offset, packer
 
 from tests.shim.attacker import LIMIT, TOOLS
 from tests.shim.box import Box
 from tests.shim.inside import run
 from tests.shim.launches import HELPERS
-from tests.shim.tenants import boxes, observe, tenants
+from tests.shim.tenants import boxes
 
 # ---- a container writes to its own files ----------------------------------------------------------------------------
 
@@ -57,46 +49,6 @@ def test_random_bytes_in_own_files_stop_no_launch(where: str) -> None:
     with boxes(LIMIT) as (box,):
         (n,) = run(box, NOISE, where, helpers=HELPERS)
     assert int(n) * 500e-6 > 0.1
-
-
-# ---- a neighbour publishes false activity ------------------------------------------------------------------------
-
-RUNS, RUN_NS, SWITCH_NS = 47, 20_000, 499_000  # GS_RUNS
-
-
-def fabricated_page(now: int) -> bytes:
-    """Return the page of a context that was on the device every 100 us until now and reports slow switches."""
-    ends = [now - 100_000 * i for i in reversed(range(RUNS))]
-    runs = [word for end in ends for word in (end - RUN_NS, end, RUN_NS)]
-    head = packer("gs_activity").pack(0, 0, now, 0, 0, RUNS - 1, RUNS, 2 * RUN_NS, SWITCH_NS, 0)
-    activity = head[: offset("gs_activity", "run")] + struct.pack(f"<{3 * RUNS}Q", *runs)
-    return (bytes(offset("gs_page", "buffer")) + 2 * activity).ljust(packer("gs_page").size, b"\0")
-
-
-def test_false_switch_cost_of_a_neighbour_is_ignored() -> None:
-    """A program that waits for each kernel pays for real switches, not for the switch cost that a neighbour reports."""
-    with boxes(40, 40) as (box, neighbour), tenants((box, {"mode": "sync", "kernel": 100})) as (tenant,):
-        stop = threading.Event()
-        at = offset("gs_pages", "page")
-
-        def publish() -> None:
-            with neighbour.pages().open("r+b", buffering=0) as file:
-                os.pwrite(file.fileno(), struct.pack("<I", MAX_PAGES), offset("gs_pages", "high"))
-                os.pwrite(file.fileno(), struct.pack(f"<{MAX_PAGES}Q", *[1] * MAX_PAGES), offset("gs_pages", "owner"))
-                while not stop.wait(0.0002):
-                    os.pwrite(file.fileno(), fabricated_page(time.monotonic_ns()) * MAX_PAGES, at)
-
-        publisher = threading.Thread(target=publish)
-        observe(box, 0.5, [tenant])
-        publisher.start()
-        try:
-            observe(box, 0.5, [tenant])
-            # Load delays a program that waits for each kernel; with the false cost it gets 7 in every window.
-            got = max(observe(box, 1.5, [tenant]).of[tenant.pidns] for _ in range(3))
-        finally:
-            stop.set()
-            publisher.join()
-    assert got > 14, got
 
 
 # ---- hangs ------------------------------------------------------------------
