@@ -94,8 +94,8 @@ def test_more_contexts_than_pages_are_limited() -> None:
 
 
 def test_activity_file_that_is_truncated_again_and_again_takes_no_share() -> None:
-    """A neighbour that does that kills no process and takes no share; at most it gives up its own. What false activity
-    gains in virtual time: tests/limiter/test_spoof.py."""
+    """A neighbour that does that kills no process and takes no share; at most it gives up its own.
+    tests/limiter/test_spoof.py has other false activity, in virtual time."""
     with boxes(40, 40) as (box, neighbour), tenants((box, BUSY)) as (tenant,):
         page, stop = neighbour.pages(), threading.Event()
         data = page.read_bytes()

@@ -151,20 +151,20 @@ def poll():
 """
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_limit_holds_for_streams_of_threads(threads: int) -> None:
-    with boxes(40) as (box,):
-        program = f'print(in_threads({threads}, "spin_us_500", lambda: None))'
-        (took,) = run(box, program, helpers=HELPERS + STREAMS_OF_THREADS)
-        assert 20 < percent_held(box, float(took)) < 40 + POINTS
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_limit_holds_for_threads_that_poll_streams(threads: int) -> None:
+@pytest.mark.parametrize(
+    ("threads", "percent", "kernel", "then", "most"),
+    [
+        (1, 40, "spin_us_500", "lambda: None", 40 + POINTS),
+        (4, 40, "spin_us_500", "lambda: None", 40 + POINTS),
+        (1, 20, "spin_us_50", "poll", 20 + 3),
+        (4, 20, "spin_us_50", "poll", 20 + 3),
+    ],
+)
+def test_limit_holds_for_streams_of_threads(threads: int, percent: int, kernel: str, then: str, most: float) -> None:
     """A program that polls whether a stream is done gets no more than one that waits for it."""
-    with boxes(20) as (box,):
-        (took,) = run(box, f'print(in_threads({threads}, "spin_us_50", poll))', helpers=HELPERS + STREAMS_OF_THREADS)
-        assert 20 / 2 < percent_held(box, float(took)) < 20 + 3
+    with boxes(percent) as (box,):
+        (took,) = run(box, f'print(in_threads({threads}, "{kernel}", {then}))', helpers=HELPERS + STREAMS_OF_THREADS)
+        assert percent / 2 < percent_held(box, float(took)) < most
 
 
 def test_limit_holds_for_the_legacy_stream_and_blocking_streams() -> None:

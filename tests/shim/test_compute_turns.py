@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def tenants(
         ]
 
 
+def at_once(*programs: Callable[[], list[str]]) -> list[list[str]]:
+    """Let all of them go on at once; return what they say."""
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(lambda one: one(), programs))
+
+
 def device_ms(directory: Path, place: int, slice_ms: int, rounds: int = 30) -> float:
     """Return the mean device time of a sweep, including all migration, with two tenants that make `rounds` sweeps each.
 
@@ -73,10 +80,7 @@ def device_ms(directory: Path, place: int, slice_ms: int, rounds: int = 30) -> f
     )
     with tenants(directory, slice_ms) as (a, b), talk(a, program) as first, talk(b, program) as second:
         assert first() == second() == ["ready"]
-        other = threading.Thread(target=second)
-        other.start()
-        first()
-        other.join()
+        at_once(first, second)
         with Ledger(a.device()) as ledger:
             return sum(group.work_ns for group in ledger.groups()) / 2 / rounds / 1e6
 
@@ -110,11 +114,7 @@ def test_only_one_tenant_at_a_time_has_its_memory_on_the_device(tmp_path: Path) 
 
             watcher = threading.Thread(target=watch)
             watcher.start()
-            results: list[list[str]] = []
-            other = threading.Thread(target=lambda: results.append(second()))
-            other.start()
-            results.append(first())
-            other.join()
+            results = at_once(first, second)
             over.set()
             watcher.join()
     assert all(int(rounds) > 150 for (rounds,) in results), results  # without migration some 66
@@ -315,11 +315,7 @@ def test_false_claims_do_not_keep_other_tenants_from_migrating(tmp_path: Path) -
         program = SETUP + "say(work(1.5))"
         with talk(b, program) as first, talk(c, program) as second:
             assert first() == second() == ["ready"]
-            results: list[list[str]] = []
-            other = threading.Thread(target=lambda: results.append(second()))
-            other.start()
-            results.append(first())
-            other.join()
+            results = at_once(first, second)
     assert all(int(rounds) > 60 for (rounds,) in results), results  # 4 per tenant if each launch waited
 
 

@@ -18,6 +18,7 @@ from simulator.simhost import Costs, make_simhost
 from tests.shim.box import GIB, LIBDIR, TREE, Box
 from tests.shim.inside import MIB, PRELUDE, run, usage
 from tests.shim.launches import HELPERS
+from tests.shim.real_box import compile_c
 from tests.shim.test_live import talk
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -519,26 +520,6 @@ def test_growth_that_no_call_showed_is_compared_near_the_limit() -> None:
         assert following() == ["2"]
 
 
-def compiled(folder: Path, name: str, *flags: str) -> str:
-    source, program = TREE / "tests" / "shim" / f"{name}.c", folder / name
-    words = [
-        "gcc",
-        "-std=gnu11",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *flags,
-        "-o",
-        program,
-        source,
-        "-ldl",
-        "-lpthread",
-    ]
-    subprocess.run(words, check=True)
-    return str(program)
-
-
 SANDBOX = """
 import ctypes, os, struct, sys
 rows = [(0x20, 0, 0, 0), (0x15, 0, 1, 324), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]  # membarrier gives EPERM
@@ -560,7 +541,7 @@ def test_overhead_is_exact_while_threads_allocate(query_ns: int, sandbox: bool, 
     """Memory that another thread has reserved and not allocated, or freed and not released, is no overhead, and hides
     none. So no allocation is refused that fits, and free memory is never shown as more than it is."""
     size, limit = 64 * MIB, 600 * MIB + 4 * 64 * MIB + 8 * MIB
-    program = compiled(tmp_path, "crowd")
+    program = str(compile_c(tmp_path, "crowd.c", "-lpthread"))
     words = [*(("python3", "-c", SANDBOX) if sandbox else ()), program, "1", "100", str(size), str(threads)]
     free = limit - 300 * MIB - 200 * MIB
     with (

@@ -9,6 +9,7 @@ import pytest
 
 from tests.shim.box import GIB, TREE, Box
 from tests.shim.launches import BUSY
+from tests.shim.real_box import compile_c
 from tests.shim.tenants import boxes, tenants
 from tests.support import host
 
@@ -17,11 +18,8 @@ BUILD = TREE / "build"
 
 @pytest.fixture(scope="module")
 def races(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("races") / "races"
     driver = next((BUILD / "sim").glob("libcuda.so.*"))
-    flags = ("-O1", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/cuda")
-    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim/races.c", driver, "-lpthread"], check=True)
-    return out
+    return compile_c(tmp_path_factory.mktemp("races"), "races.c", driver, "-lpthread")
 
 
 def number(box: Box, *command: str | Path) -> int:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
 from tests.shim.inside import MIB, peak, run
+from tests.shim.real_box import compile_c
 from tests.shim.test_live import talk
-from tests.support.host import BUILD, TREE
 
 LIMIT_OFFSET = 64 + 80  # gs_limits.device[0].memory_limit_bytes
 
 
 @pytest.fixture(scope="module")
 def odd_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("odd") / "libcuda.so"
-    flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-Bsymbolic", f"-I{BUILD / 'include' / 'cuda'}"]
-    subprocess.run(["gcc", *flags, "-o", library, TREE / "tests/shim/odd_driver.c"], check=True)
-    return library
+    return compile_c(tmp_path_factory.mktemp("odd"), "odd_driver.c", "-shared", "-fPIC", "-Wl,-Bsymbolic")
 
 
 def test_memory_allocated_without_a_context_is_released(odd_driver: Path) -> None:

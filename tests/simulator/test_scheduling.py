@@ -176,18 +176,7 @@ def test_waits_end_when_the_work_does(simhost: Path) -> None:
 def test_command_line_sets_the_timing(tmp_path: Path) -> None:
     from simulator import layout, simhost
 
-    command = [
-        "python3",
-        simhost.__file__,
-        str(tmp_path / "h"),
-        "--switch-us",
-        "10",
-        "20",
-        "--slice-ms",
-        "1",
-        "--seed",
-        "9",
-    ]
-    subprocess.run(command, check=True)
+    options = "--switch-us 10 20 --slice-ms 1 --seed 9"
+    subprocess.run(["python3", simhost.__file__, str(tmp_path / "h"), *options.split()], check=True)
     config = layout.CONFIG.unpack((tmp_path / "h/dev/nvidia0").read_bytes()[: layout.CONFIG.size])
     assert config[9:11] == (1_000_000, 10_000) and config[28] == 20_000 and config[33] == 9
