@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import textwrap
+from pathlib import Path
 
 from gpushare.state.usage_reader import Usage, read_usage
 
 from simulator.ledger import Ledger
 from tests.shim.box import Box
+from tests.support.host import BUILD, TREE
 
 MIB = 1 << 20
 PRELUDE = """
@@ -76,6 +79,14 @@ def peak(box: Box, slot: int = 0) -> int:
     """Return the most bytes that any run in the box held at a time: physical memory, contexts included."""
     with Ledger(box.device(slot)) as ledger:
         return max(group.peak_bytes for group in ledger.groups())
+
+
+def compile_c(directory: Path, source: str, *options: str | Path) -> Path:
+    """Compile tests/shim/`source` into `directory`."""
+    out = directory / Path(source).with_suffix(".so" if "-shared" in options else "").name
+    flags = ("-O1", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/nvml", f"-I{BUILD}/include/cuda")
+    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim" / source, *options, "-ldl"], check=True)
+    return out
 
 
 def usage(box: Box) -> Usage:

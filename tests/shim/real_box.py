@@ -106,14 +106,6 @@ class RealBox:
         return json.loads(done.stdout)
 
 
-def compile_c(directory: Path, source: str, *options: str | Path) -> Path:
-    """Compile tests/shim/`source` into `directory`."""
-    out = directory / Path(source).with_suffix(".so" if "-shared" in options else "").name
-    flags = ("-O1", "-Wall", "-Wextra", "-Werror", f"-I{BUILD}/include/nvml", f"-I{BUILD}/include/cuda")
-    subprocess.run(["gcc", *flags, "-o", out, TREE / "tests/shim" / source, *options, "-ldl"], check=True)
-    return out
-
-
 def limits(memory_limit_bytes: int | None = 4 * GIB, uuid: str = UUID) -> bytes:
     """Return a limits file that grants one device."""
     device = Device(0, uuid, 0, "0000:01:00.0", "none", 16 * GIB, 300 << 20)

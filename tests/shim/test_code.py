@@ -270,7 +270,7 @@ def test_entry_that_cannot_be_decompressed_is_charged_as_the_driver_counts() -> 
 
 
 def test_library_is_charged_at_its_first_use() -> None:
-    """Also if the program keeps the image (CU_LIBRARY_BINARY_IS_PRESERVED), which the shim then does not copy."""
+    """Also if the program keeps the image (CU_LIBRARY_BINARY_IS_PRESERVED), which the shim reads only then."""
     program = """
         start()
         for preserved in (0, 1):

@@ -11,7 +11,7 @@ import pytest
 from gpushare.state.shm_abi import DEVICE_LENDING, DEVICE_LENT
 
 from tests.shim.box import Box
-from tests.shim.real_box import compile_c
+from tests.shim.inside import compile_c
 from tests.support.busy import build, words
 
 LAUNCHES = 200

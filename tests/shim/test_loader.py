@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shim import gen_symbols
-from tests.shim.real_box import SONAMES, RealBox, compile_c
+from tests.shim.inside import compile_c
+from tests.shim.real_box import SONAMES, RealBox
 from tests.support.host import TREE
 from tools.nvidia_userland import Userland
 

@@ -8,9 +8,8 @@ import pytest
 
 from simulator.simhost import BUILT, VERSION
 from tests.shim.box import GIB, Box
-from tests.shim.inside import run
+from tests.shim.inside import compile_c, run
 from tests.shim.launches import HELPERS
-from tests.shim.real_box import compile_c
 
 
 @pytest.fixture(scope="module")

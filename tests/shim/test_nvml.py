@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from gpushare.state import shm_abi, usage_reader
 
-from tests.shim.real_box import GIB, NONCE, RealBox, compile_c, limits
+from tests.shim.inside import compile_c
+from tests.shim.real_box import GIB, NONCE, RealBox, limits
 
 SUCCESS, INVALID_ARGUMENT, NO_PERMISSION, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 4, 6, 7
 VERSION_MISMATCH = 25

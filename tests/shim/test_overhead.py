@@ -16,9 +16,8 @@ from simulator import layout
 from simulator.ledger import Ledger
 from simulator.simhost import Costs, make_simhost
 from tests.shim.box import GIB, LIBDIR, TREE, Box
-from tests.shim.inside import MIB, PRELUDE, run, usage
+from tests.shim.inside import MIB, PRELUDE, compile_c, run, usage
 from tests.shim.launches import HELPERS
-from tests.shim.real_box import compile_c
 from tests.shim.test_live import talk
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -381,6 +380,7 @@ def test_program_that_opens_nvml_later_gets_the_shim() -> None:
         start()
         nvml, _ = nvml_device()
         print(nvml_memory()[0] // MIB, nvml.nvmlShutdown(), nvml.nvmlShutdown())
+        nvml.nvmlShutdown()  # once more than it was initialised
         nvml.nvmlShutdown()  # once more than it was initialised
         print(alloc(100 * MIB), info()[1] // MIB)  # the shim still counts
         made = streams(50)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.shim.box import GIB, TREE, Box
+from tests.shim.inside import compile_c
 from tests.shim.launches import BUSY
-from tests.shim.real_box import compile_c
 from tests.shim.tenants import boxes, tenants
 from tests.support import host
 

@@ -18,7 +18,8 @@ import pytest
 from gpushare.state import shm_abi, usage_reader
 
 from shim import gen_symbols
-from tests.shim.real_box import RealBox, compile_c, limits
+from tests.shim.inside import compile_c
+from tests.shim.real_box import RealBox, limits
 from tests.shim.test_loader import exports
 from tests.simulator.test_exports import self_references
 from tests.support.host import BUILD, TREE

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.shim.box import CONTEXT_BYTES, GIB, Box
-from tests.shim.inside import MIB, peak, run
-from tests.shim.real_box import compile_c
+from tests.shim.inside import MIB, compile_c, peak, run
 from tests.shim.test_live import talk
 
 LIMIT_OFFSET = 64 + 80  # gs_limits.device[0].memory_limit_bytes

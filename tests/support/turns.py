@@ -50,7 +50,6 @@ DRIVER = (
     "tests/integration/test_systemd.py",
     "tests/hardware/test_offered.py",
     "tests/shim/test_loader.py",
-    "tests/shim/test_newer_driver.py",
     "tests/shim/test_nvml.py",
     "tests/shim/test_real_driver.py",
     "tests/shim/test_symbols.py",
