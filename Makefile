@@ -116,7 +116,7 @@ TEST_PARTS := build gpu-programs dist shim-asan shim-tsan shim_bench fuzz-progra
 
 .PHONY: say-test test-parts
 say-test:
-	@echo "make test runs every test in its short form: 6 to 10 minutes on two cores, and two more the first time. \`make test PYTEST_ARGS='-k NAME'\` selects."
+	@echo "make test runs every test in its short form: about 8 minutes on two cores, longer the first time. \`make test PYTEST_ARGS='-k NAME'\` selects."
 
 # Not in `make unit`: tests that need what only `make test` installs or downloads, or that take long.
 NOT_UNIT := $(addprefix --ignore=tests/unit/,test_cli_errors.py test_completion.py test_helm.py test_packaging.py test_rbac.py) \
