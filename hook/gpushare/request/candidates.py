@@ -189,6 +189,13 @@ def _why_ignored(item: Value, row: registry.Row, bundle: Bundle, ours: dict[str,
     return "" if names_device or whose else f"container {shown(container)} names no device"
 
 
+def _check_container(item: Value, bundle: Bundle) -> None:
+    """Raise RequestError for an annotation of one container of a pod, if the engine does not name the container."""
+    if item.is_scoped and not bundle.container_name:
+        advice = f"set {constants.ENV_MEMORY}, or leave the annotation out"
+        raise wrong(item.name, item.value, "the engine does not name this container", advice)
+
+
 def _schedulers(own: Optional[Request], scene: Scene) -> Candidates:
     """Sort the values into three groups: values that count, refused values, and ignored values."""
     bundle, ours = scene.bundle, _own_names(own, scene.bundle)
@@ -203,9 +210,8 @@ def _schedulers(own: Optional[Request], scene: Scene) -> Candidates:
                 ignored.append(line(item, why))
             elif key:
                 refused.append((item, row.name, key))
-            elif item.is_scoped and not bundle.container_name:
-                advice = f"set {constants.ENV_MEMORY}, or leave the annotation out"
-                raise wrong(item.name, item.value, "the engine does not name this container", advice)
+            else:
+                _check_container(item, bundle)
             # a device that is overridden still tells what the numbers of its limits mean
             if not (why or key) or (not off and row.is_numbered and item.key.about == DEVICES and DEVICES in ours):
                 left.append(item)
@@ -213,12 +219,8 @@ def _schedulers(own: Optional[Request], scene: Scene) -> Candidates:
             collected.append(Match(row, tuple(left)))
     rows = tuple(one for one in collected if one.row.asks)
     schedulers = tuple(registry.parsed(one, scene.node.inventory) for one in rows)
-    for one in schedulers:
-        if one.named and DEVICES not in ours:
-            ignored += [
-                f"{nvidia.ENV_DEVICES}={shown(value)}: {shown_name(one.named.name)} names the devices"
-                for value in _aliases(one, bundle)
-            ]
+    if DEVICES not in ours:
+        ignored += [text for one in schedulers for text in _overridden(one, bundle)]
     return Candidates(
         own,
         schedulers=schedulers,
@@ -229,6 +231,14 @@ def _schedulers(own: Optional[Request], scene: Scene) -> Candidates:
         ignored=tuple(ignored),
         switches=scene.accepts.switches,
     )
+
+
+def _overridden(parsed: ParsedRequest, bundle: Bundle) -> list[str]:
+    """Return a line for each value of NVIDIA_VISIBLE_DEVICES that means the devices of this request."""
+    if not parsed.named:
+        return []
+    name = shown_name(parsed.named.name)
+    return [f"{nvidia.ENV_DEVICES}={shown(value)}: {name} names the devices" for value in _aliases(parsed, bundle)]
 
 
 def _aliases(parsed: ParsedRequest, bundle: Bundle) -> list[str]:

@@ -82,9 +82,8 @@ def _requirements(values: dict[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def with_settings(request: Request, bundle: Bundle, inventory: Inventory, accepts: Accepts) -> Request:
-    """Return the request with what these variables request, as far as policy accepts them. Capabilities and
-    constraints, which images set, always count."""
+def _accepted(bundle: Bundle, accepts: Accepts) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the values by variable that count, and the values that policy.accept.widening refuses."""
     env = [pair for pair in bundle.env if pair[0] in _NAMES or pair[0].startswith(_REQUIRE)]
     if not accepts.env:
         env = [pair for pair in env if pair[0].startswith(_ALWAYS)]
@@ -95,6 +94,13 @@ def with_settings(request: Request, bundle: Bundle, inventory: Inventory, accept
     values: dict[str, str] = {}
     for name in dict.fromkeys(name for name, _ in env):
         values[name] = one_value(name, [value for key, value in env if key == name]) or ""
+    return values, refused
+
+
+def with_settings(request: Request, bundle: Bundle, inventory: Inventory, accepts: Accepts) -> Request:
+    """Return the request with what these variables request, as far as policy accepts them. Capabilities and
+    constraints, which images set, always count."""
+    values, refused = _accepted(bundle, accepts)
     capabilities = expand_capabilities(ENV_CAPABILITIES, values.get(ENV_CAPABILITIES))
     features, ignored = _features(values)
     imex = _imex(values.get(ENV_IMEX, ""), bundle.imex_volumes if accepts.volume_mounts else ())
