@@ -255,3 +255,45 @@ def test_huge_config_is_refused(tmp_path: Path) -> None:
         file.truncate(oci.MAX_CONFIG_BYTES + 1)
     with pytest.raises(RequestError, match="larger than"):
         oci.load_bundle(directory)
+
+
+class Recorded(dict[str, Any]):
+    """A config.json that notes which keys are read."""
+
+    def __init__(self, values: dict[str, Any], place: str, read: set[str]) -> None:
+        super().__init__({key: recorded(value, f"{place}{key}.", read) for key, value in values.items()})
+        self._place, self._read = place, read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(f"{self._place}{key}")
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(f"{self._place}{key}")
+        return super().__getitem__(key)
+
+
+def recorded(value: Any, place: str, read: set[str]) -> Any:
+    if isinstance(value, list):
+        return [recorded(one, place, read) for one in value]
+    return Recorded(value, place, read) if isinstance(value, dict) and place != "annotations." else value
+
+
+def paths(known: dict[str, Any], place: str = "") -> set[str]:
+    below = (paths(value, f"{place}{key}.") for key, value in known.items())
+    return {f"{place}{key}" for key in known}.union(*below)
+
+
+def test_every_key_that_is_read_is_known_in_one_case(tmp_path: Path) -> None:
+    """The runtime would apply a key in another case, which gpushare does not see: speckeys.KEYS."""
+    read: set[str] = set()
+    linux = {
+        "namespaces": [{"type": "user"}, {"type": "mount"}],
+        "uidMappings": [{"containerID": 0, "hostID": 9, "size": 1}],
+    }
+    process = {"env": ["A=b"], "user": {"uid": 0}, "capabilities": {"effective": ["CAP_SYS_ADMIN"]}}
+    mounts = [{"destination": "/dev/shm", "source": "shm", "type": "tmpfs", "options": []}]
+    spec = {"root": {"path": str(tmp_path)}, "process": process, "linux": linux, "mounts": mounts, "annotations": {}}
+    oci.bundle_of(oci.State("c1", 0, "", str(tmp_path), {}), Recorded(spec, "", read))
+    assert {"root.path", "process.env", "linux.namespaces.type", "linux.uidMappings.hostID"} <= read
+    assert read <= paths(speckeys.KEYS)
