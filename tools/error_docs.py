@@ -17,7 +17,7 @@ Search this page for a part of your message that has no names or numbers in it. 
 
 * `gpushare doctor` finds problems of a host, tests that a share works, and tells you what to do.
 * The reason why a container was refused is in the engine's own output (`docker run` prints it; Kubernetes:
-  `kubectl describe pod`), in the [log](log.md), and in `gpushare inspect ID`.
+  `kubectl describe pod`) and in `gpushare inspect ID`. The [log](log.md) has its kind, and the names of variables.
 * `gpushare explain BUNDLE` shows what a container would get, and why, without starting it. BUNDLE is the directory with
   the container's `config.json`; `gpushare inspect ID` shows it in the line `bundle`.
 
