@@ -112,6 +112,8 @@ static bool is_free(const struct gs_usage *usage, const struct gs_share *row, ui
 
 static uint64_t owner_word(const struct gs_usage *usage, uint64_t kind) {
     const struct gs_slot *slot = gs_slot();
+    if (!slot) /* a forked child, whose calls are refused earlier */
+        return kind;
     return (uint64_t)slot->generation << 32 | (uint64_t)(slot - usage->slot) | kind;
 }
 
