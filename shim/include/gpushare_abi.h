@@ -250,7 +250,7 @@ struct gs_compute_turn {
     _Atomic uint64_t until_ns;         /* 0: it has none, or gave it back */
     _Atomic uint64_t work_until_ns;    /* when the work that it launched is expected to be over */
     _Atomic uint64_t wants_until_ns;   /* it waits for a turn; ignored after this time */
-    _Atomic uint64_t arrival_ns;       /* tat_ns of its bucket: the least has the next turn */
+    _Atomic uint64_t arrival_ns;       /* tat_ns of its bucket after a turn: the least is next */
     _Atomic uint64_t cuts_in_until_ns; /* it has a short burst in the turn of another container */
 };
 

@@ -288,7 +288,7 @@ bool gs_throttle_charge(struct gs_throttle *t, struct gs_segment *segment,
     if (segment->start_event >= 0) /* the marker's own time comes after its timestamp */
         own += t->marker_ns;
     record.switch_ns = own - record.own_ns;
-    gs_turn_charged(t, segment, own, c.contexts > 0, now);
+    gs_turn_charged(t, segment, own);
     record_use(t->bucket, segment, own);
     if (segment->launches && own > 0)
         atomic_store(&t->bucket->launch_ns, (uint64_t)own / segment->launches);

@@ -196,7 +196,7 @@ static uint64_t wait_for(struct gs_throttle *t, uint32_t stream, struct gs_predi
     enum gs_why why = sure ? GS_WHY_ROOM : GS_WHY_UNKNOWN;
     if (ready) {
         bool own;
-        until = gs_turn_admit(t, ns, pay, now, &own);
+        until = gs_turn_admit(t, ns, *pay, now, &own);
         why = until ? GS_WHY_TURN : GS_WHY_BUCKET;
         if (!until && *pay > 0)
             until = gs_bucket_pay(t, *pay, burst, now, own);

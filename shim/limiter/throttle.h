@@ -131,13 +131,6 @@ struct gs_claim {
     bool ignored;        /* until the excess is 0 again */
 };
 
-/* How long another container has had turns. */
-struct gs_rival {
-    uint64_t seen_ns, advertised_until_ns; /* at the last look */
-    int64_t blocked_ns;                    /* in excess of its grant */
-    uint64_t doubted_until_ns;
-};
-
 #define GS_SEGMENTS 32u
 #define GS_STREAMS 16u /* streams that are marked one by one in an interval */
 #define GS_FUNCTIONS 8u
@@ -238,10 +231,10 @@ struct gs_throttle {
     uint64_t burst_until_ns;         /* when the last of it is expected to be over */
     uint64_t turn_work_until_ns;     /* expected end of all work, without the gap until the next */
     uint64_t turn_launched_ns, stepped_back_ns, free_until_ns, cut_in_at_ns;
-    uint64_t turn_busy_ns; /* of the last turn */
-    uint32_t steps_back, disturbed, left_idle;
+    uint64_t turn_got_ns; /* device time that was charged for the last turn */
+    int64_t lost_ns;      /* of turns: what it got less than three quarters of them */
+    uint32_t steps_back;
     bool in_turn; /* the last launch was within the own turn */
-    struct gs_rival rival[GS_MAX_PEERS];
     uint64_t surveyed_ns, held_until_ns, cuts_until_ns;
     int64_t held_ns; /* by the turns of all others, in excess of what the own limit leaves them */
 };

@@ -177,16 +177,15 @@ unsigned gs_throttle_credible(const struct gs_throttle *t, const struct gs_peer 
 
 /* Return 0 if a launch of `ns` may go, for which `pay` is paid, else when to ask again. `own`:
  * within the container's turn, so that it is paid although the bucket may lack some of it. */
-uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own);
-/* An interval is charged `own`; `company`: another container was on the device meanwhile. */
-void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
-                     bool company, uint64_t now);
+uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t now, bool *own);
+/* An interval is charged `own`. */
+void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own);
 /* All work of this context has completed. */
 void gs_turn_rests(struct gs_throttle *t, uint64_t now);
 /* Return how much expected work may be in flight: less while bursts of other containers wait for
  * it. */
 int64_t gs_turn_window(const struct gs_throttle *t, uint64_t now);
-/* Return the credit that must be saved for a turn; 0: none. */
+/* Return the time that the container saves credit for, for its turns; 0: it takes none. */
 uint64_t gs_turn_burst(const struct gs_throttle *t);
 
 /* ---- charge.c: how much an interval costs ------------------------------------------------------

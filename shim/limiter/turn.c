@@ -4,25 +4,27 @@
  *
  * No process hands out turns. In its activity file each container advertises whether it has the
  * turn, until when, and whether it waits for one (struct gs_compute_turn), and it reads what the
- * others advertise. The waiting container whose bucket has the earliest arrival time takes the next
- * turn. So turns only decide when a container launches; how much it may use is still decided by its
+ * others advertise. The waiting container whose bucket would have the earliest arrival time after a
+ * turn takes the next one, so a container with short turns need not wait for several longer ones.
+ * So turns only decide when a container launches; how much it may use is still decided by its
  * bucket, which is paid during the turn from what was saved before it.
  *
  *   alone, or beside a container without a hard limit
  *                     no turns: the bucket alone decides
- *   own turn          launch what ends within it; it is over when the next launch does not fit
+ *   own turn          launch while all work before ends within it
  *   short bursts      a container that saved credit launches short bursts into another one's turn,
  *                     and the others launch nothing until its burst is over
  *   otherwise         sleep until the turn of the holder ends
  *
  * Nothing here waits for another container to act. A holder that was killed or stopped, or whose
- * kernel does not end, is waited for until its turn ends, and GRACE at most. No container is
- * believed to have a turn more often than its grant allows, which only the host writes. */
+ * kernel does not end, is waited for until its turn ends, and GRACE at most. The others together
+ * hold a container up for no longer than its own limit leaves them, whatever they advertise. */
 #include "throttle_parts.h"
 
 #define SWITCHES 160u /* a round lasts at least so many of them, and a turn a tenth of that */
 #define LEAST_TURN (2 * MS)
-#define NO_WORK (200 * US)          /* without work a turn is over */
+#define SAVED 4                     /* turns that a container saves credit for at most */
+#define NO_WORK MS                  /* without work a turn is over */
 #define GRACE (25 * MS)             /* the longest wait for work that outlasts its turn */
 #define CUT_IN (2500 * (int64_t)US) /* a burst in another turn: on average, and at most twice */
 #define BEHIND (2 * MS)             /* a burst waits for work in flight and switches */
@@ -31,18 +33,18 @@
 #define REST (500 * US)             /* without work: what follows is another burst */
 #define STEP_BACK (300 * US) /* the container that waited longer has so long to take the turn */
 #define STEPS_BACK 4u
-#define RENEWED MS               /* how much later than needed an advertised wait ends */
-#define DOUBTED (1000 * MS)      /* a container that advertises falsely is ignored for so long */
-#define SPARE (30 * (int64_t)MS) /* of turns beyond the grant, besides three turns */
-#define FREE (3000 * MS)         /* without turns, if they are of no use */
-#define LEFT_IDLE 3u             /* turns in a row in which the device was idle for a quarter */
-#define DISTURBED 8u             /* weight of a preempted interval against one that was not */
-#define DISTURBED_MOST 64u
+#define RENEWED MS       /* how much later than needed an advertised wait ends */
+#define FREE (3000 * MS) /* without turns, if they are of no use */
 
 static int64_t turn_ns(const struct gs_throttle *t, uint32_t ppm) {
     uint64_t switches = SWITCHES * min64(t->cost[GS_HANDOVER].ns, MOST_SWITCH);
     double ns = (double)max64(t->round_ns, switches) * ppm / 1e6;
     return (int64_t)max64((uint64_t)ns, max64(LEAST_TURN, switches / 10));
+}
+
+/* The time in which the own limit pays for so many turns. */
+static uint64_t pays_for(const struct gs_throttle *t, double turns) {
+    return (uint64_t)(turns * (double)turn_ns(t, t->rate_ppm) * 1e6 / t->rate_ppm);
 }
 
 /* The device time that can be paid from `now` on, if nothing but this container uses it. */
@@ -66,7 +68,7 @@ static bool is_own(const struct gs_compute_turn *own, uint64_t now) {
 uint64_t gs_turn_burst(const struct gs_throttle *t) {
     if (!t->turn || !t->round_ns || !t->rivals)
         return 0;
-    return (uint64_t)((double)turn_ns(t, t->rate_ppm) * 2 * 1e6 / t->rate_ppm);
+    return pays_for(t, SAVED);
 }
 
 /* ---- what others advertise ------------------------------------------------------------------- */
@@ -75,7 +77,6 @@ struct seen {
     uint64_t again_ns; /* when the turn of another container ends, or may have ended; 0: none */
     uint64_t wakes_ns; /* when the container that goes first looks again; 0: none goes first */
     uint64_t cut_ns;   /* when a burst of another container is over; 0: there is none */
-    uint32_t number;   /* of that container */
     bool first;        /* the container that has the turn took it first */
 };
 
@@ -91,33 +92,13 @@ static uint64_t turn_ends(const struct gs_throttle *t, const struct gs_turn_of *
     return last <= now || work <= now - min64(now, NO_WORK) ? 0 : min64(last, work + NO_WORK);
 }
 
-/* Return whether the container has had turns for no longer than its grant: by the time that passed
- * while it had one, however it advertised that. */
-static bool is_credible(struct gs_throttle *t, const struct gs_turn_of *other, uint64_t ends,
-                        uint64_t now) {
-    struct gs_rival *r = &t->rival[other->container % GS_MAX_PEERS];
-    uint32_t ppm = gs_throttle_may_have(&other->granted);
-    uint64_t since = now - min64(r->seen_ns, now), until = min64(now, r->advertised_until_ns);
-    double left = (double)r->blocked_ns - (double)since * ppm / 1e6 * 4 / 3;
-    int64_t most = SPARE + 3 * turn_ns(t, ppm);
-    r->blocked_ns = left > 0 ? (int64_t)left : 0;
-    r->blocked_ns += until > r->seen_ns ? (int64_t)(until - r->seen_ns) : 0;
-    if (r->blocked_ns > most) {
-        r->blocked_ns = most;
-        r->doubted_until_ns = now + DOUBTED;
-    }
-    r->seen_ns = now;
-    r->advertised_until_ns = ends;
-    return r->doubted_until_ns < now;
-}
-
 /* Return whether all others together have held this container up for no longer than its own limit
  * leaves them. */
 static bool are_credible(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
     double leaves = 1 - 0.9 * t->rate_ppm / 1e6;
     uint64_t since = now - min64(t->surveyed_ns, now), until = min64(now, t->held_until_ns);
     double left = (double)t->held_ns - (double)since * leaves;
-    int64_t most = SPARE + 3 * turn_ns(t, 1000000);
+    int64_t most = 3 * turn_ns(t, 1000000);
     t->held_ns = left > 0 ? (int64_t)left : 0;
     t->held_ns += until > t->surveyed_ns ? (int64_t)(until - t->surveyed_ns) : 0;
     t->held_ns = t->held_ns < 2 * most ? t->held_ns : 2 * most;
@@ -139,8 +120,6 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
         uint64_t cut = atomic_load(&turn->cuts_in_until_ns);
         uint64_t ends = turn_ends(t, &other[i], began, until, now);
         cut = cut < now + 2 * CUT_IN + BEHIND ? cut : 0;
-        if (!is_credible(t, &other[i], max64(ends, cut > now ? cut : 0), now))
-            continue;
         t->cut_in_at_ns = max64(t->cut_in_at_ns, cut);
         seen.cut_ns = max64(seen.cut_ns, cut > now ? cut : 0);
         if (ends) {
@@ -149,8 +128,6 @@ static struct seen survey(struct gs_throttle *t, uint64_t arrival, uint64_t from
         } else if (wants > now && wants < now + 2 * GRACE + 2 * t->round_ns &&
                    (its < arrival || (its == arrival && other[i].container < t->container))) {
             uint64_t wakes = wants > RENEWED ? wants - RENEWED : 1;
-            seen.number =
-                !seen.wakes_ns || wakes < seen.wakes_ns ? other[i].container : seen.number;
             seen.wakes_ns = !seen.wakes_ns || wakes < seen.wakes_ns ? wakes : seen.wakes_ns;
         }
     }
@@ -198,17 +175,12 @@ static void launches(struct gs_throttle *t, int64_t ns, uint64_t now) {
     advertise_work(t, max64(t->turn_work_until_ns, more), now);
 }
 
-/* Whether a launch of `ns` may go within the own turn; reduce what is paid in advance to what is
- * left of it. A launch longer than that goes if more than half of it fits, so that turns are of the
- * right length on average; the first launch of a turn goes in any case. The bucket bounds all of
- * them: processes of the container can write what it advertises. */
-static bool fits(const struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now) {
-    uint64_t debt = (uint64_t)((double)turn_ns(t, t->rate_ppm) / 2 * 1e6 / t->rate_ppm);
-    int64_t room = (int64_t)(atomic_load(&t->turn->until_ns) - ends_at(t, now));
-    if (*pay > ns && *pay > room)
-        *pay = room > ns ? room : ns;
+/* Whether a launch may go within the own turn: if all work before it ends within the turn, or there
+ * is none. The bucket bounds it too: processes of the container can write what it advertises. */
+static bool fits(const struct gs_throttle *t, uint64_t now) {
     bool first = t->turn_launched_ns < atomic_load(&t->turn->from_ns);
-    return (first || ns / 2 <= room) && atomic_load(&t->bucket->tat_ns) <= now + debt;
+    return (first || ends_at(t, now) < atomic_load(&t->turn->until_ns)) &&
+           atomic_load(&t->bucket->tat_ns) <= now + pays_for(t, 0.5);
 }
 
 /* The container that goes first may sleep until another one's turn ends that ended early. Then this
@@ -216,7 +188,7 @@ static bool fits(const struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
 static void take(struct gs_throttle *t, const struct seen *seen, int64_t length, uint64_t now) {
     if (seen->wakes_ns > now)
         length = (int64_t)min64((uint64_t)length, max64(seen->wakes_ns - now, LEAST_TURN));
-    atomic_store(&t->turn->work_until_ns, now + (uint64_t)length);
+    atomic_store(&t->turn->work_until_ns, now);
     atomic_store(&t->turn->from_ns, now);
     atomic_store(&t->turn->until_ns, now + (uint64_t)length);
     atomic_thread_fence(memory_order_seq_cst);
@@ -252,7 +224,7 @@ int64_t gs_turn_window(const struct gs_throttle *t, uint64_t now) {
 /* A burst of another container is on the device: launch nothing until it is over. */
 static uint64_t let_in(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
     uint64_t again = min64(seen->cut_ns, now + LOOK);
-    t->turn_busy_ns += again - now;
+    t->turn_got_ns += again - now;
     return again;
 }
 
@@ -267,36 +239,34 @@ static void begin_burst(struct gs_throttle *t, uint64_t now) {
     t->burst_ns = 0;
 }
 
-/* Wait for the container that goes first to take the turn. One that does not is ignored. */
+/* Wait for the container that goes first to take the turn, but not for long. */
 static uint64_t step_back(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
     if (seen->wakes_ns > now + STEP_BACK)
         return 0;
     if (now < t->stepped_back_ns + STEP_BACK)
         return t->stepped_back_ns + STEP_BACK;
     t->stepped_back_ns = now;
-    if (++t->steps_back < STEPS_BACK)
-        return now + STEP_BACK;
-    t->steps_back = 0;
-    t->rival[seen->number % GS_MAX_PEERS].doubted_until_ns = now + DOUBTED;
-    return 0;
+    t->steps_back = (t->steps_back + 1) % STEPS_BACK;
+    return t->steps_back ? now + STEP_BACK : 0;
 }
 
-/* A container that leaves the device idle in its own turns takes none for a while: it uses the
- * device while others have it, as it did without turns. */
+/* A container that gets less than three quarters of its turns takes none for a while, and all use
+ * the device's time slices: it leaves the device idle, or other work runs in its turns. */
 static void turn_is_over(struct gs_throttle *t, uint64_t now) {
     uint64_t from = atomic_load(&t->turn->from_ns), until = atomic_load(&t->turn->until_ns);
-    if (!t->turn_busy_ns || until <= from || t->charged != t->marked)
+    if (!t->turn_got_ns || until <= from || t->charged != t->marked)
         return;
-    bool idle = t->turn_busy_ns * 4 < (until - from) * 3;
-    t->turn_busy_ns = 0;
-    t->left_idle = idle ? t->left_idle + 1 : 0;
-    if (t->left_idle < LEFT_IDLE)
+    int64_t length = (int64_t)(until - from), most = turn_ns(t, t->rate_ppm);
+    t->lost_ns += length * 3 / 4 - (int64_t)min64(t->turn_got_ns, (uint64_t)length);
+    t->lost_ns = t->lost_ns > 0 ? t->lost_ns : 0;
+    t->turn_got_ns = 0;
+    if (t->lost_ns < most)
         return;
-    t->left_idle = LEFT_IDLE - 1; /* the next time one turn decides */
+    t->lost_ns = most * 3 / 4; /* the next time one or two turns decide */
     t->free_until_ns = now + FREE;
 }
 
-uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t now, bool *own) {
+uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t now, bool *own) {
     struct gs_compute_turn *turn = t->turn;
     *own = t->in_turn = false;
     if (!turn || !t->round_ns || t->limit.mode != GS_THROTTLE_HARD)
@@ -311,8 +281,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         struct seen seen = survey(t, 0, atomic_load(&turn->from_ns), now);
         if (seen.cut_ns)
             return let_in(t, &seen, now);
-        if (fits(t, ns, pay, now) && (!rested || !seen.again_ns)) {
-            launches(t, *pay > ns ? *pay : ns, now);
+        if (fits(t, now) && (!rested || !seen.again_ns)) {
+            launches(t, pay > ns ? pay : ns, now);
             return *own = t->in_turn = true, 0;
         }
         gs_bucket_give_back(t, 0, now);
@@ -333,7 +303,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         double later = share < 0.99 ? (double)lacks * (1 - share) / share : (double)lacks;
         return now + 20 * US + (uint64_t)later;
     }
-    uint64_t arrival = atomic_load(&t->bucket->tat_ns);
+    uint64_t arrival = atomic_load(&t->bucket->tat_ns) + pays_for(t, 1);
     struct seen seen = survey(t, arrival, now, now);
     uint64_t again = max64(seen.again_ns, min64(seen.cut_ns, now + LOOK));
     if (again)
@@ -345,7 +315,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
         if (!survey(t, arrival, now, now).first) {
             atomic_store(&turn->wants_until_ns, 0);
             t->steps_back = 0;
-            launches(t, *pay > ns ? *pay : ns, now);
+            launches(t, pay > ns ? pay : ns, now);
             return *own = t->in_turn = true, 0;
         }
         atomic_store(&turn->until_ns, 0);
@@ -359,30 +329,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t *pay, uint64_t
     return again;
 }
 
-/* Whether work of no container ran within the own turn. */
-static void note_outsider(struct gs_throttle *t, const struct gs_segment *segment, uint64_t now) {
-    if (segment->preemptions)
-        t->disturbed += DISTURBED;
-    else
-        t->disturbed -= t->disturbed > 0;
-    if (t->disturbed < DISTURBED_MOST)
-        return;
-    t->disturbed -= DISTURBED; /* the next time one preemption decides */
-    t->free_until_ns = now + FREE;
-    atomic_store(&t->turn->until_ns, 0);
-}
-
-static bool is_in_turn(const struct gs_throttle *t, const struct gs_segment *segment) {
-    return t->turn && t->round_ns && segment->start_ns >= atomic_load(&t->turn->from_ns) &&
-           segment->start_ns <= atomic_load(&t->turn->until_ns);
-}
-
-void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own,
-                     bool company, uint64_t now) {
-    bool disturbed = company || segment->preemptions;
-    if (!is_in_turn(t, segment))
-        return;
-    t->turn_busy_ns += disturbed ? segment->end_ns - segment->start_ns : (uint64_t)own;
-    if (!company)
-        note_outsider(t, segment, now);
+void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own) {
+    if (t->turn && segment->start_ns >= atomic_load(&t->turn->from_ns) &&
+        segment->start_ns <= atomic_load(&t->turn->until_ns))
+        t->turn_got_ns += (uint64_t)own;
 }

@@ -59,14 +59,17 @@ def distance(limits: Sequence[float], kernel: str, program: str, **world: Any) -
     return statistics.fmean(parallel(SEEDS, one))
 
 
-def work_distance(limits: Sequence[float], kernel: str, program: str, **world: Any) -> float:
-    """Return the largest distance of a container's work from its limit, in points; the mean of all seeds."""
+def work_distance(limits: Sequence[float], kernel: str, program: str, **world: Any) -> tuple[float, float]:
+    """Return the largest distance of a container's work from its limit, in points, and the sum of all work; the means
+    of all seeds."""
     tenants = [saturating(limit, kernel, program) for limit in limits]
 
-    def one(seed: int) -> float:
-        return max(abs(got - limit) for got, limit in zip(work(tenants, seed, **world), limits))
+    def one(seed: int) -> tuple[float, float]:
+        got = work(tenants, seed, **world)
+        return max(abs(share - limit) for share, limit in zip(got, limits)), sum(got)
 
-    return statistics.fmean(parallel(SEEDS, one))
+    far, total = zip(*parallel(SEEDS, one))
+    return statistics.fmean(far), statistics.fmean(total)
 
 
 def percentile(values: Sequence[int], part: float) -> int:
@@ -80,12 +83,11 @@ def column(**world: Any) -> list[str]:
         runs = [work([saturating(limit) for limit in limits], seed, **world) for seed in SEEDS]
         sums.append(f"{statistics.fmean(map(sum, runs)):.1f} %")
         errors.append(f"{max(abs(got - limit) for run in runs for got, limit in zip(run, limits)):.1f}")
-    other, worked = (
-        [measure(limits, *one, **world) for limits in COMPANIES.values() for one in OTHERS]
-        for measure in (distance, work_distance)
-    )
-    for others in BESIDE:
-        times, free = requests_us(others, **world)
+    others = list(itertools.product(COMPANIES.values(), OTHERS))
+    other = [distance(limits, *one, **world) for limits, one in others]
+    worked = [work_distance(limits, *one, **world)[0] for limits, one in others]
+    for n in BESIDE:
+        times, free = requests_us(n, **world)
         middle.append(f"{(percentile(times, 0.5) - percentile(free, 0.5)) / 1000:.1f}")
         late.append(f"{(percentile(times, 0.99) - percentile(free, 0.5)) / 1000:.1f}")
     outside = [saturating(30), saturating(40), Tenant(100, "50us", more="law=none")]
