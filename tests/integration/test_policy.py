@@ -15,13 +15,13 @@ import pytest
 from tests.integration import ns_util
 from tests.integration.device_matrix import ENXIO, EPERM, View
 from tests.integration.edited import config_of, injected
-from tests.support import runc
+from tests.support import host, runc
 from tests.support.host import Node
 from tests.support.runc import Container, RuntimeFailed
 
 MakeContainer = Callable[..., Container]
 VIEWS = {
-    "v1": "umount /sys/fs/cgroup/unified",
+    "v1": "{ ! mountpoint -q /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified; }",
     "v2": "umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup",
 }
 
@@ -170,7 +170,7 @@ def opened(one: Container, major: int, minor: int) -> str:
 def test_privileged_container_gets_no_other_gpu(
     view: View, container: MakeContainer, make_node: Callable[..., Node], real_root: Path, image: Path
 ) -> None:
-    node = make_node(real_root)
+    node = make_node(real_root, **host.newest_crun())
     env = {"NVIDIA_VISIBLE_DEVICES": "0"}
     rest = {"runtime": node.runtime(), "prefix": view.prefix, "rootfs": image, "edit": privileged}
     one = container(["sleep", "inf"], env=env, **rest).start()
@@ -196,6 +196,12 @@ WIDE = {
 }
 
 
+def wide(name: str) -> list[dict[str, Any]]:
+    """Rules of WIDE. For crun, without -1, which crun writes into cgroup v1 as it is."""
+    drops = runc.LOW_LEVEL == "crun"
+    return [{key: value for key, value in rule.items() if value != -1 or not drops} for rule in WIDE[name]]
+
+
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("asks", [True, False], ids=["asks", "silent"])
 @pytest.mark.parametrize("is_privileged", [True, False], ids=["privileged", "ordinary"])
@@ -210,13 +216,13 @@ def test_device_rules_open_no_other_gpu(
     is_privileged: bool,
 ) -> None:
     """cgroup v1 cannot deny a part of what `c *:* rwm` allows, so that rule itself must change."""
-    node = make_node(real_root, policy={"privileged_containers": ["allowed"]})
+    node = make_node(real_root, policy={"privileged_containers": ["allowed"]}, **host.newest_crun())
 
     def edit(spec: dict[str, Any]) -> None:
         if is_privileged:
             privileged(spec)
         spec["linux"]["devices"] = []
-        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *WIDE[name], {**ANY, "major": 9}]
+        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *wide(name), {**ANY, "major": 9}]
 
     env = {"NVIDIA_VISIBLE_DEVICES": "0"} if asks else {}
     rest: dict[str, Any] = {"runtime": node.runtime(), "prefix": view.prefix, "rootfs": image, "edit": edit}
@@ -233,7 +239,7 @@ def test_privileged_container_without_policy_entry_gets_no_gpu(
     view: View, container: MakeContainer, make_node: Callable[..., Node], real_root: Path, image: Path
 ) -> None:
     """It requests nothing, and its config.json need not even name an NVIDIA device."""
-    node = make_node(real_root, policy={"privileged_containers": ["allowed"]})
+    node = make_node(real_root, policy={"privileged_containers": ["allowed"]}, **host.newest_crun())
 
     def silent(spec: dict[str, Any]) -> None:
         privileged(spec)
@@ -260,11 +266,7 @@ def test_hook_refuses_rules_that_open_gpus(
     node = make_node(real_root)
 
     def edit(spec: dict[str, Any]) -> None:
-        rules = [{**rule} for rule in WIDE[name]]
-        for rule in rules if runc.LOW_LEVEL == "crun" else ():  # crun writes -1 into cgroup v1 as it is
-            for key in [key for key, value in rule.items() if value == -1]:
-                del rule[key]
-        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *rules]
+        spec["linux"]["resources"]["devices"] = [{"allow": False, "access": "rwm"}, *wide(name)]
 
     for env in ({}, {"NVIDIA_VISIBLE_DEVICES": "0"}):
         one = container(["true"], env=env, hook=node.hook(), edit=edit)

@@ -14,6 +14,7 @@ from gpushare.state import leases
 from gpushare.system import procs
 
 from tests.integration.edited import APPLIED, config_of, injected
+from tests.support import host
 from tests.support.host import PYTHON, Node, python_mounts
 from tests.support.runc import Container, RuntimeFailed
 
@@ -46,8 +47,11 @@ def test_lease_exists_as_long_as_the_container(container: MakeContainer, node: N
     assert refused.run() == 0
 
 
-def test_run_with_keep_releases_the_share(container: MakeContainer, node: Node) -> None:
-    """runc calls no poststop hook then: the share is released at the next start or with the delete."""
+def test_run_with_keep_releases_the_share(
+    container: MakeContainer, make_node: Callable[..., Node], simhost: Path
+) -> None:
+    """runc and crun call no poststop hook then: the share is released at the next start or with the delete."""
+    node = make_node(simhost, **host.newest_crun())
     one = container(["sh", "-c", "exit 7"], env=ALL)
     words = [*node.runtime(), "--root", str(one.bundle / "runtime")]
     command = [*words, "run", "--keep", "--bundle", str(one.bundle), one.id]

@@ -20,6 +20,8 @@ from gpushare.config import node, oci_runtime
 from gpushare.core.errors import GpushareError
 from gpushare.state import storage
 
+from tools import newest
+
 from . import runc
 from .rootfs import mount_points, run, unmount_below
 from .spec import Hook, Mount
@@ -67,6 +69,12 @@ def use_low_level(name: str) -> None:
     unified = "/sys/fs/cgroup/unified"
     if name == "crun" and os.path.ismount(unified):
         run("umount", unified)
+
+
+def newest_crun() -> dict[str, Any]:
+    """The configuration key of a Node for what only a newer crun than the installed one may have, if this run is with
+    crun: `run --keep`, and pure cgroup v2 without CAP_SYS_RESOURCE (1.21)."""
+    return {"runtime": {"path": str(newest.unpack(BUILD / "newest") / "crun")}} if runc.LOW_LEVEL == "crun" else {}
 
 
 def enter_private_mounts(for_other_users: bool = True) -> None:
