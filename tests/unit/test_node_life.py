@@ -879,6 +879,79 @@ def test_second_pod_of_a_node_waits(
     assert not node.calls
 
 
+def has_program(name: str) -> Callable[[Node], object]:
+    def put(node: Node) -> None:
+        (node.root / "usr/bin").mkdir(parents=True, exist_ok=True)
+        (node.root / "usr/bin" / name).symlink_to(f"/opt/engine/{name}")
+
+    return put
+
+
+def has_unit(node: Node) -> None:
+    """Of a containerd whose program is outside PATH."""
+    (node.root / "lib").symlink_to("/usr/lib")
+    (node.root / "usr/lib/systemd/system").mkdir(parents=True)
+    (node.root / "usr/lib/systemd/system/containerd.service").touch()
+
+
+def has_nothing(node: Node) -> None:
+    """The node has no other trace of an engine."""
+
+
+ENGINE = "gpushare: GPUSHARE_ENGINE={}: {} was not found on this node, but {} was: set GPUSHARE_ENGINE={} (engines in"
+
+
+@pytest.mark.parametrize(
+    ("asked", "put", "other"),
+    [
+        ("", has_nothing, has_program("crio")),
+        ("containerd", has_nothing, lambda node: node.process(5, "crio")),
+        ("crio", has_nothing, has_program("containerd")),
+        ("crio", lambda node: node.process(5, "crio", container=True), has_program("containerd")),
+    ],
+)
+def test_engine_that_the_node_lacks_is_refused_before_anything_is_written(
+    node: Node,
+    signals: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: str,
+    put: Callable[[Node], object],
+    other: Callable[[Node], object],
+) -> None:
+    put(node)
+    other(node)
+    if asked:
+        monkeypatch.setenv("GPUSHARE_ENGINE", asked)
+    before = sorted(node.root.rglob("*"))
+    signals += [signal.SIGTERM]
+    assert node.install.main("install") == 1
+    lacks, has = ("crio", "containerd") if asked == "crio" else ("containerd", "crio")
+    assert capsys.readouterr().err.startswith(ENGINE.format(lacks, lacks, has, has))
+    assert sorted(node.root.rglob("*")) == before and not node.calls
+
+
+@pytest.mark.parametrize(
+    ("put", "file"),
+    [
+        (has_program("containerd"), ""),
+        (has_unit, ""),
+        (lambda node: node.process(5, "containerd", program="/var/lib/rancher/k3s/data/current/bin/containerd"), ""),
+        (has_nothing, "/x/config.toml"),
+    ],
+)
+def test_engine_beside_another_is_configured_although_it_does_not_run_yet(
+    node: Node, signals: list[int], monkeypatch: pytest.MonkeyPatch, put: Callable[[Node], object], file: str
+) -> None:
+    """Also if its program is outside PATH, or its file is named."""
+    has_program("crio")(node)
+    put(node)
+    monkeypatch.setenv("GPUSHARE_CONFIG_FILE", file)
+    signals += [signal.SIGTERM]
+    assert node.install.main("install") == 0
+    assert node.engine_file and node.restarts() == 1
+
+
 CRI = "[plugins.'io.containerd.cri.v1.runtime']\n    enable_cdi = {}\n"
 REFUSED = (
     "gpushare: containerd has CDI disabled, so a container with a claim would start without a GPU: write enable_cdi"

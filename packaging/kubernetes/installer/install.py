@@ -69,6 +69,7 @@ RETRY_S = 3600  # longest time between two attempts to require it; each restarts
 DROP_INS = {"containerd": "/etc/containerd/conf.d/gpushare.toml", "crio": "/etc/crio/crio.conf.d/99-gpushare.conf"}
 CONFIGURED = "/var/lib/gpushare/configured/{}.json"
 OPTIONAL = b"gpushare-nri-optional"  # is in the drop-in if it requires the NRI plugin
+UNITS = tuple(f"{top}/systemd/system" for top in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib"))
 UNREAD = "/run/gpushare-unread."  # and the engine: perhaps it has not been restarted since gpushare left its files
 PLUGIN_LOCK = "/run/gpushare/nri"  # the NRI plugin holds it while it runs
 LOCK = "/run/gpushare-installer.lock"  # `install` or `remove` holds it while it runs
@@ -430,6 +431,29 @@ def requires_nri() -> bool:
     if asked and os.environ.get("GPUSHARE_ENGINE") != "none":
         raise Failed("GPUSHARE_REQUIRE_NRI=yes needs GPUSHARE_ENGINE=none, which leaves shares to the NRI plugin")
     return asked
+
+
+def check_engine() -> None:
+    """Raise Failed if the node has the other engine only. An engine can be in a place that `has_engine` does not know,
+    so a node without either is not refused, and GPUSHARE_CONFIG_FILE overrides this."""
+    engine = os.environ.get("GPUSHARE_ENGINE", "containerd")
+    other = {"containerd": "crio", "crio": "containerd"}.get(engine, "")
+    if other and not config_file() and not has_engine(engine) and has_engine(other):
+        raise Failed(
+            f"GPUSHARE_ENGINE={engine}: {engine} was not found on this node, but {other} was: set GPUSHARE_ENGINE="
+            f"{other} (engines in the Helm chart), or GPUSHARE_CONFIG_FILE to the file that {engine} reads"
+        )
+
+
+def has_engine(engine: str) -> bool:
+    """Whether the node has a program, a unit or a process of this name. The socket tells less: an option can move it,
+    and an engine that does not run yet has none."""
+    paths = [f"{folder}/{engine}" for folder in ENVIRONMENT["PATH"].split(":")]
+    paths += [f"{folder}/{engine}.service" for folder in UNITS]
+    return any(os.path.lexists(on_node(path)) for path in paths) or any(
+        bytes_of(f"{PROC}/{pid}/comm") == f"{engine}\n".encode() and is_of_host(pid)
+        for pid in filter(str.isdigit, os.listdir(PROC))
+    )
 
 
 def check_cdi() -> None:
@@ -931,6 +955,8 @@ def main(verb: str = "", *words: str) -> int:
         check_folder()
         set_ready(False)
         required = verb == "install" and requires_nri()
+        if verb == "install":
+            check_engine()
         if not be_alone():
             return 0
         if verb == "install":
