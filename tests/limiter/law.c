@@ -6,7 +6,6 @@
 #include "vt.h"
 
 #define MARK_NS 1500 /* host time of a cuEventRecord */
-#define TICK (120 * MS)
 
 static uint64_t env_now(void *arg) {
     return ((struct host *)arg)->clock_ns;
@@ -130,25 +129,6 @@ void set_env(struct world *world) {
                                           env_idle, env_others, env_turns, NULL};
 }
 
-void classic_tick(struct host *host) {
-    struct classic *classic = &host->classic;
-    const struct gpu *gpu = host->gpu;
-    double share = host->world->tenant[host->tenant].limit.ppm / 1e6;
-    while (host->clock_ns >= classic->tick_ns) {
-        double used = (double)(gpu->held_ns[host->tenant] - classic->held_ns) / (double)TICK;
-        double off = (share - used) / share;
-        off = off > 1 ? 1 : off < -0.5 ? -0.5 : off;
-        if (classic->refill <= 0)
-            classic->refill = 10;
-        classic->refill *= 1 + 0.5 * off;
-        classic->refill = classic->refill < 1 ? 1 : classic->refill;
-        classic->tokens = classic->tokens > 0 ? 0 : classic->tokens;
-        classic->tokens += classic->refill;
-        classic->held_ns = gpu->held_ns[host->tenant];
-        classic->tick_ns += TICK;
-    }
-}
-
 /* The oracle: the same credit as gpushare's limiter, but from the device's own ledger, and a
  * launch is paid in full in advance. */
 static uint64_t ask_oracle(struct host *host) {
@@ -177,11 +157,6 @@ uint64_t may_launch(struct host *host) {
     enum law law = host->world->tenant[host->tenant].law;
     if (law == LAW_NONE)
         return 0;
-    if (law == LAW_CLASSIC) {
-        classic_tick(host);
-        host->classic.tokens -= host->classic.tokens > 0;
-        return host->classic.tokens > 0 ? 0 : host->classic.tick_ns;
-    }
     if (law == LAW_ORACLE)
         return ask_oracle(host);
     /* Around a capture everything cached is forgotten. */

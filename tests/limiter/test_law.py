@@ -281,17 +281,6 @@ def test_no_event_is_recorded_in_a_capture_and_the_limit_holds(program: str, sta
     assert ledger.mae(30, 1000, 1500) <= 1.0
 
 
-def test_classic_limiter_misses_where_gpushare_holds() -> None:
-    tenants = [Tenant(30, "1ms"), Tenant(60, "50us")]
-    ours = simulate(tenants, ms=4500)
-    classic = simulate([tenant._replace(more="law=classic") for tenant in tenants], ms=4500)
-    for tenant, own_ledger, classic_ledger in zip(tenants, ours, classic):
-        assert own_ledger.mae(tenant.limit, 1000) <= 1.0
-        assert own_ledger.mae(tenant.limit, 100) <= 2.0
-        assert classic_ledger.mae(tenant.limit, 100) > 2.0
-    assert max(classic_ledger.mae(tenant.limit, 1000) for tenant, classic_ledger in zip(tenants, classic)) > 1.0
-
-
 def test_device_is_shared_equally_without_a_limiter() -> None:
     ledgers = simulate([Tenant(30, "50us", more="law=none"), Tenant(70, "50us", more="law=none")], ms=2500)
     assert [round(ledger.share()) for ledger in ledgers] == [50, 50]

@@ -3,7 +3,7 @@
  *     vt seed=1 ms=2500 limit=30,kernel=5us,program=stream limit=70,processes=4
  *
  * Options of a tenant: limit (percent; 100 = unlimited) ppm kernel program processes unequal law
- * (ours|none|classic|oracle) mode (hard|soft) priority spoof (spoof.c) join leave kill (ms)
+ * (ours|none|oracle) mode (hard|soft) priority spoof (spoof.c) join leave kill (ms)
  * change (percent) at capture stop stop_for (ms) claim no_turns waits_for cpu_us latency_us
  * first_us stall_ms (vt.h). Options of the world: seed ms slice_us switch_us (when the previous
  * context has no more work) preempt_us (when it has; 0: the same) bubble_ns jitter_us skew_us (of
@@ -47,14 +47,14 @@ static void set_option(const struct option *o, double number) {
 }
 
 static bool named_word(struct tenant *t, const char *key, const char *value) {
-    static const char *const laws[] = {"none", "ours", "classic", "oracle"};
+    static const char *const laws[] = {"none", "ours", "oracle"};
     static const char *const modes[] = {"hard", "soft", "unlimited"};
     if (!strcmp(key, "kernel"))
         t->kernel = (enum kernel)find(kernel_name, KERNELS, value);
     else if (!strcmp(key, "program"))
         t->program = (enum program)find(program_name, PROGRAMS, value);
     else if (!strcmp(key, "law"))
-        t->law = (enum law)find(laws, 4, value);
+        t->law = (enum law)find(laws, 3, value);
     else if (!strcmp(key, "mode"))
         t->limit.mode = (enum gs_throttle_mode)find(modes, 3, value);
     else if (!strcmp(key, "claim"))
@@ -154,7 +154,6 @@ static void add_host(struct world *world, int tenant, int process, uint64_t seed
     host->rng.state = seed * 1000003 + (uint64_t)k * 7919;
     host->pauses = t->unequal && process > 0;
     host->clock_ns = 1 * MS + t->join_ns + (uint64_t)(uniform(&host->rng) * 1e6);
-    host->classic.tick_ns = host->clock_ns;
     c->width = t->program == P_STREAMS ? 4 : 1;
     c->waits_stream = -1;
     c->skew_ns = (int64_t)((uniform(&host->rng) * 2 - 1) * world->skew_us * 1000);

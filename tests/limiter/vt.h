@@ -12,7 +12,7 @@
 #define STEP 500 /* launches of a training step, each of another function */
 #define MAX_PROCESSES 8
 
-enum law { LAW_NONE, LAW_OURS, LAW_CLASSIC, LAW_ORACLE };
+enum law { LAW_NONE, LAW_OURS, LAW_ORACLE };
 enum kernel {
     K_5US,
     K_50US,
@@ -98,12 +98,6 @@ struct tenant {
     double stall_ms;               /* without a launch, after every twentieth training step */
 };
 
-/* The classic limiter: a bucket of launches in each process, refilled by utilisation each tick. */
-struct classic {
-    double tokens, refill;
-    uint64_t tick_ns, held_ns;
-};
-
 /* The oracle: it knows from the device's ledger what a container held, and each launch's
  * duration. No limiter can hold a cell that it misses. */
 struct oracle {
@@ -136,7 +130,6 @@ struct host {
     struct gs_throttle throttle;
     struct gs_throttle_stream streams[STREAMS];
     struct gs_predictor predictor[STEP];
-    struct classic classic;
     uint64_t asked_ns; /* when its current request began */
     uint32_t requests;
     uint32_t request_us[REQUESTS];   /* how long each of them took */
@@ -179,7 +172,6 @@ uint64_t pause_ns(struct host *host);
 const struct gs_activity *told(struct world *world, int context, unsigned page);
 /* law.c: 0, or the time at which to ask again. */
 uint64_t may_launch(struct host *host);
-void classic_tick(struct host *host);
 void set_env(struct world *world);
 
 #endif
