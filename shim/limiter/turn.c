@@ -188,7 +188,6 @@ static bool fits(const struct gs_throttle *t, uint64_t now) {
 static void take(struct gs_throttle *t, const struct seen *seen, int64_t length, uint64_t now) {
     if (seen->wakes_ns > now)
         length = (int64_t)min64((uint64_t)length, max64(seen->wakes_ns - now, LEAST_TURN));
-    atomic_store(&t->turn->work_until_ns, now);
     atomic_store(&t->turn->from_ns, now);
     atomic_store(&t->turn->until_ns, now + (uint64_t)length);
     atomic_thread_fence(memory_order_seq_cst);
@@ -219,13 +218,6 @@ void gs_turn_rests(struct gs_throttle *t, uint64_t now) {
 
 int64_t gs_turn_window(const struct gs_throttle *t, uint64_t now) {
     return t->cut_in_at_ns && now < t->cut_in_at_ns + 1000 * MS ? (int64_t)NARROW : WINDOW;
-}
-
-/* A burst of another container is on the device: launch nothing until it is over. */
-static uint64_t let_in(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
-    uint64_t again = min64(seen->cut_ns, now + LOOK);
-    t->turn_got_ns += again - now;
-    return again;
 }
 
 /* A launch asks for the first time: after a rest another burst begins. */
@@ -279,8 +271,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
     if (is_own(turn, now)) {
         bool rested = now > atomic_load(&turn->work_until_ns) + NO_WORK / 2;
         struct seen seen = survey(t, 0, atomic_load(&turn->from_ns), now);
-        if (seen.cut_ns)
-            return let_in(t, &seen, now);
+        if (seen.cut_ns) /* a burst of another container: launch nothing until it is over */
+            return min64(seen.cut_ns, now + LOOK);
         if (fits(t, now) && (!rested || !seen.again_ns)) {
             launches(t, pay > ns ? pay : ns, now);
             return *own = t->in_turn = true, 0;
