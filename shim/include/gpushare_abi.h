@@ -252,6 +252,9 @@ struct gs_compute_turn {
     _Atomic uint64_t wants_until_ns;   /* it waits for a turn; ignored after this time */
     _Atomic uint64_t arrival_ns;       /* tat_ns of its bucket after a turn: the least is next */
     _Atomic uint64_t cuts_in_until_ns; /* it has a short burst in the turn of another container */
+    /* For the processes of the container: */
+    _Atomic uint64_t got_ns;        /* device time that was charged for the last turn */
+    _Atomic uint64_t free_until_ns; /* they take no turns */
 };
 
 /* A container's activity file for one device, with a page for each context that works on it. Any
@@ -268,7 +271,7 @@ struct gs_pages {
     _Atomic uint64_t owner[GS_MAX_PAGES]; /* GS_PAGE_OWNER, 0: free */
     struct gs_turn turn;
     struct gs_compute_turn compute_turn;
-    uint8_t reserved2[3680];
+    uint8_t reserved2[3664];
     struct gs_page page[GS_MAX_PAGES];
 };
 

@@ -231,8 +231,7 @@ struct gs_throttle {
     uint64_t burst_until_ns;         /* when the last of it is expected to be over */
     uint64_t turn_work_until_ns;     /* expected end of all work, without the gap until the next */
     uint64_t turn_launched_ns, stepped_back_ns, free_until_ns, cut_in_at_ns;
-    uint64_t turn_got_ns; /* device time that was charged for the last turn */
-    int64_t lost_ns;      /* of turns: what it got less than three quarters of them */
+    int64_t lost_ns; /* of turns: what the container got less than three quarters of them */
     uint32_t steps_back;
     bool in_turn; /* the last launch was within the own turn */
     uint64_t surveyed_ns, held_until_ns, cuts_until_ns;

@@ -243,19 +243,27 @@ static uint64_t step_back(struct gs_throttle *t, const struct seen *seen, uint64
 }
 
 /* A container that gets less than three quarters of its turns takes none for a while, and all use
- * the device's time slices: it leaves the device idle, or other work runs in its turns. */
-static void turn_is_over(struct gs_throttle *t, uint64_t now) {
+ * the device's time slices: it leaves the device idle, or other work runs in its turns. Its
+ * processes count and decide that together: a process that took no turns alone would use up what
+ * the processes that wait for a turn have to save. Return whether the last turn decides it. */
+static bool takes_none(struct gs_throttle *t, uint64_t now) {
     uint64_t from = atomic_load(&t->turn->from_ns), until = atomic_load(&t->turn->until_ns);
-    if (!t->turn_got_ns || until <= from || t->charged != t->marked)
-        return;
+    uint64_t got = atomic_exchange(&t->turn->got_ns, 0);
+    if (!got || until <= from || t->charged != t->marked)
+        return false;
     int64_t length = (int64_t)(until - from), most = turn_ns(t, t->rate_ppm);
-    t->lost_ns += length * 3 / 4 - (int64_t)min64(t->turn_got_ns, (uint64_t)length);
+    t->lost_ns += length * 3 / 4 - (int64_t)min64(got, (uint64_t)length);
     t->lost_ns = t->lost_ns > 0 ? t->lost_ns : 0;
-    t->turn_got_ns = 0;
     if (t->lost_ns < most)
-        return;
+        return false;
     t->lost_ns = most * 3 / 4; /* the next time one or two turns decide */
-    t->free_until_ns = now + FREE;
+    atomic_store(&t->turn->free_until_ns, now + FREE);
+    return true;
+}
+
+static bool is_free(const struct gs_throttle *t, uint64_t now) {
+    uint64_t until = atomic_load(&t->turn->free_until_ns);
+    return now < t->free_until_ns || (now < until && until <= now + FREE);
 }
 
 uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t now, bool *own) {
@@ -266,7 +274,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
     begin_burst(t, now);
     if (!t->rivals)
         return 0;
-    if (now < t->free_until_ns)
+    if (is_free(t, now))
         return may_cut_in(t, ns, now), 0;
     if (is_own(turn, now)) {
         bool rested = now > atomic_load(&turn->work_until_ns) + NO_WORK / 2;
@@ -285,7 +293,6 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
             return ends;
         }
     }
-    turn_is_over(t, now);
     if (may_cut_in(t, ns, now))
         return 0;
     end_turn(t, ends_at(t, now), now); /* of the last turn, which may be late */
@@ -302,6 +309,8 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
         t->steps_back = 0;
     else if (seen.wakes_ns)
         again = step_back(t, &seen, now);
+    if (!again && takes_none(t, now))
+        return 0;
     if (!again) {
         take(t, &seen, length, now);
         if (!survey(t, arrival, now, now).first) {
@@ -324,5 +333,5 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
 void gs_turn_charged(struct gs_throttle *t, const struct gs_segment *segment, int64_t own) {
     if (t->turn && segment->start_ns >= atomic_load(&t->turn->from_ns) &&
         segment->start_ns <= atomic_load(&t->turn->until_ns))
-        t->turn_got_ns += (uint64_t)own;
+        atomic_fetch_add(&t->turn->got_ns, (uint64_t)own);
 }

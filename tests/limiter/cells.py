@@ -48,6 +48,7 @@ class Ledger(NamedTuple):
     switch_ns: int
     done: int
     launches: int
+    fewest: int  # launches of one of its processes
     marks: int
     slow: int
     forbidden: int

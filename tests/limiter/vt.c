@@ -195,21 +195,24 @@ static void print(const struct world *world) {
     printf("{\"switches\": %llu, \"tenants\": [", (unsigned long long)gpu->switches);
     for (int i = 0; i < world->tenants; i++) {
         uint64_t marks = 0, slow = 0, launches = 0, forbidden = 0, done = 0;
+        uint64_t fewest = UINT64_MAX; /* launches of one process */
         for (int k = 0; k < world->hosts; k++)
             if (world->host[k]->tenant == i) {
                 marks += world->host[k]->marks;
                 forbidden += world->host[k]->forbidden;
                 slow += world->host[k]->slow;
                 launches += world->host[k]->launches;
+                fewest = fewest < world->host[k]->launches ? fewest : world->host[k]->launches;
             }
         for (int k = 0; k < (int)world->devices; k++)
             done += world->gpu[k].done[i];
         printf("%s\n{\"held_ns\": %llu, \"work_ns\": %llu, \"switch_ns\": %llu, \"done\": %llu, "
-               "\"launches\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
+               "\"launches\": %llu, \"fewest\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
                "\"waited_ns\": %llu, \"charged_ns\": %llu, \"recent_ns\": %llu, \"bins\": [",
                i ? "," : "", (unsigned long long)gpu->held_ns[i],
                (unsigned long long)gpu->work_ns[i], (unsigned long long)gpu->switch_ns[i],
-               (unsigned long long)done, (unsigned long long)launches, (unsigned long long)marks,
+               (unsigned long long)done, (unsigned long long)launches,
+               (unsigned long long)fewest, (unsigned long long)marks,
                (unsigned long long)slow, (unsigned long long)forbidden,
                (unsigned long long)atomic_load(&world->bucket[0][i].waited_ns),
                (unsigned long long)atomic_load(&world->bucket[0][i].busy_ns),

@@ -171,6 +171,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("wants_until_ns", "Q"),
         ("arrival_ns", "Q"),
         ("cuts_in_until_ns", "Q"),
+        ("got_ns", "Q"),
+        ("free_until_ns", "Q"),
     ),
     "gs_pages": (
         ("magic", "Q"),
@@ -181,8 +183,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("reserved", "40x"),
         ("owner", f"{MAX_PAGES}Q"),
         ("turn", "48x"),
-        ("compute_turn", "48x"),
-        ("reserved2", "3680x"),
+        ("compute_turn", "64x"),
+        ("reserved2", "3664x"),
         ("page", f"{MAX_PAGES * 2432}x"),
     ),
     "gs_peers": (
