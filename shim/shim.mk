@@ -78,7 +78,7 @@ $(2)/obj/$(1)/%.o: shim/%.c $(2)/gen/$(1)/symbols.h shim/shim.mk
 	$$(call progress,CC $$<)
 	$(3) $$(SHIM_CFLAGS) $(4) -Ishim -I$(2)/gen/$(1) -isystem $$(SHIM_INCLUDE_$(1)) -isystem build/zstd -c -o $$@ $$<
 
--include $$(wildcard $(2)/obj/$(1)/*/*.d)
+-include $$(wildcard $(2)/obj/$(1)/*.d $(2)/obj/$(1)/*/*.d)
 endef
 
 # shim_build(directory, compiler, flags, link flags)
