@@ -205,6 +205,11 @@ def test_effective_values_parse_to_same_config(text: str) -> None:
             "version: 1\npolicy: {allowed_devices: '0'}",
             'policy.allowed_devices: "0" is wrong; expected a list such as [a, b]',
         ),
+        ('version: 1\ncompute: {round_ms: "20"}', '"20" is wrong; expected a whole number, without quotes'),
+        (
+            "version: 1\ncompute.sharing: turns",
+            "f.yaml:2: compute.sharing: unknown key; write sharing in a line of its own, indented below compute:",
+        ),
         ("version: 1\nsharing: {split_count: 1.5}", 'sharing.split_count: "1.5" is wrong; expected a whole number'),
         (
             "version: 1\n\tx: 1",

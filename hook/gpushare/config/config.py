@@ -215,6 +215,9 @@ def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
     """The hint for the unknown key `name` below `at`, where the keys `known` exist."""
     if _below(at, name) in _ELSEWHERE:
         return _ELSEWHERE[_below(at, name)]
+    if not at and "." in name and any(key.path == name for key in KEYS):
+        above, _, last = name.rpartition(".")
+        return f"write {last} in a line of its own, indented below {above.replace('.', ': ')}:"
     near = _near(name, known)
     if near:
         return f"did you mean {_below(at, near)}?"
@@ -229,6 +232,7 @@ def _key_hint(at: str, name: str, known: Sequence[str]) -> str:
 def _expected(error: Any) -> str:
     """Text for the values that `error.validator` accepts."""
     wanted = error.validator_value
+    quoted = isinstance(error.instance, str) and error.instance.lstrip("-").isdigit()
     return {
         "pattern": PATTERNS.get(wanted, "") if isinstance(wanted, str) else "",
         "anyOf": str(error.schema.get("description", "")),
@@ -238,7 +242,7 @@ def _expected(error: Any) -> str:
         "enum": "one of " + ", ".join(str(one) for one in wanted if one and one is not True)
         if isinstance(wanted, list)
         else "",
-        "type": TYPES.get(str(wanted), str(wanted)),
+        "type": TYPES.get(str(wanted), str(wanted)) + ", without quotes" * (quoted and wanted in ("integer", "number")),
     }.get(error.validator, f"{error.validator} {wanted}")
 
 
