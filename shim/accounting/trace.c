@@ -42,8 +42,8 @@ void gs_trace_write(int dev, const struct gs_trace *r) {
                      U(r->until_due_ns), U(r->waited_ns), why[r->why]);
     int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0600);
     if ((fd < 0 || write(fd, line, (size_t)n) != n) && !atomic_exchange(&failed, true))
-        gs_log("GPUSHARE_TRACE", "a record could not be written",
-               "name a file in a folder with room");
+        gs_tell("GPUSHARE_TRACE cannot be written", path,
+                "name a file that this program may write, in a folder that exists and has room");
     if (fd >= 0)
         close(fd);
     errno = saved;

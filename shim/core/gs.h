@@ -65,6 +65,8 @@ void *gs_map_exact(const char *path, int flags, int prot, size_t size, const cha
  * opened. docs/troubleshooting.md has the literals of each call (tools/error_texts.py). */
 void gs_log_open(void);
 void gs_log(const char *text, const char *detail, const char *hint);
+/* The same without GPUSHARE_LOG=1. */
+void gs_tell(const char *text, const char *detail, const char *hint);
 
 /* ---- slot.c --------------------------------------------------------------------------- */
 

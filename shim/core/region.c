@@ -26,8 +26,11 @@ void gs_log_open(void) {
 }
 
 void gs_log(const char *text, const char *detail, const char *hint) {
-    if (!atomic_load(&log_on))
-        return;
+    if (atomic_load(&log_on))
+        gs_tell(text, detail, hint);
+}
+
+void gs_tell(const char *text, const char *detail, const char *hint) {
     char line[256];
     size_t n = 0;
     const char *part[] = {"gpushare: ", text, ": ", detail, "; ", hint};
