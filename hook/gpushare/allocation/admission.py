@@ -130,7 +130,7 @@ def _memory_of(wanted: SlotRequest, device: Device, ledger: Ledger, config: Conf
         whole = next((name for name, size in ledger.holders.get(device.uuid, ()) if size is None), "")
         raise HeldError(
             f"device {device_name(device)} is in exclusive use{_held_by(device, ledger)}",
-            "stop that container, or give it a limit",
+            "stop that container, or give it a memory limit",
             f"held whole by {constants.short(whole) or 'another container'}",
             [*_listed(device, ledger), *filter(None, [whole])],
         )
