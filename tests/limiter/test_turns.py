@@ -225,7 +225,9 @@ def test_turns_are_of_the_container(n: int, kernel: str) -> None:
 def test_processes_of_a_container_give_turns_up_together() -> None:
     """Beside an outsider they use time slices. A process that went on with turns would find nothing left of the
     limit."""
-    two, *_ = simulate([Tenant(30, "50us", processes=2), saturating(40), Tenant(100, more="law=none")], ms=3500, **TURNS)
+    two, *_ = simulate(
+        [Tenant(30, "50us", processes=2), saturating(40), Tenant(100, more="law=none")], ms=3500, **TURNS
+    )
     assert two.fewest >= two.launches / 2 * 0.8
 
 

@@ -207,13 +207,13 @@ static void print(const struct world *world) {
         for (int k = 0; k < (int)world->devices; k++)
             done += world->gpu[k].done[i];
         printf("%s\n{\"held_ns\": %llu, \"work_ns\": %llu, \"switch_ns\": %llu, \"done\": %llu, "
-               "\"launches\": %llu, \"fewest\": %llu, \"marks\": %llu, \"slow\": %llu, \"forbidden\": %llu, "
+               "\"launches\": %llu, \"fewest\": %llu, \"marks\": %llu, \"slow\": %llu, "
+               "\"forbidden\": %llu, "
                "\"waited_ns\": %llu, \"charged_ns\": %llu, \"recent_ns\": %llu, \"bins\": [",
                i ? "," : "", (unsigned long long)gpu->held_ns[i],
                (unsigned long long)gpu->work_ns[i], (unsigned long long)gpu->switch_ns[i],
-               (unsigned long long)done, (unsigned long long)launches,
-               (unsigned long long)fewest, (unsigned long long)marks,
-               (unsigned long long)slow, (unsigned long long)forbidden,
+               (unsigned long long)done, (unsigned long long)launches, (unsigned long long)fewest,
+               (unsigned long long)marks, (unsigned long long)slow, (unsigned long long)forbidden,
                (unsigned long long)atomic_load(&world->bucket[0][i].waited_ns),
                (unsigned long long)atomic_load(&world->bucket[0][i].busy_ns),
                (unsigned long long)recent_ns(world, i));
