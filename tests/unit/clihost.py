@@ -70,7 +70,7 @@ def start(state: Path, init: subprocess.Popen[bytes]) -> Callable[..., Path]:
         folder.mkdir()
         (folder / "lease.json").write_bytes(leasefile.to_json(lease))
         share = storage.make_share_dir(str(state), container_id, lease.shares)
-        storage.execute(WriteLimits(lease.shares, f"{share}/limits"))
+        storage.execute(WriteLimits(lease.shares, f"{share}/limits", round_ms=20))
         storage.execute(TenantTmpfs(str(folder / "rw"), storage.TENANT_BYTES, storage.TENANT_INODES))
         found = procs.find(init.pid)
         assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Optional
@@ -9,11 +10,11 @@ from typing import Any, Callable, NamedTuple, Optional
 import click
 
 from ..core import constants
-from ..core.errors import RequestError
+from ..core.errors import GpushareError, RequestError
 from ..core.quantity import human
 from ..core.quoting import printable, shown
 from ..gpu.selectors import device_name
-from ..state import accounts, log
+from ..state import accounts, log, storage
 from ..state.names import Names
 from . import facts
 from .ids import complete_ids
@@ -267,13 +268,26 @@ def inspect(paths: Paths, id: str, output: str) -> None:
     container_id = facts.find(paths.state_dir, id)
     one = next(iter(facts.with_unlimited(facts.containers(paths.state_dir, container_id))), None)
     refusal = log.read(paths.state_dir, container_id)
+    round_ms = _round_ms(paths.state_dir, container_id) if one else None
     if output == "json":
-        write_json(_details(container_id, one, refusal))
+        write_json(_details(container_id, one, refusal, round_ms))
     else:
-        _print(container_id, one, refusal)
+        _print(container_id, one, refusal, round_ms)
 
 
-def _details(container_id: str, one: Optional[facts.Container], refusal: str) -> dict[str, Any]:
+def _round_ms(state_dir: str, container_id: str) -> Optional[int]:
+    """Return the round of its turns; 0: time slices; None: unknown."""
+    try:
+        return storage.read_limits(
+            os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
+        ).round_ms
+    except (GpushareError, OSError):
+        return None
+
+
+def _details(
+    container_id: str, one: Optional[facts.Container], refusal: str, round_ms: Optional[int]
+) -> dict[str, Any]:
     value: dict[str, Any] = (
         {"id": container_id, "name": Names().of_id(container_id).shown or None, "state": "refused", "shares": []}
         if one is None
@@ -283,7 +297,7 @@ def _details(container_id: str, one: Optional[facts.Container], refusal: str) ->
     if one is not None and one.lease is not None:
         lease = one.lease
         value.update(bundle=lease.bundle, cgroup=lease.cgroup, dialect=lease.dialect, driver=lease.driver_version)
-        value.update(uid=None if lease.uid < 0 else lease.uid)
+        value.update(round_ms=round_ms, uid=None if lease.uid < 0 else lease.uid)
         value.update((name, getattr(lease, name) or None) for name in ("namespace", "pod", "container", "image"))
         value["processes"] = [
             {"pid": pid, "container_pid": slot.pid, "memory_used_bytes": list(slot.bytes)}
@@ -292,7 +306,7 @@ def _details(container_id: str, one: Optional[facts.Container], refusal: str) ->
     return value
 
 
-def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> None:
+def _print(container_id: str, one: Optional[facts.Container], refusal: str, round_ms: Optional[int]) -> None:
     name = one.name if one else Names().of_id(container_id)
     pairs = [("id", container_id)]
     pairs += [("name", name.shown)] if name.shown else []
@@ -310,6 +324,7 @@ def _print(container_id: str, one: Optional[facts.Container], refusal: str) -> N
             ("user", "-" if lease.uid < 0 else user_name(lease.uid)),
             *((name, text) for name in ("namespace", "pod", "container", "image") if (text := getattr(lease, name))),
         ]
+    pairs += [("turns", f"in rounds of {round_ms} ms")] if round_ms else []
     pairs += [("note", one.note)] if one and one.note else []
     pairs += [("last refusal", refusal)] if refusal else []
     for label, text in pairs:

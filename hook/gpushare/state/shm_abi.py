@@ -252,6 +252,7 @@ class Limits(NamedTuple):
     devices: tuple[Limit, ...]
     mps_token: int = 0
     mps_device: int = 0  # the slot whose compute MPS enforces, plus one; 0: none
+    round_ms: int = 0  # of the turns; 0: time slices
 
 
 def uuid_bytes(uuid: str) -> bytes:
@@ -405,9 +406,10 @@ def check(data: bytes, what: str, magic: int, size: int) -> None:
 def read_limits(data: bytes) -> Limits:
     """Parse a limits file. Raise RegionError if it is damaged."""
     check(data, "limits file", LIMITS_MAGIC, LIMITS_SIZE)
-    _, _, _, n_devices, _, nonce, generation, mps_token, _, mps_device, _ = packer("gs_limits").unpack(data)
+    _, _, _, n_devices, flags, nonce, generation, mps_token, _, mps_device, _ = packer("gs_limits").unpack(data)
     if n_devices > MAX_DEVICES:
         raise RegionError(f"limits file is damaged: {n_devices} devices, at most {MAX_DEVICES}")
+    round_ms = flags >> 16
     devices = []
     for index in range(n_devices):
         fields = packer("gs_device_limit").unpack_from(data, offset("gs_limits", "device") + index * DEVICE_SIZE)
@@ -428,4 +430,4 @@ def read_limits(data: bytes) -> Limits:
                 virtual if flags & (DEVICE_OVERSUBSCRIBE | DEVICE_LENT) else 0,
             )
         )
-    return Limits(nonce, generation, tuple(devices), mps_token, mps_device)
+    return Limits(nonce, generation, tuple(devices), mps_token, mps_device, round_ms)
