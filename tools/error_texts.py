@@ -175,7 +175,9 @@ def _of_launcher() -> Iterator[Message]:
             yield Message("KernelError", f"../launcher/{path.name}", 0, re.sub(r"'?%\w+'?", "{x}", text), hint)
 
 
-_LOGGED = re.compile(r'gs_(?:log|tell)\("([^"]+)", (?:"([^"]+)"|symbol|path), "([^"]+)"\)|refuse\("([^"]+)", "([^"]+)"\)')
+_LOGGED = re.compile(
+    r'gs_(?:log|tell)\("([^"]+)", (?:"([^"]+)"|symbol|path), "([^"]+)"\)|refuse\("([^"]+)", "([^"]+)"\)'
+)
 _FILES = re.compile(r'WITH_PATH\(path, "([^"]+)"\)|(?:LIMITS|USAGE)_PATH " ([^"]+)"')  # region.c: about its two files
 _FILES_HINT = "start a new container: the share's files are damaged, covered by another mount, or of another version"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ def test_trace_explains_each_charge(tmp_path: Path) -> None:
         program = [str(build()), *words(kernel=1000, seconds=0.5)]
         done = box.run(["sh", "-c", TRACED, "sh", str(tmp_path), *program], timeout_s=60)
         assert done.returncode == 0, done.stderr
-    assert re.fullmatch("gpushare: GPUSHARE_TRACE cannot be written: /nowhere/trace.json; name a file .*\n", done.stderr)
+    assert re.fullmatch(
+        "gpushare: GPUSHARE_TRACE cannot be written: /nowhere/trace.json; name a file .*\n", done.stderr
+    )
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(records) > 100
     for one in records:

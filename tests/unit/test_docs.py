@@ -43,7 +43,10 @@ def test_troubleshooting_lists_printed_messages() -> None:
 def test_troubleshooting_lists_messages_of_the_shim() -> None:
     """Each literal of a call that logs begins a row, unless the reason comes from another call."""
     text = "".join(path.read_text() for path in sorted((TREE / "shim").glob("*/*.c")))
-    literals = set(re.findall(r'(?:gs_log|gs_tell|refuse)\(\s*"([^"]+)"', text)) - {"cuInit refused", "nvmlInit refused"}
+    literals = set(re.findall(r'(?:gs_log|gs_tell|refuse)\(\s*"([^"]+)"', text)) - {
+        "cuInit refused",
+        "nvmlInit refused",
+    }
     rows = [row for row, hint in error_texts.of_shim() if hint]
     assert len(literals) > 8
     assert [one for one in literals if not any(row.startswith(one) for row in rows)] == []
