@@ -23,6 +23,7 @@ from tests.unit import pure
 # Beginning of a command -> the test that runs it, or the reason why no test does
 ELSEWHERE = {
     "docker build": "it needs a registry; tests/integration/test_installer.py",
+    "docker cp": "writing the trace: tests/shim/test_compute.py",
     "docker exec": "tests/docs/test_tour.py",
     "docker rm": "tests/docs/test_tour.py",
     "docker service create": "it needs a swarm; tests/integration/test_swarm.py",
