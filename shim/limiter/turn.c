@@ -93,9 +93,9 @@ static uint64_t turn_ends(const struct gs_throttle *t, const struct gs_turn_of *
 }
 
 /* Return whether all others together have held this container up for no longer than its own limit
- * leaves them. */
+ * leaves them: by turns, or by anything else that made it wait. */
 static bool are_credible(struct gs_throttle *t, const struct seen *seen, uint64_t now) {
-    double leaves = 1 - 0.9 * t->rate_ppm / 1e6;
+    double share = t->rate_ppm / 1e6, leaves = 1 - (share < 0.3 ? 0.9 * share : share - 0.03);
     uint64_t since = now - min64(t->surveyed_ns, now), until = min64(now, t->held_until_ns);
     double left = (double)t->held_ns - (double)since * leaves;
     int64_t most = 3 * turn_ns(t, 1000000);
@@ -184,10 +184,14 @@ static bool fits(const struct gs_throttle *t, uint64_t now) {
 }
 
 /* The container that goes first may sleep until another one's turn ends that ended early. Then this
- * one has the turn meanwhile, and not for less than a turn lasts. */
+ * one has the turn meanwhile, and for half a turn at least. If the other one does not want its
+ * turn, a tenth of the rest is about what shorter turns cost: a switch and the time to wake. */
 static void take(struct gs_throttle *t, const struct seen *seen, int64_t length, uint64_t now) {
-    if (seen->wakes_ns > now)
-        length = (int64_t)min64((uint64_t)length, max64(seen->wakes_ns - now, LEAST_TURN));
+    if (seen->wakes_ns > now) {
+        uint64_t half = (uint64_t)turn_ns(t, t->rate_ppm) / 2, full = (uint64_t)length;
+        length = (int64_t)min64(full, max64(seen->wakes_ns - now, half));
+        t->held_ns += ((int64_t)full - length) / 10;
+    }
     atomic_store(&t->turn->from_ns, now);
     atomic_store(&t->turn->until_ns, now + (uint64_t)length);
     atomic_thread_fence(memory_order_seq_cst);
@@ -248,11 +252,14 @@ static uint64_t step_back(struct gs_throttle *t, const struct seen *seen, uint64
  * the processes that wait for a turn have to save. Return whether the last turn decides it. */
 static bool takes_none(struct gs_throttle *t, uint64_t now) {
     uint64_t from = atomic_load(&t->turn->from_ns), until = atomic_load(&t->turn->until_ns);
-    uint64_t got = atomic_exchange(&t->turn->got_ns, 0);
-    if (!got || until <= from || t->charged != t->marked)
+    uint64_t charged = atomic_exchange(&t->turn->got_ns, 0);
+    if (!charged || until <= from || t->charged != t->marked)
         return false;
-    int64_t length = (int64_t)(until - from), most = turn_ns(t, t->rate_ppm);
-    t->lost_ns += length * 3 / 4 - (int64_t)min64(got, (uint64_t)length);
+    int64_t most = turn_ns(t, t->rate_ppm),
+            length = (int64_t)min64(until - from, 2 * (uint64_t)most),
+            got = (int64_t)min64(charged, (uint64_t)length);
+    t->held_ns += length - got;
+    t->lost_ns += length * 3 / 4 - got;
     t->lost_ns = t->lost_ns > 0 ? t->lost_ns : 0;
     if (t->lost_ns < most)
         return false;
@@ -327,6 +334,7 @@ uint64_t gs_turn_admit(struct gs_throttle *t, int64_t ns, int64_t pay, uint64_t 
     again = max64(again, now + 50 * US);
     atomic_store(&turn->arrival_ns, arrival);
     atomic_store(&turn->wants_until_ns, again + RENEWED);
+    t->held_until_ns = UINT64_MAX; /* until it asks again, however late it wakes */
     return again;
 }
 

@@ -61,13 +61,15 @@ static uint32_t env_others(void *arg) {
     return ppm < 1000000 ? (uint32_t)ppm : 1000000;
 }
 
-const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garbage",
-                                        "own",  "late",  "soon", "cuts"};
+const char *const claim_name[CLAIMS] = {"none", "holds", "long", "first", "garbage", "own",
+                                        "late", "soon",  "cuts", "nicks", "blinks",  "flickers"};
 
 /* holds: one turn after the other, each no longer than granted; long: a turn without end; first: it
  * waits since ever and takes no turn; garbage: random words. own: a process of the container writes
  * a new turn for it at each launch. late: short turns with work that outlasts each, and nonsense in
- * between. soon: it waits and always looks again soon. cuts: it always has a burst. */
+ * between. soon: it waits and always looks again soon. cuts: it always has a burst. nicks: one that
+ * is over at once. blinks, flickers: it waits since ever and takes no turn, but seems to have one
+ * at least at each third look, or for moments. */
 static struct gs_compute_turn claimed(struct host *host, int tenant,
                                       const struct gs_compute_turn *real) {
     uint64_t now = host->clock_ns, turn = 4 * MS;
@@ -94,6 +96,17 @@ static struct gs_compute_turn claimed(struct host *host, int tenant,
     case CLAIM_SOON:
         claim.until_ns = claim.arrival_ns = 0;
         claim.wants_until_ns = now + 1400 * US;
+        break;
+    case CLAIM_NICKS:
+        claim.cuts_in_until_ns = now + US;
+        break;
+    case CLAIM_BLINKS:
+    case CLAIM_FLICKERS:
+        turn = host->world->tenant[tenant].claim == CLAIM_BLINKS ? 1050 * US : 600 * US;
+        claim.from_ns = now - US;
+        claim.until_ns = claim.work_until_ns = now % turn < turn / 3 ? now + 20 * US : 0;
+        claim.arrival_ns = 0;
+        claim.wants_until_ns = now + (turn == 600 * US ? 1200 * US : 1100 * US);
         break;
     case CLAIM_CUTS:
         claim.cuts_in_until_ns = now + 5 * MS;

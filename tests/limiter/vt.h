@@ -70,6 +70,9 @@ enum claim {
     CLAIM_LATE,
     CLAIM_SOON,
     CLAIM_CUTS,
+    CLAIM_NICKS,
+    CLAIM_BLINKS,
+    CLAIM_FLICKERS,
     CLAIMS
 };
 
