@@ -162,7 +162,7 @@ static uint64_t ends_at(const struct gs_throttle *t, uint64_t now) {
     if (t->in_flight_ns <= 0)
         return now;
     uint64_t begins = t->covered_ns < from ? from + t->cost[GS_HANDOVER].ns : t->covered_ns;
-    return max64(now, begins + (uint64_t)t->in_flight_ns * (1 + t->siblings));
+    return max64(now, begins + (uint64_t)t->in_flight_ns);
 }
 
 /* Work of `ns` will be launched. The next launch may come as long after this one as this one after
