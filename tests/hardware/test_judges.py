@@ -123,6 +123,16 @@ def bench(session: Session, monkeypatch: pytest.MonkeyPatch, torch: str = "") ->
     return checks_compute.Bench(session, contextlib.ExitStack(), torch)
 
 
+def test_programs_that_did_not_overlap_run_again(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, late = PreparedTenant(*[at(10, 11)] * 3), PreparedTenant(at(20, 21), at(20, 21), at(10, 11))
+    tenants: Any = [first, late]
+    assert bench(session, monkeypatch).rates(*tenants) == [Rate(100.0, 0.3)] * 2
+    tenants = [PreparedTenant(*[at(10, 11)] * 3), PreparedTenant(*[at(20, 21)] * 3)]
+    with pytest.raises(processes.Failed, match="did not run at the same time"):
+        bench(session, monkeypatch).rates(*tenants)
+    assert len(late.lines) == len(tenants[1].lines) == 3
+
+
 def test_programs_begin_behind_a_barrier(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants: Any = [PreparedTenant(at(10, 11)), PreparedTenant(at(10, 11))]
     rates = bench(session, monkeypatch).rates(*tenants)
