@@ -221,7 +221,7 @@ JSON: dict[str, tuple[str, dict[str, str]]] = {
             "cgroup": "cgroup of its processes",
             "dialect": "dialect of the request that was used",
             "driver": "driver version at its start",
-            "round_ms": "round of its turns (docs/compute.md) in milliseconds; 0: time slices; null: unknown",
+            "round_ms": "round of its turns (docs/compute.md) in milliseconds; 0: it takes none; null: unknown",
             "uid": "user of its first process on the host; null: unknown",
             "namespace": "namespace of its pod; null: none",
             "pod": "name of its pod; null: none",

@@ -29,6 +29,7 @@ def test_soft_limit_is_shown_and_use_is_at_most_the_device(cli: Callable[..., An
     compute(start("c1", soft, created=time.time() - 130), 0, 250)
     assert "  100% of 60% soft  " in cli("list")[1]
     line = rf" +0 +1 +0 B +1 GiB +0  100% of 60% soft, high priority +0.0 s +0  {pure.UUIDS[1]}"
+    assert "turns" not in cli("inspect", "c1")[1]  # they are for hard limits
     assert re.search(f"^{line}$", cli("inspect", "c1")[1], re.MULTILINE)
 
 

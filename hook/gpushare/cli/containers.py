@@ -11,6 +11,7 @@ import click
 
 from ..core import constants
 from ..core.errors import GpushareError, RequestError
+from ..core.model import Lease
 from ..core.quantity import human
 from ..core.quoting import printable, shown
 from ..gpu.selectors import device_name
@@ -268,21 +269,22 @@ def inspect(paths: Paths, id: str, output: str) -> None:
     container_id = facts.find(paths.state_dir, id)
     one = next(iter(facts.with_unlimited(facts.containers(paths.state_dir, container_id))), None)
     refusal = log.read(paths.state_dir, container_id)
-    round_ms = _round_ms(paths.state_dir, container_id) if one else None
+    round_ms = _round_ms(paths.state_dir, one.lease) if one and one.lease else None
     if output == "json":
         write_json(_details(container_id, one, refusal, round_ms))
     else:
         _print(container_id, one, refusal, round_ms)
 
 
-def _round_ms(state_dir: str, container_id: str) -> Optional[int]:
-    """Return the round of its turns; 0: time slices; None: unknown."""
+def _round_ms(state_dir: str, lease: Lease) -> Optional[int]:
+    """Return the round of its turns; 0: it takes none; None: unknown. Turns are for hard limits of the shim."""
+    if all(share.compute_percent is None or share.soft for share in lease.shares):
+        return 0
     try:
-        return storage.read_limits(
-            os.path.join(storage.container_dir(state_dir, container_id), "share", "limits")
-        ).round_ms
+        limits = storage.read_limits(os.path.join(storage.container_dir(state_dir, lease.id), "share", "limits"))
     except (GpushareError, OSError):
         return None
+    return 0 if limits.mps_device else limits.round_ms
 
 
 def _details(
